@@ -1,0 +1,100 @@
+"""The values that pass between the local scheduler and whatever runs a step.
+
+The KV of a context is a flat block table: block i holds positions [i*block_size, (i+1)*block_size).
+Contexts that share a prefix share its full blocks, so equal leading block ids mean shared KV:
+
+    context 7   [ 3 | 9 | 4 ]          parent
+    context 8   [ 3 | 9 | 6 | 1 ]      forked from 7 inside its third block: block 4 was copied to 6
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.sampling import SamplingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Ask for one token after the last position of a sequence.
+
+    `seed` and `step` (tokens generated so far) fix the random number, whatever else is in the batch.
+    `output_ids` are the generated tokens and `context_ids` all tokens of the context, for penalties;
+    both are views that the runner must not keep. `banned_ids` must not be sampled."""
+
+    job_id: int
+    sampling: SamplingConfig
+    seed: int
+    step: int
+    output_ids: Sequence[int] = ()
+    context_ids: Sequence[int] = ()
+    banned_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
+
+    `block_ids` covers [0, start + len(token_ids)); positions before `start` are already computed."""
+
+    context_id: int
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    sample: SampleSpec | None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: before the step, copy the first `num_tokens` slots of one block to another."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All copies happen, in order, before any sequence is computed. Context ids are unique in it."""
+
+    sequences: tuple[SequenceStep, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
+    were not finite is in `errors` instead. One bad sequence never spoils the others."""
+
+    tokens: dict[int, int]
+    errors: dict[int, ParrotError]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the control half needs to know of the runner. Memory in MiB."""
+
+    num_blocks: int
+    block_size: int
+    max_seq_len: int
+    vocab_size: int
+    model_mem: float
+    cache_mem: float
+
+
+class Runner(Protocol):
+    """Runs steps, one after the other, always from the same thread."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...

@@ -1,0 +1,68 @@
+"""Async client of an engine's API. ServeCore holds one per engine."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from parrot.protocol.errors import Unavailable, error_from_payload
+from parrot.protocol.http import HttpClient
+from parrot.protocol.internal import (
+    FillRequest,
+    FillResponse,
+    FreeContextResponse,
+    GenerateRequest,
+    GenerateResponse,
+    PingResponse,
+    RuntimeInfo,
+    StreamChunk,
+    TokenizerResponse,
+)
+
+
+class EngineClient:
+    """One method per verb. A job is not bounded here by a timeout: the caller cancels it, by
+    freeing its context or by closing the connection (cancelling the coroutine)."""
+
+    def __init__(self, http: HttpClient) -> None:
+        self._http = http
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def fill(self, request: FillRequest) -> FillResponse:
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return FillResponse.model_validate(
+            await self._http.request("POST", "/fill", body=body, timeout_s=None)
+        )
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return GenerateResponse.model_validate(
+            await self._http.request("POST", "/generate", body=body, timeout_s=None)
+        )
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+        """Chunks as they are generated, then the whole as a GenerateResponse, always last."""
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        async for event, data in self._http.stream("POST", "/generate_stream", body=body):
+            if event == "chunk":
+                yield StreamChunk.model_validate(data)
+            elif event == "done":
+                yield GenerateResponse.model_validate(data)
+                return
+            elif event == "error":
+                raise error_from_payload(data, 500)
+        raise Unavailable("the engine's stream ended before its final event")
+
+    async def free_contexts(self, context_ids: Sequence[int]) -> int:
+        """Free contexts and abort their jobs; returns the tokens they held."""
+        body = {"context_ids": list(context_ids)}
+        answer = await self._http.request("POST", "/free_context", body=body)
+        return FreeContextResponse.model_validate(answer).context_len
+
+    async def ping(self) -> RuntimeInfo:
+        answer = await self._http.request("POST", "/ping", body={}, timeout_s=5.0)
+        return PingResponse.model_validate(answer).runtime_info
+
+    async def tokenizer(self) -> TokenizerResponse:
+        return TokenizerResponse.model_validate(await self._http.request("GET", "/tokenizer"))

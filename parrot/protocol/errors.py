@@ -1,0 +1,178 @@
+"""Every error that a user or another tier can see, and its HTTP status.
+
+    ParrotError
+    |-- InvalidRequest            400  malformed or contradictory request
+    |   |-- UnsupportedField      400  a known field that is not supported (`param` names it)
+    |   `-- PromptTooLong         400  can never fit the model or the KV pool
+    |-- ValidationFailed          422  a field of the wrong type or out of bounds
+    |-- AuthenticationFailed      401  missing or wrong api key, session_auth or cluster token
+    |-- NotFound                  404  no such session, variable, request, context, model or path
+    |-- MethodNotAllowed          405
+    |-- Conflict                  409  idempotency key reused for another request
+    |   |-- AlreadySet            409  a variable is write-once
+    |   `-- CyclicGraph           409  the call would close a cycle (names the variables)
+    |-- SessionGone               410  expired or deleted
+    |-- PayloadTooLarge           413
+    |-- QuotaExceeded             429  queue full, too many sessions, ...
+    |-- Cancelled                 499  the reader or its program cancelled the work
+    |-- InternalError             500  a defect; details are only in the server's log
+    |-- CallFailed                502  a producer failed, so this value will never exist
+    |   |-- EngineFailed          502  the engine could not run the completion
+    |   |   `-- ModelNumerics     502  NaN or Inf in the logits
+    |   `-- NativeFunctionFailed  502  raised, never set an output, or exceeded time or memory
+    |-- Unavailable               503  the server cannot be reached or is shutting down
+    |   |-- NoEngine              503  no live engine can serve the model
+    |   `-- OutOfMemory           503  no KV room now; may work later
+    `-- TimedOut                  504  the read's timeout or deadline passed
+
+The same classes are raised by servers, travel as `{"error": {"type", "message", "param"?}}`, and
+are raised again by the clients.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class ParrotError(Exception):
+    """Base of the tree. `message` is shown to users; `param` names the offending field, if any."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "parrot_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def to_payload(self) -> dict[str, Any]:
+        error: dict[str, Any] = {"type": self.type, "message": self.message}
+        if self.param is not None:
+            error["param"] = self.param
+        return {"error": error}
+
+
+class InvalidRequest(ParrotError):
+    status = 400
+    type = "invalid_request"
+
+
+class UnsupportedField(InvalidRequest):
+    type = "unsupported_field"
+
+
+class PromptTooLong(InvalidRequest):
+    type = "prompt_too_long"
+
+
+class ValidationFailed(ParrotError):
+    status = 422
+    type = "validation_failed"
+
+
+class AuthenticationFailed(ParrotError):
+    status = 401
+    type = "authentication_failed"
+
+
+class NotFound(ParrotError):
+    status = 404
+    type = "not_found"
+
+
+class MethodNotAllowed(ParrotError):
+    status = 405
+    type = "method_not_allowed"
+
+
+class Conflict(ParrotError):
+    status = 409
+    type = "conflict"
+
+
+class AlreadySet(Conflict):
+    type = "already_set"
+
+
+class CyclicGraph(Conflict):
+    type = "cyclic_graph"
+
+
+class SessionGone(ParrotError):
+    status = 410
+    type = "session_gone"
+
+
+class PayloadTooLarge(ParrotError):
+    status = 413
+    type = "payload_too_large"
+
+
+class QuotaExceeded(ParrotError):
+    status = 429
+    type = "quota_exceeded"
+
+
+class Cancelled(ParrotError):
+    status = 499
+    type = "cancelled"
+
+
+class InternalError(ParrotError):
+    status = 500
+    type = "internal_error"
+
+
+class CallFailed(ParrotError):
+    status = 502
+    type = "call_failed"
+
+
+class EngineFailed(CallFailed):
+    type = "engine_failed"
+
+
+class ModelNumerics(EngineFailed):
+    type = "model_numerics"
+
+
+class NativeFunctionFailed(CallFailed):
+    type = "native_function_failed"
+
+
+class Unavailable(ParrotError):
+    status = 503
+    type = "unavailable"
+
+
+class NoEngine(Unavailable):
+    type = "no_engine"
+
+
+class OutOfMemory(Unavailable):
+    type = "out_of_memory"
+
+
+class TimedOut(ParrotError):
+    status = 504
+    type = "timed_out"
+
+
+def _walk(root: type[ParrotError]) -> list[type[ParrotError]]:
+    return [root, *(cls for sub in root.__subclasses__() for cls in _walk(sub))]
+
+
+_BY_TYPE = {cls.type: cls for cls in _walk(ParrotError)}
+_BY_STATUS = {cls.status: cls for cls in reversed(_walk(ParrotError)) if cls is not ParrotError}
+
+
+def error_from_payload(payload: object, status: int) -> ParrotError:
+    """The error that a server meant; a foreign or broken body gives the class of its status."""
+    error = payload.get("error") if isinstance(payload, Mapping) else None
+    if not isinstance(error, Mapping):
+        return _BY_STATUS.get(status, InternalError)(f"HTTP {status} without a Parrot error body")
+    message, kind, param = error.get("message"), error.get("type"), error.get("param")
+    cls = _BY_TYPE.get(kind) if isinstance(kind, str) else None
+    return (cls or _BY_STATUS.get(status, InternalError))(
+        message if isinstance(message, str) else f"HTTP {status}",
+        param=param if isinstance(param, str) else None,
+    )

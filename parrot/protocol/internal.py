@@ -1,0 +1,187 @@
+"""Payloads between ServeCore and engines, see docs/engine_api.md."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from parrot.protocol.sampling import SamplingConfig
+
+NO_PARENT = -1
+MAX_CONTEXT_ID = 2**53  # exact in every JSON reader
+
+ContextId = Annotated[int, Field(ge=0, le=MAX_CONTEXT_ID)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class InternalPayload(BaseModel):
+    """A newer peer may send more fields than this side knows; they are ignored."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class EngineType(StrEnum):
+    BUILTIN = "builtin"
+    OPENAI = "openai"
+    HUGGINGFACE = "huggingface"
+    SIM = "sim"
+
+
+class FillPiece(InternalPayload):
+    """Append tokens (or text, for engines whose contexts are text) to a context.
+
+    The first use of `context_id` forks it from its parent: it then begins with the parent's first
+    `parent_len` tokens (characters on text engines; null: all of the parent's). A fork shares the
+    parent's KV; it waits until the parent has computed that much."""
+
+    context_id: ContextId
+    parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=MAX_CONTEXT_ID)
+    parent_len: int | None = Field(None, ge=0)
+    token_ids: TokenIds | None = None
+    text: str | None = None
+
+
+class JobRequest(InternalPayload):
+    """Ids for logs and cancellation, and the place in the engine's queue (lower runs first)."""
+
+    session_id: int = 0
+    task_id: int = 0
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+
+class FillRequest(JobRequest, FillPiece):
+    end_flag: bool = False
+
+
+class FillResponse(InternalPayload):
+    filled_len: int = Field(description="tokens (characters on text engines) appended")
+    cached_tokens: int = Field(0, description="tokens whose KV came from the parent")
+    computed_tokens: int = Field(0, description="tokens whose KV this request computed")
+
+
+class GenerateRequest(JobRequest):
+    """Generate on a context. `fills` run first, in order, as if sent to /fill: one exchange for a
+    whole completion."""
+
+    context_id: ContextId
+    parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=MAX_CONTEXT_ID)
+    parent_len: int | None = Field(None, ge=0)
+    end_flag: bool = False
+    fills: list[FillPiece] = Field([], max_length=4096)
+    sampling_config: SamplingConfig = SamplingConfig()
+
+
+class Usage(InternalPayload):
+    cached_tokens: int = Field(0, description="prompt tokens whose KV was already there")
+    computed_tokens: int = Field(0, description="prompt tokens computed for this request")
+    output_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class GenerateResponse(InternalPayload):
+    """`generated_ids` are all the tokens that are now in the context, including the stop token;
+    `generated_text` ends before it. Text engines give no ids."""
+
+    generated_text: str
+    generated_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class StreamChunk(InternalPayload):
+    """An SSE event named `chunk` of /generate_stream. The last events are `done` with a
+    GenerateResponse, or `error` with an error payload."""
+
+    ids: list[int]
+    text: str
+
+
+class FreeContextRequest(InternalPayload):
+    context_id: ContextId | None = None
+    context_ids: list[ContextId] = Field([], max_length=65536)
+
+
+class FreeContextResponse(InternalPayload):
+    context_len: int = Field(
+        description="tokens of the freed contexts, summed; unknown ids count 0"
+    )
+
+
+class RuntimeInfo(InternalPayload):
+    """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
+
+    num_cached_tokens: int = 0
+    num_max_blocks: int = 0
+    num_free_blocks: int = 0
+    block_size: int = 1
+    num_running_jobs: int = 0
+    num_total_jobs: int = 0
+    cache_mem: float = 0.0
+    model_mem: float = 0.0
+    recent_average_latency: float = 0.0
+    num_steps: int = Field(0, description="grows while the engine makes progress")
+
+
+class PingResponse(InternalPayload):
+    runtime_info: RuntimeInfo
+
+
+class SpecialIds(InternalPayload):
+    """`add_bos`: the model wants `bos` once, before the first token of a prompt."""
+
+    bos: int | None = None
+    eos: list[int] = []
+    add_bos: bool = False
+
+
+class TokenizerResponse(InternalPayload):
+    tokenizer_json: str
+    chat_template: str | None = None
+    special_ids: SpecialIds
+    vocab_size: int
+
+
+class EngineInfo(InternalPayload):
+    """What an engine tells ServeCore of itself when it registers.
+
+    `tokenizer_id` is the SHA-256 of its tokenizer.json; null: its contexts are text."""
+
+    engine_type: EngineType
+    engine_name: str
+    model: str
+    tokenizer: str = ""
+    tokenizer_id: str | None = None
+    host: str
+    port: int = Field(ge=1, le=65535)
+    max_seq_len: int = Field(ge=1)
+    tasks_capacity: int = Field(256, ge=1)
+    tokens_capacity: int = Field(ge=1, description="tokens of KV the engine can hold")
+    block_size: int = Field(1, ge=1)
+    labels: dict[str, Any] = {}
+
+
+class RegisterRequest(InternalPayload):
+    engine_config: EngineInfo
+
+
+class RegisterResponse(InternalPayload):
+    engine_id: int
+
+
+class HeartbeatRequest(InternalPayload):
+    engine_id: int
+    engine_name: str
+    runtime_info: RuntimeInfo
+
+
+class HeartbeatResponse(InternalPayload):
+    """`unknown`: ServeCore restarted or gave the engine up; register again."""
+
+    state: Literal["ok", "unknown"] = "ok"

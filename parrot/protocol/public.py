@@ -1,0 +1,210 @@
+"""Payloads of ServeCore's REST API (`/v1`), see docs/rest.md."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+
+MAX_PARAMETERS = 1024
+MAX_TEXT = 16 * 2**20  # characters in one template or value
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Content = Annotated[str, Field(max_length=MAX_TEXT)]
+Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class Payload(BaseModel):
+    """Base of requests: unknown fields are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class SessionCreateRequest(Payload):
+    api_key: str | None = Field(None, max_length=4096)
+    apps: list[str] | None = Field(None, max_length=256)
+
+
+class SessionCreateResponse(BaseModel):
+    session_id: int
+    session_auth: str
+
+
+class SessionScoped(Payload):
+    """A request inside a session. `session_auth` may come as a Bearer token instead."""
+
+    session_id: int
+    session_auth: str | None = Field(None, max_length=4096)
+
+
+class CallParameter(Payload):
+    """A placeholder's binding. An input has exactly one of `var_id` and `value`; an output may name
+    an unset variable in `var_id`."""
+
+    name: Name
+    is_output: bool = False
+    var_id: str | None = Field(None, max_length=256)
+    value: Content | None = None
+    sampling_config: SamplingConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "CallParameter":
+        if self.is_output:
+            if self.value is not None:
+                raise ValueError(f"output `{self.name}` must not have a value")
+        else:
+            if (self.var_id is None) == (self.value is None):
+                raise ValueError(f"input `{self.name}` needs exactly one of var_id and value")
+            if self.sampling_config is not None:
+                raise ValueError(f"input `{self.name}` must not have a sampling_config")
+        return self
+
+
+class SemanticCallRequest(SessionScoped):
+    template: Content
+    parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
+    func_name: str | None = Field(None, max_length=256)
+    models: list[Name] = Field([], max_length=64)
+    model_type: Literal["token_id", "text"] = "token_id"
+    remove_pure_fill: bool = True
+    cache_prefix: bool = True
+    output_criteria: PerformanceCriteria | None = None
+    fuse_fill: bool = False
+    chat: bool = Field(
+        False, description="Render the template as a chat with the serving model's chat template."
+    )
+    successor_of: int | None = Field(
+        None, description="request_id of an earlier call whose whole context this call continues."
+    )
+    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
+
+
+class NativeCallRequest(SessionScoped):
+    func_name: Name
+    func_source: str = Field(max_length=65536)
+    parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
+    timeout: float = Field(1.0, gt=0, le=60, allow_inf_nan=False)
+    output_criteria: PerformanceCriteria | None = None
+    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
+
+
+class ParameterInfo(BaseModel):
+    parameter_name: str
+    is_output: bool
+    var_name: str
+    var_id: str
+
+
+class CallResponse(BaseModel):
+    request_id: int
+    param_info: list[ParameterInfo]
+
+
+class VarCreateRequest(SessionScoped):
+    var_name: Name
+    content: Content | None = None
+
+
+class VarCreateResponse(BaseModel):
+    var_id: str
+
+
+class VarSetRequest(SessionScoped):
+    content: Content
+
+
+class VarGetRequest(SessionScoped):
+    criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
+    timeout: Timeout | None = None
+
+
+class VarGetResponse(BaseModel):
+    content: str
+
+
+class VarInfo(BaseModel):
+    var_id: str
+    var_name: str
+    state: Literal["empty", "ready", "failed"]
+    producer: int | None = Field(description="request_id of the producing call")
+    consumers: list[int]
+    error: dict[str, Any] | None = None
+
+
+class VarListResponse(BaseModel):
+    vars: list[VarInfo]
+
+
+class EmptyResponse(BaseModel):
+    pass
+
+
+class CompletionInfo(BaseModel):
+    """One row of the executed graph. Times are seconds since the session began; `null`: not yet."""
+
+    request_id: int
+    func_name: str
+    output: str = Field(description="name of the output variable")
+    output_var_id: str
+    state: str
+    criteria: str | None = None
+    depth: int | None = None
+    task_group: str | None = None
+    engine: str | None = None
+    model: str | None = None
+    attempts: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    submitted_s: float | None = None
+    ready_s: float | None = None
+    started_s: float | None = None
+    finished_s: float | None = None
+
+
+class GraphEdge(BaseModel):
+    source: str = Field(description="output_var_id of the producing completion or native call")
+    target: str = Field(description="output_var_id of the consumer")
+    variable: str
+
+
+class SessionInfo(BaseModel):
+    session_id: int
+    state: Literal["active"]
+    age_s: float
+    expires_in_s: float
+    vars: list[VarInfo]
+    calls: list[CompletionInfo]
+    edges: list[GraphEdge]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    owned_by: str = "parrot"
+    max_model_len: int | None = None
+
+
+class ModelName(BaseModel):
+    model_name: str
+    tokenizer_name: str
+
+
+class ModelsResponse(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+    models: list[ModelName]
+
+
+class StreamDelta(BaseModel):
+    """Data of an SSE event named `delta`."""
+
+    text: str
+
+
+class StreamDone(BaseModel):
+    """Data of the final SSE event `done`: the whole value. The other final event is `error`, whose
+    data is an error payload."""
+
+    content: str

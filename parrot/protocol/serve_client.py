@@ -1,0 +1,172 @@
+"""Async client of ServeCore: the REST API for programs, registration for engines."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import Unavailable, error_from_payload
+from parrot.protocol.http import HttpClient
+from parrot.protocol.internal import (
+    EngineInfo,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    RegisterResponse,
+    RuntimeInfo,
+)
+from parrot.protocol.public import (
+    CallResponse,
+    ModelsResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionCreateResponse,
+    SessionInfo,
+    VarCreateResponse,
+    VarInfo,
+    VarListResponse,
+)
+
+READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
+
+
+class ServeClient:
+    """One method per route. `session_auth` travels in the body or query, not as a header, so that
+    one client can serve many sessions."""
+
+    def __init__(self, http: HttpClient) -> None:
+        self._http = http
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def create_session(
+        self, api_key: str | None = None, apps: list[str] | None = None
+    ) -> SessionCreateResponse:
+        body = {"api_key": api_key, "apps": apps}
+        return SessionCreateResponse.model_validate(
+            await self._http.request("POST", "/v1/session", body=body)
+        )
+
+    async def session_info(self, session_id: int, session_auth: str) -> SessionInfo:
+        return SessionInfo.model_validate(
+            await self._http.request(
+                "GET", f"/v1/session/{session_id}", params={"session_auth": session_auth}
+            )
+        )
+
+    async def delete_session(self, session_id: int, session_auth: str) -> None:
+        await self._http.request(
+            "DELETE", f"/v1/session/{session_id}", params={"session_auth": session_auth}
+        )
+
+    async def semantic_call(self, request: SemanticCallRequest) -> CallResponse:
+        body = request.model_dump(exclude_defaults=True)
+        return CallResponse.model_validate(
+            await self._http.request("POST", "/v1/semantic_call", body=body)
+        )
+
+    async def native_call(self, request: NativeCallRequest) -> CallResponse:
+        body = request.model_dump(exclude_defaults=True)
+        return CallResponse.model_validate(
+            await self._http.request("POST", "/v1/py_native_call", body=body)
+        )
+
+    async def create_var(
+        self, session_id: int, session_auth: str, var_name: str, content: str | None = None
+    ) -> str:
+        body = _scope(session_id, session_auth) | {"var_name": var_name, "content": content}
+        answer = await self._http.request("POST", "/v1/semantic_var", body=body)
+        return VarCreateResponse.model_validate(answer).var_id
+
+    async def list_vars(self, session_id: int, session_auth: str) -> list[VarInfo]:
+        answer = await self._http.request(
+            "GET", "/v1/semantic_var", params=_query(session_id, session_auth)
+        )
+        return VarListResponse.model_validate(answer).vars
+
+    async def set_var(self, session_id: int, session_auth: str, var_id: str, content: str) -> None:
+        body = _scope(session_id, session_auth) | {"content": content}
+        await self._http.request("POST", f"/v1/semantic_var/{var_id}", body=body)
+
+    async def get_var(
+        self,
+        session_id: int,
+        session_auth: str,
+        var_id: str,
+        criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
+        read at the server."""
+        answer = await self._http.request(
+            "GET",
+            f"/v1/semantic_var/{var_id}",
+            params=_read_query(session_id, session_auth, criteria, timeout_s),
+            timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
+        )
+        content: str = answer["content"]
+        return content
+
+    async def stream_var(
+        self,
+        session_id: int,
+        session_auth: str,
+        var_id: str,
+        criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[str]:
+        """Deltas of the value. Ends normally only after the server's `done` event."""
+        async for event, data in self._http.stream(
+            "GET",
+            f"/v1/semantic_var/{var_id}/stream",
+            params=_read_query(session_id, session_auth, criteria, timeout_s),
+        ):
+            if event == "delta":
+                yield data["text"]
+            elif event == "done":
+                return
+            elif event == "error":
+                raise error_from_payload(data, 500)
+        raise Unavailable("the stream ended before its final event")
+
+    async def cancel_var(self, session_id: int, session_auth: str, var_id: str) -> None:
+        await self._http.request(
+            "POST", f"/v1/semantic_var/{var_id}/cancel", body=_scope(session_id, session_auth)
+        )
+
+    async def cancel_request(self, session_id: int, session_auth: str, request_id: int) -> None:
+        await self._http.request(
+            "POST", f"/v1/request/{request_id}/cancel", body=_scope(session_id, session_auth)
+        )
+
+    async def models(self) -> ModelsResponse:
+        return ModelsResponse.model_validate(await self._http.request("GET", "/v1/models"))
+
+    async def register_engine(self, engine: EngineInfo) -> int:
+        body = RegisterRequest(engine_config=engine).model_dump(mode="json")
+        answer = await self._http.request("POST", "/register_engine", body=body)
+        return RegisterResponse.model_validate(answer).engine_id
+
+    async def engine_heartbeat(
+        self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo
+    ) -> HeartbeatResponse:
+        request = HeartbeatRequest(
+            engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info
+        )
+        answer = await self._http.request("POST", "/engine_heartbeat", body=request.model_dump())
+        return HeartbeatResponse.model_validate(answer)
+
+
+def _scope(session_id: int, session_auth: str) -> dict[str, Any]:
+    return {"session_id": session_id, "session_auth": session_auth}
+
+
+def _query(session_id: int, session_auth: str) -> dict[str, str]:
+    return {"session_id": str(session_id), "session_auth": session_auth}
+
+
+def _read_query(
+    session_id: int, session_auth: str, criteria: PerformanceCriteria, timeout_s: float | None
+) -> dict[str, str]:
+    query = _query(session_id, session_auth) | {"criteria": criteria.value}
+    return query if timeout_s is None else query | {"timeout": repr(timeout_s)}

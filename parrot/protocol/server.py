@@ -1,0 +1,195 @@
+"""What both servers (ServeCore and engines) share: strict JSON, the error table, SSE, keys.
+
+Only server processes import this module; it needs FastAPI."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.sse import format_sse_event
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    ParrotError,
+    PayloadTooLarge,
+    ValidationFailed,
+    error_from_payload,
+)
+from parrot.utils.ids import tokens_equal
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+T = TypeVar("T", bound=BaseModel)
+R = TypeVar("R")
+
+
+def create_base_app(
+    title: str,
+    *,
+    max_body_size: int,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors."""
+    app = FastAPI(title=title, max_body_size=max_body_size, lifespan=lifespan)
+    app.add_exception_handler(ParrotError, _on_parrot_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_defect)
+    return app
+
+
+def error_response(error: ParrotError) -> Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return Response(
+        orjson.dumps(error.to_payload(), option=orjson.OPT_NON_STR_KEYS, default=str),
+        status_code=error.status,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+def json_response(model: BaseModel) -> Response:
+    """The fast way out: one serialisation in pydantic-core."""
+    return Response(model.model_dump_json(), media_type="application/json")
+
+
+async def read_json(request: Request) -> Any:
+    """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
+    nesting, so nothing behind this line meets them."""
+    raw = await request.body()
+    if not raw:
+        return {}
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def parse_payload(model: type[T], payload: Any) -> T:
+    """Validate `payload`, or raise `ValidationFailed` that names the first bad field."""
+    try:
+        return model.model_validate(payload)
+    except ValidationError as error:
+        raise validation_failed(error.errors(include_url=False, include_input=False)) from None
+
+
+def validation_failed(errors: Any) -> ValidationFailed:
+    first = errors[0]
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    where = f"`{param}`: " if param else ""
+    return ValidationFailed(f"{where}{first['msg']}{more}", param=param or None)
+
+
+def bearer_token(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" and token else None
+
+
+def require_cluster_token(request: Request, expected: str | None) -> None:
+    """Refuse a call between tiers that does not carry the cluster's token, if one is configured."""
+    if expected is not None and not tokens_equal(bearer_token(request) or "", expected):
+        raise AuthenticationFailed("missing or wrong cluster token")
+
+
+async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, R]) -> R:
+    """Await `work`, but cancel it and raise `Cancelled` as soon as the client has gone."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Cancelled("the client disconnected")
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, ParrotError):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event_stream(events: AsyncIterator[tuple[str, BaseModel]]) -> StreamingResponse:
+    """An SSE response from (event name, payload) pairs, with keep-alive comments while idle. An
+    exception of the iterator becomes a final `error` event: the stream never just stops."""
+    return StreamingResponse(_encode_events(events), media_type="text/event-stream")
+
+
+async def _encode_events(events: AsyncIterator[tuple[str, BaseModel]]) -> AsyncIterator[bytes]:
+    iterator = aiter(events)
+    next_event = asyncio.ensure_future(anext(iterator))
+    try:
+        while True:
+            done, _ = await asyncio.wait((next_event,), timeout=KEEP_ALIVE_S)
+            if not done:
+                yield format_sse_event(comment="keep-alive")
+                continue
+            try:
+                name, payload = next_event.result()
+            except StopAsyncIteration:
+                return
+            except ParrotError as error:
+                yield _error_event(error)
+                return
+            except Exception:
+                logger.exception("a stream failed")
+                yield _error_event(InternalError("internal error"))
+                return
+            next_event = asyncio.ensure_future(anext(iterator))
+            yield format_sse_event(event=name, data_str=payload.model_dump_json())
+    finally:
+        if not next_event.done():
+            next_event.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration, ParrotError):
+                await next_event
+        if (aclose := getattr(iterator, "aclose", None)) is not None:
+            await aclose()
+
+
+def _error_event(error: ParrotError) -> bytes:
+    return format_sse_event(event="error", data_str=orjson.dumps(error.to_payload()).decode())
+
+
+async def _on_parrot_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ParrotError)
+    return error_response(error)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(validation_failed(error.errors()))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFound(f"no such path: {request.url.path}"))
+    if error.status_code == 405:
+        return error_response(MethodNotAllowed(f"{request.method} is not allowed here"))
+    if error.status_code == 413:
+        return error_response(PayloadTooLarge("the request body is too large"))
+    return error_response(error_from_payload(None, error.status_code))
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    logger.error("unhandled error on %s %s", request.method, request.url.path, exc_info=error)
+    return JSONResponse(InternalError("internal error").to_payload(), status_code=500)

@@ -1,0 +1,34 @@
+"""The one parser of prompt templates: text with `{{name}}` placeholders."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_PLACEHOLDER = re.compile(r"\{\{([a-zA-Z_][a-zA-Z0-9_]*)\}\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    name: str
+
+
+def parse_template(template: str) -> Iterator[Text | Placeholder]:
+    """Yield the pieces in order. Texts are never empty; two texts are never adjacent."""
+    end = 0
+    for match in _PLACEHOLDER.finditer(template):
+        if match.start() > end:
+            yield Text(template[end : match.start()])
+        yield Placeholder(match.group(1))
+        end = match.end()
+    if end < len(template):
+        yield Text(template[end:])
+
+
+def placeholder(name: str) -> str:
+    """The text of a placeholder, the inverse of parsing."""
+    return "{{" + name + "}}"

@@ -1,0 +1,133 @@
+"""What a session's graph is made of: calls, and the completions a semantic call runs as.
+
+A call with the template  "A {{x}} B {{y}} C {{z}}"  (inputs x; outputs y, z) runs as two completions:
+
+    completion 0:  Fill "A ", x, " B "    Generate y
+    completion 1:  Fill " C "             Generate z      previous = completion 0
+
+The prompt of completion 1 is the whole of completion 0, its output included, and then its own fill.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.graph.variable import SemanticVariable
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Constant text of a template."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class VariablePiece:
+    """The place of a variable's value in a prompt."""
+
+    variable: SemanticVariable
+
+
+Piece = TextPiece | VariablePiece
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What deduction asks of a completion. Compared by nobody: policies read its fields.
+
+    `depth`: calls between it and the demanded output (0: it is the output). `remaining_path_s`:
+    predicted seconds from its start to the end of the longest path below it. `task_group`: equal for
+    completions that feed the same consumer; None outside a group. `deadline`: on the clock's scale."""
+
+    criteria: PerformanceCriteria
+    depth: int
+    remaining_path_s: float
+    task_group: str | None = None
+    deadline: float | None = None
+
+
+class CompletionState(StrEnum):
+    IDLE = "idle"  # nobody wants it yet
+    WAITING = "waiting"  # wanted; an input is still missing
+    QUEUED = "queued"  # all inputs ready; in the global scheduler
+    RUNNING = "running"  # on an engine
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened, on the clock's scale; None: not yet."""
+
+    submitted: float | None = None
+    activated: float | None = None
+    ready: float | None = None
+    started: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True)
+class RunStats:
+    """Where and how the last attempt ran. Written by the executor."""
+
+    engine_name: str | None = None
+    model: str | None = None
+    attempts: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """The parts of a semantic call's metadata that matter after the graph is built."""
+
+    func_name: str
+    models: tuple[str, ...] = ()  # empty: any
+    cache_prefix: bool = True
+    chat: bool = False
+    tenant: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One `Fill ... Fill Generate`: the unit of scheduling. Its state is owned by the session's
+    graph up to QUEUED, and by the executor while it is QUEUED or RUNNING."""
+
+    id: int  # unique in this ServeCore
+    request_id: int
+    session_id: int
+    options: CallOptions
+    fill: tuple[Piece, ...]
+    output: SemanticVariable
+    sampling: SamplingConfig
+    previous: "Completion | None" = None
+    state: CompletionState = CompletionState.IDLE
+    objective: Objective | None = None
+    wants_stream: bool = False  # a reader wants tokens as they come
+    times: Timeline = field(default_factory=Timeline)
+    stats: RunStats = field(default_factory=RunStats)
+
+    def inputs(self) -> Iterator[SemanticVariable]:
+        """The variables that must be ready before it can run, with repetitions."""
+        if self.previous is not None:
+            yield self.previous.output
+        for piece in self.fill:
+            if isinstance(piece, VariablePiece):
+                yield piece.variable
+
+    def prompt(self) -> list[Piece]:
+        """Every piece from the beginning of its context to the place where it generates."""
+        chain: list[Completion] = [self]
+        while (before := chain[-1].previous) is not None:
+            chain.append(before)
+        pieces: list[Piece] = []
+        for completion in reversed(chain):
+            pieces.extend(completion.fill)
+            if completion is not self:
+                pieces.append(VariablePiece(completion.output))
+        return pieces

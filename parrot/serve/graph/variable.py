@@ -1,0 +1,142 @@
+"""Semantic variables: write-once text with one producer and many readers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from parrot.protocol.errors import AlreadySet, ParrotError
+
+
+class VariableState(StrEnum):
+    EMPTY = "empty"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """The token ids of a variable's text as an engine generated them, so that a consumer on the
+    same tokenizer (see `EngineInfo.tokenizer_id`) need not tokenise the text again."""
+
+    tokenizer_id: str
+    ids: tuple[int, ...]
+
+
+class SemanticVariable:
+    """Its producer (an engine, a native function or the program) settles it once, with `set` or
+    `fail`. Everything that waits for it learns of that from here, and only from here.
+
+    While an engine generates it, `append` extends `partial_text`; readers of `stream` see the deltas
+    and always end up with exactly `text`, whenever they came."""
+
+    __slots__ = (
+        "_settled_callbacks",
+        "_watchers",
+        "error",
+        "id",
+        "name",
+        "partial_text",
+        "session_id",
+        "state",
+        "tokenized",
+    )
+
+    def __init__(self, id: str, name: str, session_id: int) -> None:
+        self.id = id
+        self.name = name
+        self.session_id = session_id
+        self.state = VariableState.EMPTY
+        self.partial_text = ""
+        self.error: ParrotError | None = None
+        self.tokenized: TokenizedText | None = None
+        self._settled_callbacks: list[Callable[[SemanticVariable], None]] = []
+        self._watchers: list[asyncio.Future[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<SemanticVariable {self.name} {self.id} {self.state}>"
+
+    @property
+    def text(self) -> str:
+        """The value. Only a ready variable has one."""
+        assert self.state is VariableState.READY, self
+        return self.partial_text
+
+    @property
+    def is_settled(self) -> bool:
+        return self.state is not VariableState.EMPTY
+
+    def append(self, delta: str) -> None:
+        """The producer has generated some more text."""
+        assert not self.is_settled, self
+        if delta:
+            self.partial_text += delta
+            self._wake()
+
+    def set(self, text: str, tokenized: TokenizedText | None = None) -> None:
+        """Publish the value. `text` begins with what was appended. Raises `AlreadySet`."""
+        if self.is_settled:
+            raise AlreadySet(f"variable `{self.name}` is already {self.state}")
+        assert text.startswith(self.partial_text), (self, self.partial_text, text)
+        self.partial_text = text
+        self.tokenized = tokenized
+        self._settle(VariableState.READY)
+
+    def fail(self, error: ParrotError) -> None:
+        """Every reader, now and later, gets `error`. Raises `AlreadySet`."""
+        if self.is_settled:
+            raise AlreadySet(f"variable `{self.name}` is already {self.state}")
+        self.error = error
+        self._settle(VariableState.FAILED)
+
+    def on_settled(self, callback: Callable[["SemanticVariable"], None]) -> None:
+        """Call `callback(self)` once, when the variable is settled; at once if it is."""
+        if self.is_settled:
+            callback(self)
+        else:
+            self._settled_callbacks.append(callback)
+
+    async def wait(self) -> str:
+        """The value, or raises the error. Timeouts and withdrawal are the caller's business."""
+        while not self.is_settled:
+            await self._changed()
+        if self.error is not None:
+            raise self.error
+        return self.text
+
+    async def stream(self) -> AsyncIterator[str]:
+        """All the text from its beginning, in deltas as they come; raises the error at its place."""
+        sent = 0
+        while True:
+            if len(self.partial_text) > sent:
+                delta = self.partial_text[sent:]
+                sent = len(self.partial_text)
+                yield delta
+            elif self.error is not None:
+                raise self.error
+            elif self.is_settled:
+                return
+            else:
+                await self._changed()
+
+    def _settle(self, state: VariableState) -> None:
+        self.state = state
+        callbacks, self._settled_callbacks = self._settled_callbacks, []
+        for callback in callbacks:
+            callback(self)
+        self._wake()
+
+    def _wake(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    async def _changed(self) -> None:
+        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers.append(watcher)
+        try:
+            await watcher
+        finally:
+            if watcher.cancelled():
+                self._watchers.remove(watcher)

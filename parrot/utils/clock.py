@@ -1,0 +1,58 @@
+"""The seam for time: whatever waits or measures takes a `Clock`, so tests need no sleeping."""
+
+import asyncio
+import heapq
+import time
+from itertools import count
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds on a monotonic scale; only differences mean anything."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class MonotonicClock:
+    """Real time."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class ManualClock:
+    """Virtual time that moves only when `advance` is called. For tests and simulation."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+        self._order = count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), wake))
+        await wake
+
+    async def advance(self, seconds: float) -> None:
+        """Move time on by `seconds`, waking sleepers in order of their wake-up times."""
+        end = self._now + seconds
+        await self._settle()
+        while self._sleepers and self._sleepers[0][0] <= end:
+            self._now, _, wake = heapq.heappop(self._sleepers)
+            if not wake.done():
+                wake.set_result(None)
+            await self._settle()
+        self._now = end
+
+    async def _settle(self) -> None:
+        """Let every task that can run do so before time moves."""
+        for _ in range(20):
+            await asyncio.sleep(0)

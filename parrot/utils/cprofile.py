@@ -1,0 +1,21 @@
+"""Profile a block of code from user programs: `with cprofile("name"): ...`."""
+
+import cProfile
+import pstats
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def cprofile(name: str = "", num_rows: int = 30) -> Iterator[None]:
+    """Print the cumulative profile of the block to stdout when it ends, also when it raises."""
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        yield
+    finally:
+        profile.disable()
+        if name:
+            sys.stdout.write(f"profile of {name}\n")
+        pstats.Stats(profile, stream=sys.stdout).sort_stats("cumulative").print_stats(num_rows)
