@@ -19,9 +19,9 @@ from parrot.protocol.sampling import SamplingConfig
 class SampleSpec:
     """Ask for one token after the last position of a sequence.
 
-    `seed` and `step` (tokens generated so far) fix the random number, whatever else is in the batch.
-    `output_ids` are the generated tokens and `context_ids` all tokens of the context, for penalties;
-    both are views that the runner must not keep. `banned_ids` must not be sampled."""
+    `seed` and `step` (tokens generated so far) fix the random number, whatever else is in the
+    batch. `output_ids` are the generated tokens and `context_ids` all tokens of the context, for
+    penalties; both are views that the runner must not keep. `banned_ids` must not be sampled."""
 
     job_id: int
     sampling: SamplingConfig
@@ -36,7 +36,7 @@ class SampleSpec:
 class SequenceStep:
     """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
 
-    `block_ids` covers [0, start + len(token_ids)); positions before `start` are already computed."""
+    `block_ids` covers [0, end); positions before `start` are already computed."""
 
     context_id: int
     token_ids: Sequence[int]
@@ -60,7 +60,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All copies happen, in order, before any sequence is computed. Context ids are unique in it."""
+    """All copies happen, in order, before any sequence is computed. No context is in it twice."""
 
     sequences: tuple[SequenceStep, ...]
     copies: tuple[BlockCopy, ...] = ()

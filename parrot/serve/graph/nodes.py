@@ -1,6 +1,6 @@
 """What a session's graph is made of: calls, and the completions a semantic call runs as.
 
-A call with the template  "A {{x}} B {{y}} C {{z}}"  (inputs x; outputs y, z) runs as two completions:
+A call with the template "A {{x}} B {{y}} C {{z}}" (input x; outputs y, z) runs as two completions:
 
     completion 0:  Fill "A ", x, " B "    Generate y
     completion 1:  Fill " C "             Generate z      previous = completion 0
@@ -39,8 +39,9 @@ class Objective:
     """What deduction asks of a completion. Compared by nobody: policies read its fields.
 
     `depth`: calls between it and the demanded output (0: it is the output). `remaining_path_s`:
-    predicted seconds from its start to the end of the longest path below it. `task_group`: equal for
-    completions that feed the same consumer; None outside a group. `deadline`: on the clock's scale."""
+    predicted seconds from its start to the end of the longest path below it. `task_group`: equal
+    for completions that feed the same consumer; None outside a group. `deadline`: on the clock's
+    scale."""
 
     criteria: PerformanceCriteria
     depth: int

@@ -27,8 +27,8 @@ class SemanticVariable:
     """Its producer (an engine, a native function or the program) settles it once, with `set` or
     `fail`. Everything that waits for it learns of that from here, and only from here.
 
-    While an engine generates it, `append` extends `partial_text`; readers of `stream` see the deltas
-    and always end up with exactly `text`, whenever they came."""
+    While an engine generates it, `append` extends `partial_text`; readers of `stream` see the
+    deltas and always end up with exactly `text`, whenever they came."""
 
     __slots__ = (
         "_settled_callbacks",
@@ -42,8 +42,8 @@ class SemanticVariable:
         "tokenized",
     )
 
-    def __init__(self, id: str, name: str, session_id: int) -> None:
-        self.id = id
+    def __init__(self, var_id: str, name: str, session_id: int) -> None:
+        self.id = var_id
         self.name = name
         self.session_id = session_id
         self.state = VariableState.EMPTY
@@ -105,7 +105,7 @@ class SemanticVariable:
         return self.text
 
     async def stream(self) -> AsyncIterator[str]:
-        """All the text from its beginning, in deltas as they come; raises the error at its place."""
+        """All the text from its beginning, in deltas as they come; an error is raised at its place."""
         sent = 0
         while True:
             if len(self.partial_text) > sent:
