@@ -105,7 +105,7 @@ class SemanticVariable:
         return self.text
 
     async def stream(self) -> AsyncIterator[str]:
-        """All the text from its beginning, in deltas as they come; an error is raised at its place."""
+        """All the text from its beginning, in deltas as they come; raises the error."""
         sent = 0
         while True:
             if len(self.partial_text) > sent:
