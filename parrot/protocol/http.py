@@ -2,6 +2,7 @@
 
 aiohttp is imported when the first client is made, so that `import parrot` stays fast."""
 
+import io
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _MAX_SSE_EVENT = 64 * 2**20
+_LARGE_BODY = 2**20  # aiohttp sends larger ones in pieces, so that the event loop stays free
 
 
 class HttpClient:
@@ -68,7 +70,7 @@ class HttpClient:
                 method,
                 self.base_url + path,
                 params=params,
-                data=None if body is None else orjson.dumps(body),
+                data=_encode(body),
                 headers=_JSON_HEADERS if body is not None else None,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0),
             ) as response:
@@ -98,7 +100,7 @@ class HttpClient:
                 method,
                 self.base_url + path,
                 params=params,
-                data=None if body is None else orjson.dumps(body),
+                data=_encode(body),
                 headers=_JSON_HEADERS if body is not None else None,
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=5.0, sock_read=idle_timeout_s
@@ -143,6 +145,13 @@ class HttpClient:
     def _unreachable(self, error: BaseException) -> Unavailable:
         reason = str(error) or type(error).__name__
         return Unavailable(f"no answer from {self.base_url}: {reason}")
+
+
+def _encode(body: Any) -> bytes | io.BytesIO | None:
+    if body is None:
+        return None
+    raw = orjson.dumps(body)
+    return raw if len(raw) < _LARGE_BODY else io.BytesIO(raw)
 
 
 def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.errors import (
     AuthenticationFailed,
@@ -44,12 +45,62 @@ def create_base_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors."""
-    app = FastAPI(title=title, max_body_size=max_body_size, lifespan=lifespan)
+    app = FastAPI(title=title, lifespan=lifespan)
     app.add_exception_handler(ParrotError, _on_parrot_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_defect)
+    app.add_middleware(_BodyLimit, max_body_size=max_body_size)
     return app
+
+
+class _BodyLimit:
+    """Refuses bodies over the limit with our own error (FastAPI's `max_body_size` answers in plain
+    text). A body of declared length is read and dropped first, within bounds: a client that is
+    still sending would see a reset, not the answer. A body of undeclared length is counted."""
+
+    _MAX_DISCARDED = 256 * 2**20
+
+    def __init__(self, app: ASGIApp, max_body_size: int) -> None:
+        self._app = app
+        self._max_body_size = max_body_size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = next((v for k, v in scope["headers"] if k == b"content-length"), None)
+        if declared is None:
+            await self._app(scope, self._counting(receive), send)
+        elif declared.isdigit() and int(declared) <= self._max_body_size:
+            await self._app(scope, receive, send)
+        else:
+            await self._discard_body(receive)
+            await error_response(self._error())(scope, receive, send)
+
+    def _error(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the request body exceeds {self._max_body_size} bytes")
+
+    def _counting(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_size:
+                raise self._error()
+            return message
+
+        return counted
+
+    async def _discard_body(self, receive: Receive) -> None:
+        discarded = 0
+        while discarded < self._MAX_DISCARDED:
+            message = await receive()
+            discarded += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                return
 
 
 def error_response(error: ParrotError) -> Response:
@@ -185,8 +236,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return error_response(NotFound(f"no such path: {request.url.path}"))
     if error.status_code == 405:
         return error_response(MethodNotAllowed(f"{request.method} is not allowed here"))
-    if error.status_code == 413:
-        return error_response(PayloadTooLarge("the request body is too large"))
     return error_response(error_from_payload(None, error.status_code))
 
 

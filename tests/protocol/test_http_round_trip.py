@@ -1,0 +1,239 @@
+"""The HTTP client against the server base, over real sockets."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from parrot.protocol import server
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    TimedOut,
+    Unavailable,
+    ValidationFailed,
+)
+from parrot.protocol.http import HttpClient
+from parrot.testing.app_server import serve_app
+
+
+class Item(BaseModel):
+    name: str
+    count: int = 0
+
+
+class Probe:
+    """What the test app saw."""
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def work(self) -> Response:
+        self.started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.cancelled.set()
+        return Response()
+
+
+def make_app(probe: Probe) -> FastAPI:
+    app = server.create_base_app("test", max_body_size=10_000)
+
+    @app.post("/item")
+    async def item(request: Request) -> Response:
+        parsed = server.parse_payload(Item, await server.read_json(request))
+        return server.json_response(parsed)
+
+    @app.get("/typed/{number}")
+    async def typed(number: int) -> dict[str, int]:
+        return {"number": number}
+
+    @app.get("/guarded")
+    async def guarded(request: Request) -> dict[str, str]:
+        server.require_cluster_token(request, "sesame")
+        return {}
+
+    @app.get("/defect")
+    async def defect() -> None:
+        raise RuntimeError("secret detail")
+
+    @app.get("/not_json")
+    async def not_json() -> Response:
+        return Response("hello", media_type="text/plain")
+
+    @app.get("/slow")
+    async def slow(request: Request) -> Response:
+        return await server.run_until_disconnect(request, probe.work())
+
+    @app.get("/events/{end}")
+    async def events(end: str) -> Response:
+        return server.event_stream(generate(end))
+
+    return app
+
+
+async def generate(end: str) -> AsyncIterator[tuple[str, BaseModel]]:
+    yield "delta", Item(name="two\nlines\r\n\n é \u2028 end", count=1)
+    yield "delta", Item(name="b")
+    if end == "typed":
+        raise TimedOut("too late", param="timeout")
+    if end == "defect":
+        raise RuntimeError("secret detail")
+    yield "done", Item(name="c")
+
+
+@pytest.fixture
+async def probe() -> Probe:
+    return Probe()
+
+
+@pytest.fixture
+async def client(probe: Probe) -> AsyncIterator[HttpClient]:
+    async with serve_app(make_app(probe)) as url, HttpClient(url + "/") as http:
+        yield http
+
+
+async def test_json_goes_there_and_back(client: HttpClient) -> None:
+    sent = {"name": "é\n\u2028", "count": 3}
+    assert await client.request("POST", "/item", body=sent) == sent
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"count": 1}, "name"), ({"name": "a", "count": "x"}, "count"), ([1], None), ("text", None)],
+)
+async def test_ill_typed_bodies_are_422_and_name_the_field(
+    client: HttpClient, body: object, param: str | None
+) -> None:
+    with pytest.raises(ValidationFailed) as caught:
+        await client.request("POST", "/item", body=body)
+    assert caught.value.param == param
+
+
+async def raw_post(client: HttpClient, raw: bytes) -> int:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(client.base_url + "/item", data=io.BytesIO(raw)) as response,
+    ):
+        assert (await response.json())["error"]["type"]
+        return response.status
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"{", 400),
+        (b'{"name": NaN}', 400),
+        (b'{"name": "\\ud800"}', 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 5000, 400),
+        (b"", 422),
+        (b"x" * 20_000, 413),
+        (b"x" * 50_000_000, 413),
+    ],
+)
+async def test_hostile_bodies_get_a_typed_error(
+    client: HttpClient, raw: bytes, status: int
+) -> None:
+    assert await raw_post(client, raw) == status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/nowhere", NotFound),
+        ("DELETE", "/item", MethodNotAllowed),
+        ("GET", "/typed/abc", ValidationFailed),
+        ("GET", "/guarded", AuthenticationFailed),
+        ("GET", "/defect", InternalError),
+        ("GET", "/not_json", InternalError),
+    ],
+)
+async def test_every_error_is_typed(
+    client: HttpClient, method: str, path: str, expected: type[Exception]
+) -> None:
+    with pytest.raises(expected) as caught:
+        await client.request(method, path)
+    assert "secret detail" not in str(caught.value)
+
+
+async def test_the_cluster_token_opens_the_guarded_route(client: HttpClient) -> None:
+    async with HttpClient(client.base_url, bearer_token="sesame") as trusted:
+        assert await trusted.request("GET", "/guarded") == {}
+    async with HttpClient(client.base_url, bearer_token="sésame") as wrong:
+        with pytest.raises(AuthenticationFailed):
+            await wrong.request("GET", "/guarded")
+
+
+async def test_a_body_of_undeclared_length_is_limited_too(client: HttpClient) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(client.base_url + "/item", data=chunks()) as response,
+    ):
+        assert response.status == 413
+        assert (await response.json())["error"]["type"] == "payload_too_large"
+
+
+async def test_a_dead_server_is_unavailable() -> None:
+    async with HttpClient("http://127.0.0.1:9") as client:
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
+            await client.request("GET", "/")
+
+
+async def test_a_client_timeout_is_unavailable_and_cancels_the_work(
+    client: HttpClient, probe: Probe
+) -> None:
+    with pytest.raises(Unavailable):
+        await client.request("GET", "/slow", timeout_s=0.2)
+    await asyncio.wait_for(probe.cancelled.wait(), 5)
+
+
+async def test_a_cancelled_read_withdraws_the_work_at_the_server(
+    client: HttpClient, probe: Probe
+) -> None:
+    read = asyncio.create_task(client.request("GET", "/slow", timeout_s=None))
+    await asyncio.wait_for(probe.started.wait(), 5)
+    read.cancel()
+    await asyncio.wait_for(probe.cancelled.wait(), 5)
+
+
+async def test_events_keep_their_text_and_order(client: HttpClient) -> None:
+    events = [(name, data["name"]) async for name, data in client.stream("GET", "/events/normal")]
+    assert events == [("delta", "two\nlines\r\n\n é \u2028 end"), ("delta", "b"), ("done", "c")]
+
+
+@pytest.mark.parametrize(("end", "kind"), [("typed", "timed_out"), ("defect", "internal_error")])
+async def test_a_failing_stream_ends_with_an_error_event(
+    client: HttpClient, end: str, kind: str
+) -> None:
+    events = [event async for event in client.stream("GET", f"/events/{end}")]
+    assert [name for name, _ in events] == ["delta", "delta", "error"]
+    assert events[-1][1]["error"]["type"] == kind
+    assert "secret" not in str(events)
+
+
+async def test_idle_streams_are_kept_alive(
+    client: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05)
+
+    async def slow_events() -> AsyncIterator[tuple[str, BaseModel]]:
+        await asyncio.sleep(0.2)
+        yield "done", Item(name="a")
+
+    body = server.event_stream(slow_events()).body_iterator
+    frames = [frame async for frame in body]
+    assert frames[0] == b": keep-alive\n\n"
+    assert frames[-1] == b'event: done\ndata: {"name":"a","count":0}\n\n'

@@ -1,0 +1,73 @@
+import pytest
+from pydantic import ValidationError
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.sampling import SamplingConfig
+
+
+def test_defaults_are_those_of_the_public_surface() -> None:
+    config = SamplingConfig()
+    assert (config.temperature, config.top_p, config.max_gen_length) == (1.0, 1.0, 512)
+    assert config.stop_strings == ()
+    assert not config.is_greedy
+    assert not config.is_deterministic
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", 0),
+        ("max_gen_length", 0),
+        ("n", 17),
+        ("n", 10**30),
+        ("seed", -1),
+        ("stop_token_ids", [-1]),
+        ("stop_str", ""),
+        ("stop_str", [""]),
+        ("logit_bias", {"5": 1000.0}),
+        ("repetition_penalty", -1.0),
+    ],
+)
+def test_out_of_bounds_values_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingConfig.model_validate({field: value})
+    assert caught.value.errors()[0]["loc"][0] == field
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(ValidationError, match="temprature"):
+        SamplingConfig.model_validate({"temprature": 0.5})
+
+
+def test_wire_forms_are_accepted() -> None:
+    config = SamplingConfig.model_validate(
+        {"stop_str": ["a", "b"], "logit_bias": {"5": 1.5}, "stop_token_ids": [2], "temperature": 0}
+    )
+    assert config.stop_strings == ("a", "b")
+    assert config.logit_bias == {5: 1.5}
+    assert config.is_greedy
+    assert config.is_deterministic
+    assert SamplingConfig(stop_str="x").stop_strings == ("x",)
+    assert SamplingConfig(seed=3).is_deterministic
+
+
+def test_a_server_refuses_what_it_cannot_do_by_name() -> None:
+    config = SamplingConfig(temperature=0.5, regex="a+")
+    config.require_support(frozenset({"temperature", "regex"}), "this engine")
+    with pytest.raises(UnsupportedField, match="this engine does not support `regex`") as caught:
+        config.require_support(frozenset({"temperature"}), "this engine")
+    assert caught.value.param == "regex"
+    SamplingConfig(n=1).require_support(frozenset(), "an engine of defaults only")
+
+
+def test_criteria_are_read_in_any_case() -> None:
+    assert PerformanceCriteria("ttft") is PerformanceCriteria.TTFT
+    assert PerformanceCriteria("Latency") is PerformanceCriteria.LATENCY
+    with pytest.raises(ValueError, match="speed"):
+        PerformanceCriteria("speed")
