@@ -197,6 +197,29 @@ class ModelsResponse(BaseModel):
     models: list[ModelName]
 
 
+class EngineStatus(BaseModel):
+    """A registered engine as ServeCore sees it."""
+
+    engine_id: int
+    engine_name: str
+    engine_type: str
+    model: str
+    host: str
+    port: int
+    live: bool = Field(description="false: its heartbeats stopped or a call to it failed")
+    num_running: int = Field(0, description="completions placed there now")
+    used_tokens: int = Field(0, description="tokens of KV in contexts there")
+    tokens_capacity: int = 0
+
+
+class ReadyResponse(BaseModel):
+    """Answer of `/ready`: status 200 when a live engine is registered, else 503, same body."""
+
+    ready: bool
+    num_queued: int = 0
+    engines: list[EngineStatus]
+
+
 class StreamDelta(BaseModel):
     """Data of an SSE event named `delta`."""
 
