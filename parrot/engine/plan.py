@@ -14,6 +14,25 @@ from typing import Protocol
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
 
+SUPPORTED_SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_gen_length",
+        "ignore_tokenizer_eos",
+        "stop_token_ids",
+        "stop_str",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "seed",
+    }
+)
+"""The sampling fields that an engine built on `Runner` carries out; others are refused by name."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:

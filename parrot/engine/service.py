@@ -1,0 +1,61 @@
+"""What the engine's HTTP server needs of an engine, whatever its type."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from parrot.protocol.internal import (
+    EngineInfo,
+    FillRequest,
+    FillResponse,
+    GenerateRequest,
+    GenerateResponse,
+    RuntimeInfo,
+    StreamChunk,
+    TokenizerResponse,
+)
+
+
+class EngineService(Protocol):
+    """Used from one event loop. Every refusal or failure of a request is a `ParrotError`.
+
+    Cancelling `fill` or `generate`, or closing the iterator of `generate_stream`, aborts the job
+    within one engine step and leaves its context as far as it got."""
+
+    async def start(self) -> None:
+        """Load the model and warm up. Called once, before anything else; may take minutes."""
+        ...
+
+    async def fill(self, request: FillRequest) -> FillResponse: ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
+
+    def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+        """Chunks as they are generated; the last item, always, is the whole response. The request
+        is checked when iteration begins."""
+        ...
+
+    async def free_contexts(self, context_ids: Sequence[int]) -> int:
+        """Abort the jobs of these contexts and forget them; returns the tokens they held. Unknown
+        ids count 0."""
+        ...
+
+    def runtime_info(self) -> RuntimeInfo: ...
+
+    def engine_info(self) -> EngineInfo:
+        """What to register with; valid after `start`."""
+        ...
+
+    def tokenizer(self) -> TokenizerResponse | None:
+        """None when the engine's contexts are text."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Recount blocks, contexts and jobs; an AssertionError tells what does not add up. Call
+        it only between steps."""
+        ...
+
+    async def close(self) -> None:
+        """Fail what is unfinished with `Unavailable` and stop. May be called twice."""
+        ...
