@@ -1,0 +1,64 @@
+"""ServeCore's configuration: the keys of its JSON file, their defaults and bounds."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Secret = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _Section(BaseModel):
+    """Unknown keys and values of another type (also `"9000"` for 9000) are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class GlobalSchedulerConfig(_Section):
+    """Which application-level features the global scheduler uses."""
+
+    app_fifo: bool = Field(True, description="Finish older sessions first (with aging).")
+    graph_group: bool = Field(True, description="Place the calls of a task group together.")
+    ctx_group: bool = Field(True, description="Place calls that share a prefix together.")
+    ctx_aware: bool = Field(True, description="Weigh cached prefixes when choosing an engine.")
+    policy: Literal["critical_path", "fifo"] = Field(
+        "critical_path", description="Order of tasks: longest remaining path first, or arrival."
+    )
+    max_queue_size: Count = Field(
+        1024, description="Completions that may be queued at once; beyond it calls get 429."
+    )
+
+
+class CoreConfig(_Section):
+    """Everything that can be set of a ServeCore process. Durations are in seconds."""
+
+    host: str = Field("localhost", min_length=1, description="Address to bind.")
+    port: int = Field(9000, ge=0, le=65535, description="0: any free port.")
+    max_sessions_num: Count = Field(2048, description="Live sessions; beyond it 429.")
+    max_engines_num: Count = Field(2048, description="Registered engines; beyond it 429.")
+    session_life_span: Seconds = Field(
+        600.0, description="A session ends after this long without activity or an open read."
+    )
+    engine_heartbeat_timeout: Seconds = Field(
+        30.0, description="An engine silent for this long is down; also the grace for engines."
+    )
+    constant_prefix_var_timeout: Seconds = Field(
+        600.0, description="An unused constant-prefix context is freed after this long."
+    )
+    api_keys: tuple[Secret, ...] = Field(
+        (), repr=False, description="If any, session creation needs one of them."
+    )
+    cluster_token: Secret | None = Field(
+        None, repr=False, description="If set, engines must present it, and are sent it."
+    )
+    global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
+    max_body_size: Count = Field(
+        32 * 2**20, description="Bytes of one request's body; beyond it 413."
+    )
+    native_workers: int = Field(
+        2, ge=1, le=64, description="Native functions that may run at once, a process each."
+    )
+    native_memory_mb: int = Field(
+        64, ge=1, le=65536, description="Memory one native function may use, in MiB."
+    )
