@@ -1,0 +1,252 @@
+"""A ServeCore and its engines on this machine, as child processes."""
+
+import json
+import os
+import queue
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from parrot.cluster.ports import free_port, is_free
+from parrot.cluster.probe import ask
+from parrot.cluster.process import STOP_GRACE_S, ClusterError, ServerProcess
+from parrot.protocol.public import ReadyResponse
+from parrot.utils.ids import new_token
+
+Config = Mapping[str, Any]
+CORE = "core"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+
+
+class Cluster:
+    """Processes from config dicts, on free ports where a config gives none.
+
+        with Cluster(engines=[{"engine_type": "sim"}] * 2) as cluster:
+            vm = P.VirtualMachine(cluster.core_url)
+
+    `core` None: engines alone (`--without_core`). Entering starts all and waits until every engine
+    has registered; leaving stops all. Each process logs to `log_dir/NAME.log`; engines are named by
+    their `engine_name`, by default engine-0, engine-1, ..."""
+
+    CORE_MODULE: ClassVar = "parrot.serve.http_server"
+    ENGINE_MODULE: ClassVar = "parrot.engine.http_server"
+
+    def __init__(
+        self,
+        core: Config | None = None,
+        engines: Sequence[Config] = ({},),
+        *,
+        with_core: bool = True,
+        log_dir: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        ready_timeout_s: float = 120.0,
+    ) -> None:
+        self._keeps_logs = log_dir is not None
+        self.log_dir = log_dir or Path(tempfile.gettempdir()) / f"parrot-{new_token()}"
+        self.configs: dict[str, dict[str, Any]] = {}
+        self._processes: dict[str, ServerProcess] = {}
+        self._env = dict(env or {})
+        self._ready_timeout_s = ready_timeout_s
+        self._ports: set[int] = set()
+        self._deaths: queue.SimpleQueue[ServerProcess] = queue.SimpleQueue()
+        self._expected_deaths: set[str] = set()
+        self._former_ids: dict[str, int] = {}  # registrations of runs that are over
+        if with_core:
+            self._add(CORE, self.CORE_MODULE, core or {}, [])
+        for config in engines:
+            self._add_engine(config)
+
+    # What there is.
+
+    @property
+    def core_url(self) -> str:
+        return self.url(CORE)
+
+    @property
+    def engine_names(self) -> list[str]:
+        return [name for name in self._processes if name != CORE]
+
+    def url(self, name: str) -> str:
+        config = self.configs[name]
+        return f"http://{config['host']}:{config['port']}"
+
+    def process(self, name: str) -> ServerProcess:
+        return self._processes[name]
+
+    def log(self, name: str) -> str:
+        return self._processes[name].log()
+
+    # Life.
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start all processes at once; engines wait for their ServeCore by themselves."""
+        for name, config in self.configs.items():
+            if not is_free(config["host"], config["port"]):
+                raise ClusterError(
+                    f"{name} cannot listen: port {config['port']} of {config['host']} is in use"
+                )
+        for name in self._processes:
+            self._start(name)
+
+    def wait_ready(
+        self, names: Iterable[str] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Return when ServeCore lists these engines (default: all) as live. Raises `ClusterError`
+        with the end of a log as soon as any process dies, or after the timeout."""
+        missing = set(self.engine_names if names is None else names)
+        deadline = time.monotonic() + (timeout_s or self._ready_timeout_s)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            missing -= self._live_engines(missing)
+            if not missing and self._core_answers():
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(self._late_message(missing))
+            if (dead := self.wait_death(pause_s)) is not None:
+                raise ClusterError(dead.death_message())
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def wait_death(self, timeout_s: float | None = None) -> ServerProcess | None:
+        """The next process that ended although nobody asked it to; None after the timeout."""
+        try:
+            while (dead := self._deaths.get(timeout=timeout_s)).is_alive:
+                pass  # it was restarted in the meantime
+        except queue.Empty:
+            return None
+        return dead
+
+    def kill(self, name: str) -> None:
+        """`kill -9`, as the out-of-memory killer would. `restart` brings it back."""
+        self._expected_deaths.add(name)
+        self._processes[name].kill()
+
+    def restart(self, name: str) -> None:
+        """Start a killed or stopped process again: same config, same port, same log."""
+        self._expected_deaths.add(name)
+        self._processes[name].stop()
+        self._expected_deaths.discard(name)
+        if name == CORE:
+            self._former_ids.clear()
+        else:
+            self._former_ids.update(self._registered_ids(name))
+        self._start(name)
+
+    def add_engine(self, config: Config) -> str:
+        """Start one more engine; returns its name. `wait_ready([name])` waits for it."""
+        name = self._add_engine(config)
+        self._start(name)
+        return name
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop all, engines first so that they can say goodbye. Safe in any state."""
+        self._expected_deaths.update(self._processes)
+        for process in reversed(self._processes.values()):
+            process.terminate()
+        with ExitStack() as stack:
+            if not self._keeps_logs:
+                stack.callback(shutil.rmtree, self.log_dir, ignore_errors=True)
+            for process in self._processes.values():
+                stack.callback(process.stop, grace_s)
+
+    # Inside.
+
+    def _add_engine(self, config: Config) -> str:
+        name = str(config.get("engine_name") or f"engine-{len(self.engine_names)}")
+        if name in self._processes:
+            raise ClusterError(f"two engines are named {name!r}")
+        config = {**config, "engine_name": name}
+        args = []
+        if CORE in self.configs:
+            core = self.configs[CORE]
+            config["serve_core"] = {"host": core["host"], "port": core["port"]}
+            if core.get("cluster_token") is not None:
+                config.setdefault("cluster_token", core["cluster_token"])
+        else:
+            args.append("--without_core")
+        self._add(name, self.ENGINE_MODULE, config, args)
+        return name
+
+    def _add(self, name: str, module: str, config: Config, args: list[str]) -> None:
+        """Complete the config and prepare the process."""
+        full = {"host": "127.0.0.1", **config}
+        if "port" not in full:
+            full["port"] = free_port(full["host"], self._ports)
+        self._ports.add(full["port"])
+        self.configs[name] = full
+        self._processes[name] = ServerProcess(
+            name,
+            module,
+            ["--config_path", str(self._config_path(name)), *args],
+            self.log_dir / f"{name}.log",
+            self._env,
+        )
+
+    def _start(self, name: str) -> None:
+        """Write the config beside the log, for this user's eyes only: it may hold keys."""
+        path = self._config_path(name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(self.configs[name], file, indent=2)
+        self._processes[name].start(self._on_exit)
+
+    def _config_path(self, name: str) -> Path:
+        return self.log_dir / f"{name}.json"
+
+    def _core_answers(self) -> bool:
+        return CORE not in self.configs or self._ask(CORE, "GET", "/health") is not None
+
+    def _live_engines(self, names: Iterable[str]) -> set[str]:
+        if CORE not in self.configs:
+            return {name for name in names if self._ask(name, "POST", "/ping") is not None}
+        return {
+            name
+            for name, engine_id in self._registered_ids().items()
+            if self._former_ids.get(name) != engine_id
+        }
+
+    def _registered_ids(self, only: str | None = None) -> dict[str, int]:
+        """Engine ids by name of the engines (or that one) that ServeCore believes to be live."""
+        answer = self._ask(CORE, "GET", "/ready") if CORE in self.configs else None
+        if answer is None:
+            return {}
+        engines = ReadyResponse.model_validate(answer).engines
+        return {
+            e.engine_name: e.engine_id for e in engines if e.live and only in (None, e.engine_name)
+        }
+
+    def _ask(self, name: str, method: str, path: str) -> Any:
+        """The decoded answer of one of our servers, None when there is none (yet)."""
+        config = self.configs[name]
+        answer = ask(config["host"], config["port"], method, path)
+        return None if answer is None else answer[1]
+
+    def _late_message(self, missing: set[str]) -> str:
+        slow = sorted(missing) or [CORE]
+        tails = "\n".join(f"--- {name}\n{self._processes[name].log_tail()}" for name in slow)
+        return f"not ready in time: {', '.join(slow)}\n{tails}"
+
+    def _on_exit(self, process: ServerProcess) -> None:
+        if process.name not in self._expected_deaths:
+            self._deaths.put(process)

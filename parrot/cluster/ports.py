@@ -1,0 +1,32 @@
+"""Ports for servers that will be started in a moment."""
+
+import random
+import socket
+
+# Below the ranges from which Linux (32768) and macOS (49152) take ports for outgoing connections,
+# so that no client socket grabs a port between our test and the server's bind.
+_FIRST, _END = 10_000, 32_000
+_TRIES = 200
+
+
+def free_port(host: str, taken: set[int]) -> int:
+    """A random port that can be bound on `host` now and is not in `taken`; it is added there."""
+    for _ in range(_TRIES):
+        port = random.randrange(_FIRST, _END)
+        if port not in taken and is_free(host, port):
+            taken.add(port)
+            return port
+    raise OSError(f"found no free port on {host} in {_TRIES} tries")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on `host`:`port` now."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,129 @@
+"""One server as a child process: its log, its death, its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+STOP_GRACE_S = 10.0
+_TAIL_LINES = 25
+
+
+class ClusterError(Exception):
+    """A server could not start or died; the message holds the end of its log."""
+
+
+class ServerProcess:
+    """A Python module running in a process group of its own, tied to this process's life.
+
+    What it writes to stdout and stderr goes to `log_path`, appended over restarts. Thread-safe
+    where it matters: `on_exit` callbacks run in a watcher thread."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        args: Sequence[str],
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._command = [sys.executable, "-m", "parrot.cluster.child", module, *args]
+        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+        self._ended.set()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None, f"{self.name} was never started"
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: ended by that signal."""
+        return self._popen.returncode if self._popen is not None and not self.is_alive else None
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def start(self, on_exit: "Callable[[ServerProcess], None] | None" = None) -> None:
+        """`on_exit(self)` is called, from a thread, once this run of the process has ended."""
+        assert not self.is_alive, f"{self.name} already runs"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            popen = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+        self._popen, self._ended = popen, threading.Event()
+        self._watcher = threading.Thread(
+            target=self._watch, args=(popen, self._ended, on_exit), name=f"watch-{self.name}"
+        )
+        self._watcher.daemon = True
+        self._watcher.start()
+
+    def _watch(
+        self,
+        popen: subprocess.Popen[bytes],
+        ended: threading.Event,
+        on_exit: "Callable[[ServerProcess], None] | None",
+    ) -> None:
+        with popen:  # waits, and closes our end of its stdin
+            popen.wait()
+        _signal_group(popen.pid, signal.SIGKILL)  # whatever it started and left behind
+        ended.set()
+        if on_exit is not None:
+            on_exit(self)
+
+    def kill(self) -> None:
+        """`kill -9`, of it and of what it started; returns when it is gone."""
+        self._signal(signal.SIGKILL)
+        self._join()
+
+    def terminate(self) -> None:
+        """Ask it to end; returns at once."""
+        self._signal(signal.SIGTERM)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Ask it to end, insist after `grace_s`; returns when it is gone."""
+        self.terminate()
+        if not self._ended.wait(grace_s):
+            self._signal(signal.SIGKILL)
+        self._join()
+
+    def _signal(self, signum: signal.Signals) -> None:
+        if self._popen is not None and self.is_alive:
+            _signal_group(self._popen.pid, signum)
+
+    def _join(self) -> None:
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, num_lines: int = _TAIL_LINES) -> str:
+        return "\n".join(self.log().splitlines()[-num_lines:])
+
+    def death_message(self) -> str:
+        code = self.exit_code
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return f"{self.name} ended with {how}. The end of {self.log_path}:\n{self.log_tail()}"
+
+
+def _signal_group(pid: int, signum: signal.Signals) -> None:
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):  # gone; macOS says EPERM of a zombie's group
+        return

@@ -1,0 +1,182 @@
+"""The process manager, with small fake servers: real processes, real signals, no model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parrot.cluster import Cluster, ClusterError
+from parrot.cluster.ports import free_port, is_free
+from parrot.cluster.probe import ask
+
+HERE = Path(__file__).parent
+ENV = {"PYTHONPATH": str(HERE)}
+
+
+class FakeCluster(Cluster):
+    CORE_MODULE = ENGINE_MODULE = "fake_server"
+
+
+def make(engines: list[dict[str, Any]] | None = None, **options: Any) -> FakeCluster:
+    return FakeCluster(engines=[{}] if engines is None else engines, env=ENV, **options)
+
+
+def process_is_gone(pid: int) -> bool:
+    """Also true of a zombie that an init process has not collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return subprocess.run(["ps", "-p", str(pid)], capture_output=True).returncode != 0
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_starts_everything_waits_for_it_and_leaves_nothing() -> None:
+    with make([{}, {"engine_name": "second"}]) as cluster:
+        assert cluster.engine_names == ["engine-0", "second"]
+        pids = [cluster.process(name).pid for name in ("core", "engine-0", "second")]
+        ports = {config["port"] for config in cluster.configs.values()}
+        assert len(ports) == 3
+        assert cluster.core_url == f"http://127.0.0.1:{cluster.configs['core']['port']}"
+        assert all(cluster.process(name).is_alive for name in cluster.configs)
+        log_dir = cluster.log_dir
+    assert all(process_is_gone(pid) for pid in pids)
+    assert not log_dir.exists()
+    assert all(is_free("127.0.0.1", port) for port in ports)
+
+
+def test_engines_learn_where_the_core_is_and_its_token(tmp_path: Path) -> None:
+    core = {"cluster_token": "hush"}
+    with make([{"model": "x"}], core=core, log_dir=tmp_path) as cluster:
+        config = json.loads((tmp_path / "engine-0.json").read_text())
+        assert config["serve_core"]["port"] == cluster.configs["core"]["port"]
+        assert (config["model"], config["engine_name"]) == ("x", "engine-0")
+        assert "argv [] stdin '' token hush" in cluster.log("engine-0")
+    assert (tmp_path / "engine-0.log").exists(), "a log directory that was given is kept"
+
+
+def test_engines_without_a_core() -> None:
+    with make([{}], with_core=False) as cluster:
+        assert "argv ['--without_core']" in cluster.log("engine-0")
+        with pytest.raises(KeyError):
+            _ = cluster.core_url
+
+
+def test_a_server_that_cannot_start_ends_the_wait_with_its_log() -> None:
+    cluster = make([{}, {"exit_code": 3}])
+    with pytest.raises(ClusterError, match="engine-1 ended with exit code 3") as caught, cluster:
+        pass
+    assert "I give up: the model is broken" in str(caught.value)
+    assert not any(cluster.process(name).is_alive for name in cluster.configs)
+
+
+def test_an_engine_that_never_registers_is_named() -> None:
+    cluster = make([{}, {"silent": True}], ready_timeout_s=1.0)
+    with pytest.raises(ClusterError, match="not ready in time: engine-1"), cluster:
+        pass
+    assert not cluster.process("core").is_alive
+
+
+def test_a_busy_port_is_said_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        cluster = make([{"port": port}])
+        with pytest.raises(ClusterError, match=rf"engine-0 cannot listen: port {port} .*in use"):
+            cluster.start()
+        assert not cluster.process("core").is_alive
+        cluster.stop()
+
+
+def test_two_engines_of_one_name_are_refused() -> None:
+    with pytest.raises(ClusterError, match="two engines are named 'a'"):
+        make([{"engine_name": "a"}, {"engine_name": "a"}])
+
+
+def test_kill_restart_and_add() -> None:
+    with make() as cluster:
+        engine = cluster.process("engine-0")
+        first = engine.pid
+        cluster.kill("engine-0")
+        assert not engine.is_alive
+        assert engine.exit_code == -signal.SIGKILL
+        assert cluster.wait_death(0) is None, "a death that was asked for is no news"
+        cluster.restart("engine-0")
+        cluster.wait_ready()
+        assert engine.pid != first
+        assert cluster.log("engine-0").count("argv") == 2, "the log goes on"
+        name = cluster.add_engine({})
+        assert name == "engine-1"
+        cluster.wait_ready([name])
+
+
+def test_a_death_that_nobody_asked_for_is_reported() -> None:
+    with make([{"die_after_s": 1.0}]) as cluster:
+        dead = cluster.wait_death(timeout_s=20)
+        assert dead is cluster.process("engine-0")
+        assert "engine-0 ended with exit code 7" in dead.death_message()
+
+
+def test_a_stubborn_server_is_killed_with_its_children() -> None:
+    with make([{"stubborn": True, "with_child": True}]) as cluster:
+        log = cluster.log("engine-0")
+        grandchild = int(log.partition("grandchild ")[2].split()[0])
+        assert not process_is_gone(grandchild)
+        begin = time.monotonic()
+        cluster.process("engine-0").stop(grace_s=0.3)
+        assert time.monotonic() - begin < 5
+        assert eventually(lambda: process_is_gone(grandchild))
+
+
+PARENT = """
+import os, sys
+sys.path.insert(0, {here!r})
+from test_cluster import make
+cluster = make([{{"stubborn": {stubborn}}}]).__enter__()
+print(*(cluster.process(name).pid for name in cluster.configs), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_servers_end_when_their_parent_is_killed(stubborn: bool) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(here=str(HERE), stubborn=stubborn)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | ENV,
+    )
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    assert eventually(lambda: all(process_is_gone(pid) for pid in pids))
+
+
+def test_free_ports_differ_and_are_bindable() -> None:
+    taken: set[int] = set()
+    ports = {free_port("127.0.0.1", taken) for _ in range(50)}
+    assert len(ports) == 50
+    assert taken == ports
+
+
+def test_asking_nobody_or_something_else() -> None:
+    assert ask("127.0.0.1", free_port("127.0.0.1", set()), "GET", "/health") is None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert ask("127.0.0.1", port, "GET", "/health", timeout_s=0.1) is None
