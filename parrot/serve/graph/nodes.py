@@ -59,6 +59,13 @@ class CompletionState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    @property
+    def is_final(self) -> bool:
+        return self in _FINAL_STATES
+
+
+_FINAL_STATES = frozenset({CompletionState.DONE, CompletionState.FAILED, CompletionState.CANCELLED})
+
 
 @dataclass(slots=True)
 class Timeline:
@@ -113,6 +120,10 @@ class Completion:
     times: Timeline = field(default_factory=Timeline)
     stats: RunStats = field(default_factory=RunStats)
 
+    @property
+    def func_name(self) -> str:
+        return self.options.func_name
+
     def inputs(self) -> Iterator[SemanticVariable]:
         """The variables that must be ready before it can run, with repetitions."""
         if self.previous is not None:
@@ -132,3 +143,27 @@ class Completion:
             if completion is not self:
                 pieces.append(VariablePiece(completion.output))
         return pieces
+
+
+@dataclass(slots=True, eq=False)
+class NativeCall:
+    """One run of a native function: a node of the same graph, run by ServeCore's sandbox. Its
+    state has the same words as a completion's; the sandbox owns it while QUEUED or RUNNING."""
+
+    id: int  # unique in this ServeCore, among completions too
+    request_id: int
+    session_id: int
+    func_name: str
+    source: str
+    timeout_s: float
+    arguments: tuple[tuple[str, SemanticVariable], ...]  # the inputs, by parameter name
+    results: tuple[tuple[str, SemanticVariable], ...]  # the outputs, by parameter name
+    state: CompletionState = CompletionState.IDLE
+    objective: Objective | None = None
+    times: Timeline = field(default_factory=Timeline)
+
+    def inputs(self) -> Iterator[SemanticVariable]:
+        return (variable for _, variable in self.arguments)
+
+
+Task = Completion | NativeCall

@@ -89,6 +89,12 @@ class SemanticVariable:
         self.error = error
         self._settle(VariableState.FAILED)
 
+    def restart(self) -> None:
+        """Its producer was stopped because nobody reads it any more, and may run again from the
+        beginning: forget the partial text."""
+        assert not self.is_settled, self
+        self.partial_text = ""
+
     def on_settled(self, callback: Callable[["SemanticVariable"], None]) -> None:
         """Call `callback(self)` once, when the variable is settled; at once if it is."""
         if self.is_settled:
@@ -100,8 +106,12 @@ class SemanticVariable:
         """The value, or raises the error. Timeouts and withdrawal are the caller's business."""
         while not self.is_settled:
             await self._changed()
+        return self.result()
+
+    def result(self) -> str:
+        """The value of a settled variable, or raises its error."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # else every read would lengthen its traceback
         return self.text
 
     async def stream(self) -> AsyncIterator[str]:
@@ -113,7 +123,7 @@ class SemanticVariable:
                 sent = len(self.partial_text)
                 yield delta
             elif self.error is not None:
-                raise self.error
+                raise self.error.with_traceback(None)
             elif self.is_settled:
                 return
             else:
