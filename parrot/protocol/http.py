@@ -5,13 +5,14 @@ aiohttp is imported when the first client is made, so that `import parrot` stays
 import io
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from parrot.protocol.errors import InternalError, Unavailable, error_from_payload
+from parrot.protocol.errors import InternalError, ParrotError, Unavailable, error_from_payload
 
 if TYPE_CHECKING:
     import aiohttp
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _MAX_SSE_EVENT = 64 * 2**20
 _LARGE_BODY = 2**20  # aiohttp sends larger ones in pieces, so that the event loop stays free
+
+ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
+"""The error meant by an answer's decoded body (None: not JSON), status and headers."""
+
+
+def _own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
+    return error_from_payload(payload, status)
 
 
 class HttpClient:
@@ -28,12 +36,22 @@ class HttpClient:
     server's own error (errors.py) for any status of 400 and above."""
 
     def __init__(
-        self, base_url: str, *, bearer_token: str | None = None, max_connections: int = 0
+        self,
+        base_url: str,
+        *,
+        bearer_token: str | None = None,
+        max_connections: int = 0,
+        headers: Mapping[str, str] | None = None,
+        read_error: ErrorReader = _own_error,
     ) -> None:
-        """`max_connections` 0 means no limit."""
+        """`max_connections` 0 means no limit. `headers` go with every request. `read_error` is for
+        servers that are not ours."""
         self.base_url = base_url.rstrip("/")
-        self._bearer_token = bearer_token
+        self._headers = dict(headers or {})
+        if bearer_token:
+            self._headers["Authorization"] = f"Bearer {bearer_token}"
         self._max_connections = max_connections
+        self._read_error = read_error
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -75,7 +93,7 @@ class HttpClient:
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0),
             ) as response:
                 raw = await response.read()
-                return self._decode(raw, response.status)
+                return self._decode(raw, response.status, response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
@@ -93,6 +111,23 @@ class HttpClient:
 
         The end of the body is only the end of iteration: the caller must insist on the protocol's
         final event, since a broken server may close in the middle."""
+        raw_events = self.stream_raw(
+            method, path, params=params, body=body, idle_timeout_s=idle_timeout_s
+        )
+        async with aclosing(raw_events):
+            async for name, data in raw_events:
+                yield name, orjson.loads(data)
+
+    async def stream_raw(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        idle_timeout_s: float = 60.0,
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
+        """As `stream`, for servers whose events are not all JSON."""
         import aiohttp
 
         try:
@@ -107,7 +142,7 @@ class HttpClient:
                 ),
             ) as response:
                 if response.status >= 400:
-                    self._decode(await response.read(), response.status)
+                    self._decode(await response.read(), response.status, response.headers)
                 async for event in _parse_events(response.content):
                     yield event
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -117,19 +152,16 @@ class HttpClient:
         if self._session is None:
             import aiohttp
 
-            headers = (
-                {"Authorization": f"Bearer {self._bearer_token}"} if self._bearer_token else {}
-            )
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=self._max_connections, socket_factory=_keepalive_socket
                 ),
-                headers=headers,
+                headers=self._headers,
                 read_bufsize=2**20,
             )
         return self._session
 
-    def _decode(self, raw: bytes, status: int) -> Any:
+    def _decode(self, raw: bytes, status: int, headers: Mapping[str, str]) -> Any:
         try:
             payload = orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -139,7 +171,7 @@ class HttpClient:
                 ) from None
             payload = None
         if status >= 400:
-            raise error_from_payload(payload, status)
+            raise self._read_error(payload, status, headers)
         return payload
 
     def _unreachable(self, error: BaseException) -> Unavailable:
@@ -166,8 +198,9 @@ def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
     return sock
 
 
-async def _parse_events(content: "aiohttp.StreamReader") -> AsyncIterator[tuple[str, Any]]:
-    """The subset of the SSE format that our servers write: `event`, `data` and comment lines."""
+async def _parse_events(content: "aiohttp.StreamReader") -> AsyncIterator[tuple[str, bytes]]:
+    """The part of the SSE format that servers of JSON use: `event`, `data` and comment lines, ended
+    by LF or CRLF."""
     name, data = "message", b""
     pending = b""
     async for chunk in content.iter_any():
@@ -179,6 +212,6 @@ async def _parse_events(content: "aiohttp.StreamReader") -> AsyncIterator[tuple[
                 data += line[5:]
             elif line.startswith(b"event:"):
                 name = line[6:].strip().decode()
-            elif not line and data:
-                yield name, orjson.loads(data)
+            elif data and line in (b"", b"\r"):
+                yield name, data
                 name, data = "message", b""
