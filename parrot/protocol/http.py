@@ -209,7 +209,7 @@ async def _parse_events(content: "aiohttp.StreamReader") -> AsyncIterator[tuple[
             raise InternalError("an event of the stream is too large")
         for line in lines:
             if line.startswith(b"data:"):
-                data += line[5:]
+                data += line[5:].removesuffix(b"\r")
             elif line.startswith(b"event:"):
                 name = line[6:].strip().decode()
             elif data and line in (b"", b"\r"):
