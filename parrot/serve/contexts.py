@@ -1,0 +1,317 @@
+"""The context ledger: the only truth about which contexts live on which engine.
+
+A context is a flat sequence of tokens; a fork shares the beginning of its parent:
+
+    parent   |-- 100 tokens --------------|        k0 at 40, k1 at 100
+    fork          parent_len 40 |-- 30 new --|     k2 at 70
+
+Only the part after `parent_len` is a context's own; so shared tokens count once. A parent is freed
+after its children (they are freed first under pressure), and a context with running users, its own
+or below it, is never evicted. A context that must go but still has children or users is *doomed*:
+nobody finds it any more, and it is freed with the last of them."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from parrot.serve.context_index import Boundary, Context, Owner, PrefixIndex
+from parrot.utils.clock import Clock
+from parrot.utils.ids import IdCounter
+
+_EVICTION_LOOK = 64  # idle contexts examined for one that no queued task wants
+
+
+@dataclass(slots=True)
+class _Account:
+    """One engine's contexts. Sizes are in tokens, rounded up to blocks."""
+
+    capacity: int
+    block_size: int
+    contexts: dict[int, Context] = field(default_factory=dict)
+    idle: OrderedDict[int, Context] = field(default_factory=OrderedDict)  # evictable, LRU first
+    used: int = 0
+
+
+class ContextLedger:
+    def __init__(self, clock: Clock, constant_timeout_s: float) -> None:
+        """Tenants' contexts expire after `constant_timeout_s` unused."""
+        self._clock = clock
+        self._constant_timeout_s = constant_timeout_s
+        self._ids = IdCounter(1)
+        self._accounts: dict[int, _Account] = {}
+        self.index = PrefixIndex()
+        self._by_session: dict[int, dict[int, Context]] = {}
+        self._constants: OrderedDict[int, Context] = OrderedDict()  # tenants', LRU first
+        self._expected: Counter[bytes] = Counter()
+        self._frees: dict[int, list[int]] = {}
+
+    # Engines
+
+    def add_engine(self, engine_id: int, capacity: int, block_size: int = 1) -> None:
+        self._accounts[engine_id] = _Account(capacity, block_size)
+
+    def forget_engine(self, engine_id: int) -> list[int]:
+        """The engine is gone, and its contexts with it. Returns their ids."""
+        account = self._accounts[engine_id]
+        context_ids = list(account.contexts)
+        for context in account.contexts.values():
+            self._unlink(context)
+        del self._accounts[engine_id]
+        self._frees.pop(engine_id, None)
+        return context_ids
+
+    def num_contexts(self, engine_id: int) -> int:
+        return len(self._accounts[engine_id].contexts)
+
+    def num_tokens(self, engine_id: int) -> int:
+        return self._accounts[engine_id].used
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """A queued task would continue contexts with these keys: they are evicted last."""
+        self._expected.update(keys)
+
+    def unexpect(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._expected[key] -= 1
+            if not self._expected[key]:
+                del self._expected[key]
+
+    # The life of a context
+
+    def open(
+        self,
+        engine_id: int,
+        owner: Owner,
+        boundaries: Sequence[Boundary],
+        *,
+        length: int,
+        reserved: int = 0,
+        parent: Context | None = None,
+        parent_len: int = 0,
+    ) -> Context:
+        """A new context, forked at `parent_len`. Nothing is evicted for it: see `make_room`."""
+        now = self._clock.now()
+        context = Context(
+            self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now
+        )
+        account = self._accounts[engine_id]
+        account.contexts[context.id] = context
+        account.idle[context.id] = context
+        account.used += _own_size(context, account.block_size)
+        if isinstance(owner, int):
+            self._by_session.setdefault(owner, {})[context.id] = context
+        else:
+            self._constants[context.id] = context
+        if parent is not None:
+            assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
+            parent.children.add(context)
+            account.idle.pop(parent.id, None)
+            if parent.id in self._constants:
+                self._touch_constant(parent, now)
+        for boundary in boundaries:
+            self.index.publish(context, boundary)
+        return context
+
+    def pin(self, context: Context) -> None:
+        """A run uses it."""
+        context.users += 1
+        self._accounts[context.engine_id].idle.pop(context.id, None)
+        link: Context | None = context
+        while link is not None:
+            link.pins += 1
+            link = link.parent if link.pins == 1 else None
+
+    def unpin(self, context: Context) -> None:
+        """The run is over; not for a context that was dropped. Dooms take effect here."""
+        context.users -= 1
+        context.last_used = self._clock.now()
+        link: Context | None = context
+        while link is not None:
+            link.pins -= 1
+            assert link.pins >= 0, link
+            link = link.parent if link.pins == 0 else None
+        self._rest(context, recent=True)
+
+    def mark_computed(self, context: Context) -> None:
+        """Its engine has computed it, so also all that it was forked from."""
+        link: Context | None = context
+        while link is not None and not link.is_computed:
+            link.is_computed = True
+            link = link.parent
+
+    def settle(self, context: Context, length: int, boundary: Boundary | None) -> None:
+        """Its generation ended: it has `length` tokens; `boundary` covers the output's text."""
+        account = self._accounts[context.engine_id]
+        account.used -= _own_size(context, account.block_size)
+        context.length, context.reserved = length, 0
+        account.used += _own_size(context, account.block_size)
+        self.mark_computed(context)
+        if boundary is not None and not context.is_doomed:
+            self.index.publish(context, boundary)
+
+    def drop(self, context: Context) -> list[Context]:
+        """Free it and everything forked from it, whoever uses it. Returns those with users: their
+        runs cannot go on."""
+        dropped, used = [context], []
+        for link in dropped:
+            dropped.extend(link.children)
+            if link.users:
+                used.append(link)
+        for link in reversed(dropped):
+            self._free(link)
+        if context.parent is not None:
+            self._rest(context.parent, recent=True)
+        return used
+
+    def release_session(self, session_id: int) -> None:
+        """Free the session's contexts, those in use as soon as that ends."""
+        contexts = list(self._by_session.get(session_id, {}).values())
+        for context in contexts:
+            self._doom(context)
+        for context in contexts:
+            self._rest(context, recent=True)
+
+    # Room
+
+    def make_room(self, engine_id: int) -> bool:
+        """Evict until the engine's contexts fit its capacity; False: they still do not."""
+        account = self._accounts[engine_id]
+        while account.used > account.capacity and account.idle:
+            self._evict(self._choose(account))
+        return account.used <= account.capacity
+
+    def evict_idle(self, engine_id: int) -> None:
+        """Free everything on the engine that no run uses."""
+        account = self._accounts[engine_id]
+        while account.idle:
+            self._evict(next(iter(account.idle.values())))
+
+    def expire(self) -> None:
+        """Free tenants' contexts that were not used for the timeout."""
+        now = self._clock.now()
+        while self._constants:
+            context = next(iter(self._constants.values()))
+            if context.last_used + self._constant_timeout_s > now:
+                return
+            if context.pins or context.children:
+                self._touch_constant(context, now)
+            else:
+                self._evict(context)
+
+    def next_expiry(self) -> float | None:
+        for context in self._constants.values():
+            return context.last_used + self._constant_timeout_s
+        return None
+
+    def take_frees(self) -> dict[int, list[int]]:
+        """The contexts freed since the last call, per engine: the caller tells the engines."""
+        frees, self._frees = self._frees, {}
+        return frees
+
+    def check_integrity(self, users: Mapping[int, int]) -> None:
+        """Recount everything. `users`: how many runs use each context, by its id, as their owner
+        knows it. Raises AssertionError with what differs."""
+        live: dict[int, Context] = {}
+        for engine_id, account in self._accounts.items():
+            live.update(account.contexts)
+            contexts = account.contexts.values()
+            used = sum(_own_size(c, account.block_size) for c in contexts)
+            assert account.used == used, (engine_id, account.used, used)
+            idle = {c.id for c in contexts if not c.pins and not c.children}
+            assert set(account.idle) == idle, (engine_id, set(account.idle) ^ idle)
+        counted = {c.id: c.users for c in live.values() if c.users}
+        assert counted == users, (counted, users)
+        for context in live.values():
+            _check_links(context, live)
+        for context in self.index.contexts():
+            assert context.id in live, context
+            assert not context.is_doomed, context
+        sessions = {c.id for owned in self._by_session.values() for c in owned.values()}
+        assert sessions | set(self._constants) == set(live), (sessions, set(live))
+
+    # Inside
+
+    def _choose(self, account: _Account) -> Context:
+        """The least recently used context that no queued task would continue, if there is one."""
+        for context in islice(account.idle.values(), _EVICTION_LOOK):
+            if not any(boundary.key in self._expected for boundary in context.boundaries):
+                return context
+        return next(iter(account.idle.values()))
+
+    def _touch_constant(self, context: Context, now: float) -> None:
+        context.last_used = now
+        self._constants.move_to_end(context.id)
+
+    def _evict(self, context: Context) -> None:
+        assert not context.pins, context
+        parent = context.parent
+        self._free(context)
+        if parent is not None:
+            self._rest(parent, recent=False)
+
+    def _doom(self, context: Context) -> None:
+        if not context.is_doomed:
+            context.is_doomed = True
+            self.index.unpublish(context)
+
+    def _rest(self, context: Context, recent: bool) -> None:
+        """A context may have become idle: offer it for eviction, or free it if doomed, and then
+        its parent likewise. `recent` says to which end of the LRU order it belongs."""
+        link: Context | None = context
+        while link is not None and not link.pins and not link.children:
+            account = self._accounts[link.engine_id]
+            if link.id not in account.contexts:
+                return
+            if not link.is_doomed:
+                account.idle[link.id] = link
+                account.idle.move_to_end(link.id, last=recent)
+                return
+            parent = link.parent
+            self._free(link)
+            link = parent
+
+    def _free(self, context: Context) -> None:
+        account = self._accounts[context.engine_id]
+        assert not context.children, context
+        account.used -= _own_size(context, account.block_size)
+        del account.contexts[context.id]
+        account.idle.pop(context.id, None)
+        self._unlink(context)
+        if (parent := context.parent) is not None:
+            parent.children.discard(context)
+            if context.pins:
+                self._unpin_chain(parent)
+        self._frees.setdefault(context.engine_id, []).append(context.id)
+
+    def _unpin_chain(self, link: Context | None) -> None:
+        """A pinned child has gone."""
+        while link is not None:
+            link.pins -= 1
+            link = link.parent if link.pins == 0 else None
+
+    def _unlink(self, context: Context) -> None:
+        self.index.unpublish(context)
+        self._constants.pop(context.id, None)
+        if isinstance(context.owner, int):
+            owned = self._by_session[context.owner]
+            del owned[context.id]
+            if not owned:
+                del self._by_session[context.owner]
+
+
+def _own_size(context: Context, block_size: int) -> int:
+    """Tokens of the blocks that only this context and its forks have: a fork inside a block copies
+    that block."""
+    end = context.length + context.reserved
+    return (-(-end // block_size) - context.parent_len // block_size) * block_size
+
+
+def _check_links(context: Context, live: Mapping[int, Context]) -> None:
+    pinned = sum(1 for child in context.children if child.pins)
+    assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
+    assert all(live.get(child.id) is child for child in context.children), context.id
+    assert not context.is_doomed or context.pins or context.children, context.id
+    if context.parent is not None:
+        assert live.get(context.parent.id) is context.parent, context.id
+        assert context in context.parent.children, context.id

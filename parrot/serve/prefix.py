@@ -1,0 +1,90 @@
+"""Prompts as segments, and prefix keys: the identity of a reusable context.
+
+    segments   "Summarise: "   <value of x>   " Briefly: "
+    keys       k0 = H(root, s0)   k1 = H(k0, s1)   k2 = H(k1, s2)
+
+Equal keys mean equal prompts up to there, in the same scope. The chain starts from a root that only
+this process can compute, so nobody outside can name (or probe for) another tenant's prefix. The
+model is not part of a key: a key is only ever looked up together with an engine, which has one."""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from parrot.serve.graph.nodes import Completion, TextPiece
+from parrot.serve.graph.variable import TokenizedText
+
+
+class SegmentKind(Enum):
+    CONSTANT = b"c"  # text of the template, which may contain special tokens
+    VALUE = b"v"  # a variable's value, always plain text
+    OUTPUT = b"o"  # what an earlier completion of the same context generated
+
+
+class Segment(NamedTuple):
+    """A piece of a prompt with its text. `ends_turn`: generation follows it."""
+
+    kind: SegmentKind
+    text: str
+    tokenized: TokenizedText | None = None
+    ends_turn: bool = False
+
+
+def prompt_segments(completion: Completion) -> list[Segment]:
+    """Every segment from the beginning of its context to where it generates. Needs ready inputs."""
+    chain = [completion]
+    while (before := chain[-1].previous) is not None:
+        chain.append(before)
+    segments: list[Segment] = []
+    for link in reversed(chain):
+        last = len(link.fill) - 1
+        for i, piece in enumerate(link.fill):
+            if isinstance(piece, TextPiece):
+                segments.append(Segment(SegmentKind.CONSTANT, piece.text, None, i == last))
+            else:
+                value = piece.variable
+                segments.append(Segment(SegmentKind.VALUE, value.text, value.tokenized, i == last))
+        if link is not completion:
+            segments.append(output_segment(link.output.text, link.output.tokenized))
+    return segments
+
+
+def output_segment(text: str, tokenized: TokenizedText | None) -> Segment:
+    return Segment(SegmentKind.OUTPUT, text, tokenized)
+
+
+class PrefixHasher:
+    """Makes prefix keys. Two hashers agree only if they have the same secret."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+
+    def root(self, scope: str, chat: bool) -> bytes:
+        """The start of every chain of a scope. Chat prompts have markup that segments do not show,
+        so they never share a chain with plain ones."""
+        message = (b"chat:" if chat else b"plain:") + scope.encode()
+        return hmac.digest(self._secret, message, "sha256")
+
+    def keys(self, scope: str, chat: bool, segments: Iterable[Segment]) -> tuple[bytes, ...]:
+        """One key per segment: of the prompt that ends with it."""
+        key = self.root(scope, chat)
+        return tuple([key := extend_key(key, segment) for segment in segments])
+
+
+def extend_key(key: bytes, segment: Segment) -> bytes:
+    """The key of the prompt that has `segment` after the prompt of `key`. The first bytes have a
+    fixed length, so different sequences of segments never hash the same bytes."""
+    mark = b"." if segment.ends_turn else b"-"
+    text = segment.text.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(key + segment.kind.value + mark + text).digest()
+
+
+def num_leading_constants(segments: Sequence[Segment]) -> int:
+    """How many segments of the prompt's start come from the template alone."""
+    for i, segment in enumerate(segments):
+        if segment.kind is not SegmentKind.CONSTANT:
+            return i
+    return len(segments)

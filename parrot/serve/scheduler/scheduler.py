@@ -1,0 +1,238 @@
+"""The global scheduler: queued tasks and engines in, placements out. It does nothing by itself and
+knows no policy by name."""
+
+from dataclasses import dataclass
+
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.serve.context_index import PrefixIndex
+from parrot.serve.scheduler.cost import CostModel, EngineLoad, RunningPrefixes
+from parrot.serve.scheduler.load import LoadIndex
+from parrot.serve.scheduler.policy import build_order, build_placement
+from parrot.serve.scheduler.queue import SortKey, TaskQueue
+from parrot.serve.scheduler.task import CompletionTask, Placement
+from parrot.utils.clock import Clock
+
+_LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per queue
+_MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
+_LEAST_LOADED = 2  # engines considered for their load alone
+_OUTPUT_SHARE = 0.5  # of max_gen_length that an output is expected to have
+_MAX_PRIORITY = 2**31 - 1
+
+Models = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One queue during one call of `schedule`."""
+
+    queue: TaskQueue
+    models: Models
+    passed: list[CompletionTask]
+    is_over: bool = False
+
+
+class Scheduler:
+    """Tasks are queued per set of models. The engines' loads are what was placed and has not
+    ended, by estimates: exact sizes are known only when a prompt meets an engine's tokenizer."""
+
+    def __init__(
+        self,
+        config: GlobalSchedulerConfig,
+        clock: Clock,
+        index: PrefixIndex,
+        cost: CostModel | None = None,
+    ) -> None:
+        self._clock = clock
+        self._cost = cost or CostModel()
+        self._running = RunningPrefixes()
+        self._order = build_order(config, clock)
+        self._policies = build_placement(config, self._cost, index, self._running)
+        self._queues: dict[Models, TaskQueue] = {}
+        self._loads = LoadIndex(self._cost)
+        self._epoch = clock.now()
+
+    @property
+    def num_queued(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    # Engines
+
+    def add_engine(self, engine_id: int, model: str, max_tasks: int, max_tokens: int) -> None:
+        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens))
+
+    def remove_engine(self, engine_id: int) -> None:
+        """Its tasks must have been ended or requeued."""
+        load = self._loads.remove(engine_id)
+        assert not load.tasks, load
+
+    def is_served(self, models: Models) -> bool:
+        return self._loads.is_served(models)
+
+    def unserved(self) -> list[Models]:
+        """The sets of models that queued tasks want and no engine has."""
+        return [m for m, queue in self._queues.items() if queue and not self._loads.is_served(m)]
+
+    # Tasks
+
+    def add(self, task: CompletionTask) -> None:
+        self._order.arrived(task)
+        self._push(task)
+
+    def remove(self, task: CompletionTask) -> None:
+        """A queued task will not run."""
+        self._pull(task)
+        self._order.ended(task)
+
+    def update(self, task: CompletionTask) -> None:
+        """A queued task's objective has changed."""
+        self._pull(task)
+        task.refresh()
+        self._push(task)
+
+    def ended(self, task: CompletionTask, engine_id: int) -> None:
+        """A placed task has ended for good."""
+        self._unload(task, engine_id)
+        self._order.ended(task)
+
+    def requeue(self, task: CompletionTask, engine_id: int) -> None:
+        """A placed task must run again. It keeps its age."""
+        self._unload(task, engine_id)
+        task.refresh()
+        self._push(task)
+
+    def queued(self, models: Models) -> list[CompletionTask]:
+        queue = self._queues.get(models)
+        return [] if queue is None else queue.tasks()
+
+    def forget_session(self, session_id: int) -> None:
+        self._order.forget(session_id)
+
+    # The loop
+
+    def schedule(self) -> list[Placement]:
+        """Place as many tasks as fit, in order. The caller runs every one of them."""
+        rounds = [
+            _Round(queue, models, [])
+            for models, queue in self._queues.items()
+            if queue and self._loads.has_open(models)
+        ]
+        placements: list[Placement] = []
+        while (head := self._first(rounds)) is not None:
+            current, task = head
+            current.queue.remove(task)
+            load = self._choose(task, current.models)
+            if load is None:
+                self._pass_over(current, task)
+            else:
+                placements.append(self._place(task, load))
+                current.is_over = not self._loads.has_open(current.models)
+        for finished in rounds:
+            self._restore(finished)
+        return placements
+
+    def _first(self, rounds: list[_Round]) -> tuple[_Round, CompletionTask] | None:
+        best: tuple[SortKey, _Round, CompletionTask] | None = None
+        for current in rounds:
+            top = None if current.is_over else current.queue.top()
+            if top is not None and (best is None or top[0] < best[0]):
+                best = (top[0], current, top[1])
+        return None if best is None else best[1:]
+
+    def _pass_over(self, current: _Round, task: CompletionTask) -> None:
+        current.passed.append(task)
+        is_patient = task.num_passed < _MAX_PASSED
+        current.is_over = not is_patient or len(current.passed) >= _LOOK_AHEAD
+
+    def _restore(self, current: _Round) -> None:
+        for task in current.passed:
+            task.num_passed += 1
+            current.queue.push(task)
+        if not current.queue:
+            del self._queues[current.models]
+
+    def _choose(self, task: CompletionTask, models: Models) -> EngineLoad | None:
+        """The engine with the least predicted cost; None if the task fits none."""
+        candidates = {load.id: load for load in self._loads.least_loaded(models, _LEAST_LOADED)}
+        for policy in self._policies:
+            for engine_id in policy.candidates(task):
+                load = self._loads.get(engine_id)
+                if load is not None and load.is_open and (not models or load.model in models):
+                    candidates[engine_id] = load
+        output = int(task.max_output * _OUTPUT_SHARE) + 1
+        now = self._clock.now()
+        best, best_cost = None, float("inf")
+        for load in candidates.values():
+            cost = self._cost_of(task, load, output, now)
+            if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
+                best, best_cost = load, cost
+        return best
+
+    def _cost_of(
+        self, task: CompletionTask, load: EngineLoad, output: int, now: float
+    ) -> float | None:
+        """Predicted seconds of running the task there now; None if it does not fit."""
+        shared = self._running.shared_len(task, load.id)
+        new_tokens = task.prompt_len - shared + min(task.max_output, load.max_tokens)
+        if load.num_tasks and load.num_tokens + new_tokens > load.max_tokens:
+            return None
+        extra_s, reused = 0.0, 0
+        for policy in self._policies:
+            if not policy.admits(task, load):
+                return None
+            extra_s += policy.extra_s(task, load, output)
+            reused = max(reused, policy.reused_len(task, load))
+        wait_s = max(0.0, load.prefill_until - now)
+        prefill_s = (task.prompt_len - reused) * self._cost.prefill_s
+        step_s = self._cost.decode_step_s(load.num_tasks + 1, load.num_tokens + new_tokens)
+        return wait_s + prefill_s + output * step_s + extra_s
+
+    # Loads
+
+    def _place(self, task: CompletionTask, load: EngineLoad) -> Placement:
+        now = self._clock.now()
+        reused = max(policy.reused_len(task, load) for policy in self._policies)
+        room = min(task.max_output, load.max_tokens)
+        new_tokens = self._running.add(task, load.id) + room
+        load.tasks[task] = room
+        prefill_s = (task.prompt_len - reused) * self._cost.prefill_s
+        load.prefill_until = max(load.prefill_until, now) + prefill_s
+        self._loads.change(load, 1, int(task.is_latency), new_tokens)
+        for policy in self._policies:
+            policy.placed(task, load.id)
+        priority_s = self._order.priority_s(task) - self._epoch
+        self._order.placed(task, prefill_s + room * _OUTPUT_SHARE * self._cost.step_s)
+        priority = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, int(priority_s * 10)))
+        return Placement(task, load.id, priority)
+
+    def _unload(self, task: CompletionTask, engine_id: int) -> None:
+        load = self._loads.get(engine_id)
+        assert load is not None, engine_id
+        tokens = self._running.remove(task, engine_id) + load.tasks.pop(task)
+        self._loads.change(load, -1, -int(task.is_latency), -tokens)
+        for policy in self._policies:
+            policy.ended(task, engine_id)
+
+    def _push(self, task: CompletionTask) -> None:
+        queue = self._queues.get(task.models)
+        if queue is None:
+            queue = self._queues[task.models] = TaskQueue(self._order)
+        queue.push(task)
+
+    def _pull(self, task: CompletionTask) -> None:
+        queue = self._queues[task.models]
+        queue.remove(task)
+        if not queue:
+            del self._queues[task.models]
+
+    def check_integrity(self) -> None:
+        """Recount the loads. Raises AssertionError with what differs."""
+        for load in self._loads:
+            seen: dict[bytes, int] = {}
+            for task in load.tasks:
+                seen.update(zip(task.keys, task.lengths, strict=True))
+            tokens = sum(seen.values()) + sum(load.tasks.values())
+            assert load.num_tokens == tokens, (load, tokens)
+            assert load.num_tasks == len(load.tasks), load
+            assert load.num_latency == sum(task.is_latency for task in load.tasks), load
+        if not any(load.tasks for load in self._loads):
+            assert not len(self._running), "prefixes of no task"

@@ -1,0 +1,78 @@
+"""What the scheduler knows of a completion, and what it decides."""
+
+from dataclasses import dataclass, field
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.serve.graph.nodes import Completion
+from parrot.serve.prefix import Segment, SegmentKind
+
+_BYTES_PER_TOKEN = 4  # of a usual text in a usual vocabulary; only estimates rest on it
+
+
+@dataclass(slots=True, eq=False)
+class CompletionTask:
+    """A completion whose inputs are ready, from its submission until its output is settled.
+
+    `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
+    of that segment's tokens. The counters say how often it was run in vain."""
+
+    completion: Completion
+    segments: list[Segment]
+    keys: tuple[bytes, ...]
+    arrived: float
+    num_lost: int = 0  # engines that died or failed under it
+    num_refused: int = 0  # times an engine had no memory, or had lost its parent context
+    num_passed: int = 0  # times the scheduler placed later tasks before it
+    streamed_ids: list[int] = field(default_factory=list)  # of the text already delivered
+    streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
+    lengths: tuple[int, ...] = field(init=False)
+    prompt_len: int = field(init=False)
+    is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
+    remaining_path_s: float = field(init=False)
+    group: tuple[int, str] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lengths = tuple([_estimate_tokens(segment) for segment in self.segments])
+        self.prompt_len = sum(self.lengths)
+        self.refresh()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self.completion.options.models
+
+    @property
+    def max_output(self) -> int:
+        return self.completion.sampling.max_gen_length
+
+    def refresh(self) -> None:
+        """Read the completion's objective anew. Only while no queue or engine counts the task."""
+        objective = self.completion.objective
+        self.is_latency = (
+            objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT
+        )
+        self.remaining_path_s = 0.0 if objective is None else objective.remaining_path_s
+        group = None if objective is None else objective.task_group
+        self.group = None if group is None else (self.completion.session_id, group)
+
+    @property
+    def num_constant(self) -> int:
+        """How many segments of the prompt's start come from the template alone."""
+        for i, segment in enumerate(self.segments):
+            if segment.kind is not SegmentKind.CONSTANT:
+                return i
+        return len(self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Run `task` on this engine now. `priority`: its place in the engine's queue, lower first."""
+
+    task: CompletionTask
+    engine_id: int
+    priority: int
+
+
+def _estimate_tokens(segment: Segment) -> int:
+    if segment.tokenized is not None:
+        return len(segment.tokenized.ids)
+    return len(segment.text) // _BYTES_PER_TOKEN + 1
