@@ -60,13 +60,13 @@ class ServeClient:
         )
 
     async def semantic_call(self, request: SemanticCallRequest) -> CallResponse:
-        body = request.model_dump(exclude_defaults=True)
+        body = request.model_dump(mode="json", exclude_defaults=True)
         return CallResponse.model_validate(
             await self._http.request("POST", "/v1/semantic_call", body=body)
         )
 
     async def native_call(self, request: NativeCallRequest) -> CallResponse:
-        body = request.model_dump(exclude_defaults=True)
+        body = request.model_dump(mode="json", exclude_defaults=True)
         return CallResponse.model_validate(
             await self._http.request("POST", "/v1/py_native_call", body=body)
         )
