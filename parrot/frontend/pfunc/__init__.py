@@ -1,0 +1,39 @@
+"""PFunc, the Python front end: `from parrot import P`. See docs/pfunc.md."""
+
+from parrot.frontend.pfunc.function_body import Parameter, ParamType
+from parrot.frontend.pfunc.interface import (
+    Input,
+    Output,
+    native_function,
+    semantic_function,
+    variable,
+)
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.frontend.pfunc.transforms.conversation_template import chat_template, vicuna_template
+from parrot.frontend.pfunc.transforms.prompt_formatter import (
+    allowing_newline,
+    standard_formatter,
+)
+from parrot.frontend.pfunc.vm import VirtualMachine
+from parrot.protocol import errors
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+
+__all__ = [
+    "Input",
+    "Output",
+    "ParamType",
+    "Parameter",
+    "PerformanceCriteria",
+    "SamplingConfig",
+    "SemanticVariable",
+    "VirtualMachine",
+    "allowing_newline",
+    "chat_template",
+    "errors",
+    "native_function",
+    "semantic_function",
+    "standard_formatter",
+    "variable",
+    "vicuna_template",
+]

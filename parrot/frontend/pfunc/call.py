@@ -1,0 +1,220 @@
+"""A call: a function with its arguments bound, and what is sent of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parrot.frontend.pfunc.function_body import Constant, Parameter, ParameterLoc, render_body
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.template import placeholder
+
+if TYPE_CHECKING:
+    from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
+    from parrot.frontend.pfunc.session import Session
+
+Value = str | SemanticVariable
+Returned = SemanticVariable | tuple[SemanticVariable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundInput:
+    """The place of an input, and its value."""
+
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulContext:
+    """What a stateful call leaves to its successor: the whole context of request `request_id`
+    (None: nothing was generated yet), and then `fill`, text that no output followed so far."""
+
+    request_id: int | None = None
+    fill: tuple[str | BoundInput, ...] = ()
+
+
+class BasicCall(ABC):
+    """Raises `ValueError` for too many positional arguments, and `TypeError` naming an argument
+    that is unknown, missing, given twice, or no variable where an output is to go."""
+
+    def __init__(
+        self, func: "BasicFunction", args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.func = func
+        self.bindings: dict[str, Value] = {}
+        self._bind(args, kwargs)
+        self.new_outputs = [p for p in func.outputs if p.name not in self.bindings]
+        for param in self.new_outputs:
+            self.bindings[param.name] = SemanticVariable(param.name)
+        self._check_outputs()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.func.name}, {self.bindings})"
+
+    @property
+    def output_vars(self) -> list[SemanticVariable]:
+        """In the order of declaration."""
+        outputs = (self.bindings[param.name] for param in self.func.outputs)
+        return [var for var in outputs if isinstance(var, SemanticVariable)]
+
+    @property
+    def returned(self) -> Returned:
+        """What the caller gets: one variable, or a tuple of them."""
+        variables = self.output_vars
+        return variables[0] if len(variables) == 1 else tuple(variables)
+
+    def given_variables(self) -> Iterator[tuple[Parameter, SemanticVariable]]:
+        """The variables that the caller brought."""
+        for param in self.func.params:
+            value = self.bindings[param.name]
+            if isinstance(value, SemanticVariable) and param not in self.new_outputs:
+                yield param, value
+
+    @abstractmethod
+    def to_request_payload(self) -> dict[str, Any]:
+        """The body of the request, without the session."""
+
+    def parameters(self, session: "Session | None", names: set[str]) -> list[dict[str, Any]]:
+        return [
+            _output_payload(param, self.bindings[param.name], session)
+            if param.is_output
+            else _input_payload(param.name, self.bindings[param.name], session)
+            for param in self.func.params
+            if param.name in names
+        ]
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        func = self.func
+        if len(args) > len(func.inputs):
+            raise ValueError(
+                f"{func.name}() takes at most {len(func.inputs)} positional arguments "
+                f"({len(args)} given); outputs are given by keyword"
+            )
+        for param, value in zip(func.inputs, args, strict=False):
+            self.bindings[param.name] = _bound(param, value)
+        for name, value in kwargs.items():
+            if name not in func.params_map:
+                raise TypeError(f"{func.name}() has no parameter `{name}`")
+            if name in self.bindings:
+                raise TypeError(f"{func.name}() got two values for `{name}`")
+            self.bindings[name] = _bound(func.params_map[name], value)
+        for param in func.inputs:
+            if param.name not in self.bindings:
+                if param.is_required:
+                    raise TypeError(f"{func.name}() misses a value for `{param.name}`")
+                self.bindings[param.name] = _bound(param, param.default)
+
+    def _check_outputs(self) -> None:
+        if len(set(map(id, self.output_vars))) < len(self.func.outputs):
+            raise TypeError(f"{self.func.name}() got one variable for two outputs")
+
+
+class SemanticCall(BasicCall):
+    func: "SemanticFunction"
+
+    def to_request_payload(
+        self,
+        session: "Session | None" = None,
+        context: StatefulContext | None = None,
+        *,
+        keep_tail: bool = True,
+    ) -> dict[str, Any]:
+        """`context`: continue it. `keep_tail` False leaves out what follows the last output."""
+        context = context or StatefulContext()
+        body = self.func.body if keep_tail else self.func.body[: self._tail_start()]
+        template, parameters = self._render(context.fill, session)
+        template += render_body(body)
+        names = {piece.param.name for piece in body if isinstance(piece, ParameterLoc)}
+        return self.func.metadata.to_payload() | {
+            "func_name": self.func.name,
+            "template": template,
+            "parameters": parameters + self.parameters(session, names),
+            "successor_of": context.request_id,
+        }
+
+    def tail(self) -> tuple[str | BoundInput, ...]:
+        """What follows the last output, or everything if there is none."""
+        return tuple(
+            BoundInput(self.bindings[piece.param.name])
+            if isinstance(piece, ParameterLoc)
+            else piece.text
+            for piece in self.func.body[self._tail_start() :]
+            if isinstance(piece, Constant | ParameterLoc)
+        )
+
+    def _tail_start(self) -> int:
+        places = [
+            piece.idx + 1
+            for piece in self.func.body
+            if isinstance(piece, ParameterLoc) and piece.param.is_output
+        ]
+        return max(places, default=0)
+
+    def _render(
+        self, fill: tuple[str | BoundInput, ...], session: "Session | None"
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Text of earlier calls as the beginning of a template, its inputs under fresh names."""
+        template, parameters = "", []
+        for idx, piece in enumerate(fill):
+            if isinstance(piece, str):
+                template += piece
+                continue
+            name = f"context_{idx}"
+            while name in self.func.params_map:
+                name = f"_{name}"
+            template += placeholder(name)
+            parameters.append(_input_payload(name, piece.value, session))
+        return template, parameters
+
+
+class PyNativeCall(BasicCall):
+    func: "PyNativeFunction"
+
+    def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
+        return self.func.metadata.to_payload() | {
+            "func_name": self.func.name,
+            "func_source": self.func.source,
+            "parameters": self.parameters(session, set(self.func.params_map)),
+        }
+
+
+def _bound(param: Parameter, value: Any) -> Value:
+    if isinstance(value, SemanticVariable):
+        return value
+    if param.is_output:
+        raise TypeError(
+            f"output `{param.name}` takes a SemanticVariable, not {type(value).__name__}"
+        )
+    return str(value)
+
+
+def _input_payload(name: str, value: Value, session: "Session | None") -> dict[str, Any]:
+    """A variable of another session can only give its value, if that is known."""
+    payload: dict[str, Any] = {"name": name, "is_output": False}
+    if isinstance(value, str):
+        return payload | {"value": value}
+    if value.is_registered and session in (None, value.session):
+        return payload | {"var_id": value.id}
+    if value.content is not None:
+        return payload | {"value": value.content}
+    raise InvalidRequest(
+        f"variable `{value.name}`, given for `{name}`, has no value and is of another session or "
+        "of none",
+        param=name,
+    )
+
+
+def _output_payload(param: Parameter, value: Value, session: "Session | None") -> dict[str, Any]:
+    assert isinstance(value, SemanticVariable), (param, value)
+    payload: dict[str, Any] = {"name": param.name, "is_output": True}
+    if value.is_registered:
+        if session not in (None, value.session):
+            raise InvalidRequest(
+                f"variable `{value.name}`, given for output `{param.name}`, is of another session",
+                param=param.name,
+            )
+        payload["var_id"] = value.id
+    if param.sampling_config is not None:
+        payload["sampling_config"] = param.sampling_config
+    return payload

@@ -1,0 +1,229 @@
+"""Functions of the front end: prompts (`SemanticFunction`) and code (`PyNativeFunction`)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parrot.frontend.pfunc.call import (
+    BasicCall,
+    PyNativeCall,
+    Returned,
+    SemanticCall,
+    StatefulContext,
+)
+from parrot.frontend.pfunc.function_body import (
+    Constant,
+    FuncBodyPiece,
+    Parameter,
+    ParameterLoc,
+    ParamType,
+    check_body,
+    parse_body,
+    render_body,
+    without_pure_fill,
+)
+from parrot.frontend.pfunc.metadata import (
+    NativeFuncMetadata,
+    SemanticFuncMetadata,
+    parse_metadata,
+)
+from parrot.frontend.pfunc.native_source import function_source
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
+from parrot.frontend.pfunc.session import Session
+from parrot.protocol.errors import InvalidRequest
+
+__all__ = [
+    "BasicCall",
+    "BasicFunction",
+    "Constant",
+    "FuncBodyPiece",
+    "ParamType",
+    "Parameter",
+    "ParameterLoc",
+    "PyNativeCall",
+    "PyNativeFunction",
+    "SemanticCall",
+    "SemanticFunction",
+    "StatefulContext",
+]
+
+
+class BasicFunction(ABC):
+    """Calling it submits a call to the current session and returns its output variables, without
+    waiting for their values. Outside a session the call itself is returned.
+
+    Positional arguments are the inputs in order; keywords may also give variables to outputs."""
+
+    def __init__(self, name: str, params: Sequence[Parameter]) -> None:
+        self.name = name
+        self.params = list(params)
+        self.params_map = {param.name: param for param in self.params}
+        if len(self.params_map) < len(self.params):
+            raise ValueError(f"function `{name}` has two parameters of the same name")
+        self.inputs = [param for param in self.params if not param.is_output]
+        self.outputs = [param for param in self.params if param.is_output]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.display_signature()}>"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.invoke(*args, **kwargs)
+
+    def invoke(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Submit a call; waits for ServeCore to accept it, not for it to run."""
+        call = self._new_call(args, kwargs)
+        session = session_of(call)
+        return call if session is None else session.run(self._submit(session, call))
+
+    async def ainvoke(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Submit a call without holding up the event loop: many may be on their way at once."""
+        call = self._new_call(args, kwargs)
+        session = session_of(call)
+        return call if session is None else await session.arun(self._submit(session, call))
+
+    def display_signature(self) -> str:
+        return f"{self.name}({', '.join(f'{p.name}: {p.typ.name}' for p in self.params)})"
+
+    @abstractmethod
+    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BasicCall: ...
+
+    @abstractmethod
+    async def _submit(self, session: Session, call: Any) -> Returned: ...
+
+
+class SemanticFunction(BasicFunction):
+    """A prompt template with inputs and outputs."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Parameter],
+        func_body_str: str,
+        try_register: bool = True,
+        **metadata: Any,
+    ) -> None:
+        """`try_register` has no effect: functions need no registration. Raises `ValueError` for a
+        template that cannot work and `TypeError` for unknown metadata."""
+        super().__init__(name, params)
+        self.metadata: SemanticFuncMetadata = parse_metadata(metadata)
+        body = parse_body(func_body_str, self.params_map)
+        check_body(body, self.params)
+        self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
+
+    def to_template_str(self) -> str:
+        return render_body(self.body)
+
+    def with_body(self, body: Sequence[FuncBodyPiece]) -> "SemanticFunction":
+        """A copy with other constants, of which adjacent ones are joined. Raises `ValueError` if
+        constants would become a placeholder, or the locations are not the same as before."""
+        new = self._copy()
+        new.body = parse_body(render_body(body), self.params_map)
+        if _locations(new.body) != _locations(self.body):
+            raise ValueError(f"a transform of `{self.name}` changes more than its constants")
+        return new
+
+    def with_metadata(self, metadata: SemanticFuncMetadata) -> "SemanticFunction":
+        new = self._copy()
+        new.metadata = metadata
+        return new
+
+    def invoke_statefully(
+        self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call, and keep the whole context (prompt and outputs): the next call of
+        `context_successor` in this session continues it, as if its prompt stood right behind.
+
+        A function without outputs only adds its text to what the successor sees. Both the calls
+        of `invoke` and of `invoke_statefully` continue a context that was kept for their function;
+        only the latter keep theirs."""
+        call = self._new_call(args, kwargs)
+        session = self._stateful_session(call, context_successor)
+        return session.run(self._submit(session, call, context_successor))
+
+    async def ainvoke_statefully(
+        self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
+    ) -> Any:
+        call = self._new_call(args, kwargs)
+        session = self._stateful_session(call, context_successor)
+        return await session.arun(self._submit(session, call, context_successor))
+
+    def _stateful_session(self, call: BasicCall, successor: object) -> Session:
+        if not isinstance(successor, SemanticFunction):
+            raise TypeError("context_successor must be a semantic function")
+        session = session_of(call)
+        if session is None:
+            raise InvalidRequest("stateful calls need a session: use them in vm.running_scope()")
+        return session
+
+    def _copy(self) -> "SemanticFunction":
+        new = object.__new__(SemanticFunction)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SemanticCall:
+        return SemanticCall(self, args, kwargs)
+
+    async def _submit(
+        self,
+        session: Session,
+        call: SemanticCall,
+        successor: "SemanticFunction | None" = None,
+    ) -> Returned:
+        """A context that was kept for this function is used up only if the call is accepted."""
+        context = session.contexts.pop(self, StatefulContext())
+        left = context
+        try:
+            if self.outputs:
+                request_id = await session.submit_semantic(
+                    call, context, keep_tail=successor is None
+                )
+                left = StatefulContext(request_id, call.tail())
+            elif successor is None:
+                raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
+            else:
+                left = StatefulContext(context.request_id, context.fill + call.tail())
+        except BaseException:
+            if context != StatefulContext():
+                session.contexts.setdefault(self, context)
+            raise
+        if successor is not None:
+            session.contexts[successor] = left
+        return call.returned
+
+
+class PyNativeFunction(BasicFunction):
+    """Python code that ServeCore runs in a sandbox. `source` is all that travels."""
+
+    def __init__(
+        self,
+        name: str,
+        pyfunc: Callable[..., Any],
+        params: Sequence[Parameter],
+        metadata: NativeFuncMetadata | None = None,
+    ) -> None:
+        super().__init__(name, params)
+        if not self.outputs:
+            raise ValueError(f"native function `{name}` has no output")
+        self.metadata = metadata or NativeFuncMetadata()
+        self.source = function_source(pyfunc)
+
+    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyNativeCall:
+        return PyNativeCall(self, args, kwargs)
+
+    async def _submit(self, session: Session, call: PyNativeCall) -> Returned:
+        await session.submit_native(call)
+        return call.returned
+
+
+def session_of(call: BasicCall) -> Session | None:
+    """The current session; outside any (for example in a new thread) that of its arguments."""
+    session = current_session.get()
+    if session is None:
+        for _, var in call.given_variables():
+            if isinstance(var, SemanticVariable) and var.session is not None:
+                return var.session
+    return session
+
+
+def _locations(body: Sequence[FuncBodyPiece]) -> list[Parameter]:
+    return [piece.param for piece in body if isinstance(piece, ParameterLoc)]

@@ -1,0 +1,124 @@
+"""What a semantic function is made of: parameters, and a template cut into pieces."""
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.template import Text, parse_template, placeholder
+
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+class ParamType(Enum):
+    INPUT_LOC = 0
+    OUTPUT_LOC = 1
+    INPUT_PYOBJ = 2
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a function. An output without `sampling_config` has the default one; a
+    parameter without `default` must be given in every call."""
+
+    name: str
+    typ: ParamType
+    sampling_config: SamplingConfig | None = None
+    default: Any = inspect.Parameter.empty
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"`{self.name}` cannot be the name of a parameter")
+        if not isinstance(self.typ, ParamType):
+            raise TypeError(f"the type of parameter `{self.name}` must be a ParamType")
+        if self.is_output and self.default is not inspect.Parameter.empty:
+            raise ValueError(f"output `{self.name}` cannot have a default value")
+        if not self.is_output and self.sampling_config is not None:
+            raise ValueError(f"`{self.name}` is no output, it cannot have a sampling_config")
+
+    @property
+    def is_input_loc(self) -> bool:
+        return self.typ is ParamType.INPUT_LOC
+
+    @property
+    def is_output(self) -> bool:
+        return self.typ is ParamType.OUTPUT_LOC
+
+    @property
+    def is_required(self) -> bool:
+        return not self.is_output and self.default is inspect.Parameter.empty
+
+    def get_param_str(self) -> str:
+        """Its placeholder."""
+        return placeholder(self.name)
+
+
+@dataclass(frozen=True)
+class FuncBodyPiece:
+    """`idx` is its place in the body."""
+
+    idx: int
+
+
+@dataclass(frozen=True)
+class Constant(FuncBodyPiece):
+    text: str
+
+
+@dataclass(frozen=True)
+class ParameterLoc(FuncBodyPiece):
+    """The place of an input or an output."""
+
+    param: Parameter
+
+
+def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiece]:
+    """Cut a template into pieces. Raises `ValueError` for a placeholder that is no parameter."""
+    body: list[FuncBodyPiece] = []
+    for idx, piece in enumerate(parse_template(template)):
+        if isinstance(piece, Text):
+            body.append(Constant(idx, piece.text))
+        elif piece.name in params:
+            body.append(ParameterLoc(idx, params[piece.name]))
+        else:
+            raise ValueError(f"the template names `{piece.name}`, which is no parameter")
+    return body
+
+
+def check_body(body: Iterable[FuncBodyPiece], params: Iterable[Parameter]) -> None:
+    """Raise `ValueError` unless every output has exactly one place, with something before it that
+    is not an output."""
+    seen: set[str] = set()
+    before: FuncBodyPiece | None = None
+    for piece in body:
+        if isinstance(piece, ParameterLoc) and piece.param.is_output:
+            name = piece.param.name
+            if before is None:
+                raise ValueError(f"output `{name}` is at the very beginning: nothing to go on")
+            if isinstance(before, ParameterLoc) and before.param.is_output:
+                raise ValueError(f"outputs `{before.param.name}` and `{name}` are adjacent")
+            if name in seen:
+                raise ValueError(f"output `{name}` is filled twice")
+            seen.add(name)
+        before = piece
+    for param in params:
+        if param.is_output and param.name not in seen:
+            raise ValueError(f"output `{param.name}` has no place in the template")
+
+
+def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:
+    """The body up to its last output."""
+    ends = [p.idx for p in body if isinstance(p, ParameterLoc) and p.param.is_output]
+    return body[: ends[-1] + 1] if ends else []
+
+
+def render_body(body: Iterable[FuncBodyPiece]) -> str:
+    """The template again."""
+    return "".join(
+        piece.text if isinstance(piece, Constant) else piece.param.get_param_str()
+        for piece in body
+        if isinstance(piece, Constant | ParameterLoc)
+    )

@@ -1,0 +1,128 @@
+"""The decorators that make functions, and the annotations of their parameters."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
+from parrot.frontend.pfunc.function_body import Parameter, ParamType
+from parrot.frontend.pfunc.metadata import NativeFuncMetadata, parse_criteria
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
+from parrot.frontend.pfunc.transforms.func_mutator import FuncMutator
+from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+
+_NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ROLE_NAME = re.compile(r"\b(Input|Output)\b")
+
+
+class Input:
+    """Annotates an input: text, or a variable."""
+
+
+class Output:
+    """Annotates an output. `P.Output` is `P.Output(P.SamplingConfig())`."""
+
+    def __init__(self, sampling_config: SamplingConfig | None = None) -> None:
+        if sampling_config is not None and not isinstance(sampling_config, SamplingConfig):
+            raise TypeError("P.Output takes a P.SamplingConfig")
+        self.sampling_config = sampling_config or SamplingConfig()
+
+
+def semantic_function(
+    formatter: FuncMutator | None = standard_formatter,
+    conversation_template: FuncMutator | None = None,
+    try_register: bool = True,
+    **metadata: Any,
+) -> Callable[[Callable[..., Any]], SemanticFunction]:
+    """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
+
+    Raises `ValueError` at decoration for: a return annotation, no docstring, a placeholder that is
+    no parameter, an output that is first, adjacent to another, filled twice or nowhere; `TypeError`
+    for unknown metadata (see docs/pfunc.md for what there is)."""
+
+    def decorate(pyfunc: Callable[..., Any]) -> SemanticFunction:
+        name, params, returns = _read_signature(pyfunc)
+        if returns is not inspect.Signature.empty:
+            raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
+        if not pyfunc.__doc__:
+            raise ValueError(f"`{name}` has no docstring, which is to be its prompt")
+        try:
+            func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"semantic function `{name}`: {error}") from None
+        for mutator in (formatter, conversation_template):
+            if mutator is not None:
+                func = mutator.transform(func)
+        return func
+
+    return decorate
+
+
+def native_function(
+    timeout: float = 1.0, output_criteria: PerformanceCriteria | str | None = None
+) -> Callable[[Callable[..., Any]], PyNativeFunction]:
+    """Make a native function of a `def` that takes strings and sets its outputs: `out.set(text)`.
+
+    ServeCore runs it in a sandbox, within `timeout` seconds. Raises `ValueError` at decoration for
+    code that cannot run there: a lambda, `async`, no source text, names from outside itself."""
+    criteria = None if output_criteria is None else parse_criteria(output_criteria)
+
+    def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:
+        name, params, returns = _read_signature(pyfunc)
+        if returns not in (inspect.Signature.empty, None, "None"):
+            raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
+        return PyNativeFunction(name, pyfunc, params, NativeFuncMetadata(timeout, criteria))
+
+    return decorate
+
+
+def variable(name: str | None = None, content: str | None = None) -> SemanticVariable:
+    """A variable that the program sets, now (`content`) or later, or that a call is to produce.
+    Registered with the current session; outside any, with the one that first uses it."""
+    var = SemanticVariable(name, None if content is None else str(content))
+    if (session := current_session.get()) is not None:
+        session.run(session.register(var))
+    return var
+
+
+def _read_signature(pyfunc: Callable[..., Any]) -> tuple[str, list[Parameter], Any]:
+    signature = inspect.signature(pyfunc)
+    name = getattr(pyfunc, "__name__", repr(pyfunc))
+    params = []
+    for param in signature.parameters.values():
+        if param.kind not in _NAMED_KINDS:
+            raise ValueError(f"`{name}`: parameter `{param}` must have a name of its own")
+        params.append(_read_parameter(param, pyfunc))
+    return name, params, signature.return_annotation
+
+
+def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Parameter:
+    annotation = _evaluated(param.annotation, pyfunc)
+    if annotation is Input:
+        return Parameter(param.name, ParamType.INPUT_LOC, default=param.default)
+    if annotation is Output:
+        annotation = Output()
+    if isinstance(annotation, Output):
+        return Parameter(
+            param.name, ParamType.OUTPUT_LOC, annotation.sampling_config, param.default
+        )
+    return Parameter(param.name, ParamType.INPUT_PYOBJ, default=param.default)
+
+
+def _evaluated(annotation: Any, pyfunc: Callable[..., Any]) -> Any:
+    """The object that a postponed annotation (`from __future__ import annotations`) names. Other
+    types may be known to type checkers only; they mean a Python object anyway."""
+    if not isinstance(annotation, str):
+        return annotation
+    scope = inspect.getclosurevars(pyfunc).nonlocals
+    try:
+        return eval(annotation, getattr(pyfunc, "__globals__", {}), dict(scope))
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        if _ROLE_NAME.search(annotation):
+            raise ValueError(
+                f"the annotation `{annotation}` of `{pyfunc.__name__}` cannot be evaluated: {error}"
+            ) from None
+        return annotation

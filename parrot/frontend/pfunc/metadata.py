@@ -1,0 +1,76 @@
+"""The options of functions, as decorators and `define_function` take them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from parrot.protocol.criteria import PerformanceCriteria
+
+MODEL_TYPES = ("token_id", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticFuncMetadata:
+    """`models`: names of the models that may serve it (empty: any). `model_type`: a hint.
+    `remove_pure_fill`: drop the text after the last output. `cache_prefix`: let other calls reuse
+    the KV of the constant beginning. `output_criteria`: run at once, as if a reader wanted the last
+    output so. `fuse_fill`: a hint. `chat`: set by `chat_template`."""
+
+    models: tuple[str, ...] = ()
+    model_type: str = "token_id"
+    remove_pure_fill: bool = True
+    cache_prefix: bool = True
+    output_criteria: PerformanceCriteria | None = None
+    fuse_fill: bool = False
+    chat: bool = False
+
+    def to_payload(self) -> dict[str, Any]:
+        payload = {field.name: getattr(self, field.name) for field in fields(self)}
+        return payload | {"models": list(self.models)}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFuncMetadata:
+    """`timeout` in seconds, for one run in ServeCore."""
+
+    timeout: float = 1.0
+    output_criteria: PerformanceCriteria | None = None
+
+    def to_payload(self) -> dict[str, Any]:
+        return {"timeout": self.timeout, "output_criteria": self.output_criteria}
+
+
+def parse_criteria(value: PerformanceCriteria | str) -> PerformanceCriteria:
+    """Raises `ValueError` that lists the criteria."""
+    try:
+        return PerformanceCriteria(value)
+    except ValueError:
+        allowed = ", ".join(PerformanceCriteria)
+        raise ValueError(f"{value!r} is no performance criteria, use one of {allowed}") from None
+
+
+def parse_metadata(options: Mapping[str, Any]) -> SemanticFuncMetadata:
+    """Raises `TypeError` for an unknown key or a value of the wrong type, `ValueError` for a wrong
+    value."""
+    known = [field.name for field in fields(SemanticFuncMetadata) if field.name != "chat"]
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"unknown option `{name}`, allowed are {', '.join(known)}")
+        if name in ("remove_pure_fill", "cache_prefix", "fuse_fill") and not isinstance(
+            value, bool
+        ):
+            raise TypeError(f"option `{name}` must be True or False, not {value!r}")
+    checked = dict(options)
+    if "models" in checked:
+        checked["models"] = _parse_models(checked["models"])
+    if checked.get("model_type", "token_id") not in MODEL_TYPES:
+        raise ValueError(f"option `model_type` must be one of {', '.join(MODEL_TYPES)}")
+    if checked.get("output_criteria") is not None:
+        checked["output_criteria"] = parse_criteria(checked["output_criteria"])
+    return SemanticFuncMetadata(**checked)
+
+
+def _parse_models(models: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(models, str) or not all(isinstance(model, str) for model in models):
+        raise TypeError("option `models` must be a list of names")
+    return tuple(models)

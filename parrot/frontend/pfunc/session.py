@@ -1,0 +1,269 @@
+"""A program's session at a ServeCore: every exchange of the front end goes through here."""
+
+import asyncio
+import atexit
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from parrot.frontend.pfunc.background import BackgroundLoop
+from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall, StatefulContext
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import (
+    ParrotError,
+    SessionGone,
+    TimedOut,
+    Unavailable,
+    ValidationFailed,
+)
+from parrot.protocol.http import HttpClient
+from parrot.protocol.public import (
+    CallResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionInfo,
+)
+from parrot.protocol.serve_client import ServeClient
+from parrot.utils.ids import new_token
+
+if TYPE_CHECKING:
+    from parrot.frontend.pfunc.function import SemanticFunction
+
+logger = logging.getLogger("parrot.frontend.pfunc")
+
+T = TypeVar("T")
+Request = TypeVar("Request", SemanticCallRequest, NativeCallRequest)
+
+_NUM_CALL_CONNECTIONS = 32
+_NUM_READ_CONNECTIONS = 512  # each pending read holds one
+_NUM_ATTEMPTS = 3
+_READ_MARGIN_S = 1.0  # the server ends a read at its timeout; after this we do
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Session:
+    """Its coroutines run on its own background loop: give them to `run`, `arun` or `start`.
+
+    Reads, calls and cancellations are tried again when the connection breaks (a call carries an
+    idempotency key); making a session or a variable and setting one are not."""
+
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        calls: ServeClient,
+        reads: ServeClient,
+        session_id: int,
+        session_auth: str,
+    ) -> None:
+        """Takes ownership of `loop` and both clients. `reads` may be busy for long."""
+        self.session_id = session_id
+        self.contexts: dict[SemanticFunction, StatefulContext] = {}
+        self._loop = loop
+        self._calls = calls
+        self._reads = reads
+        self._scope = (session_id, session_auth)
+        self._registering = asyncio.Lock()
+        self._is_closed = False
+        atexit.register(self.close)
+
+    @classmethod
+    def open(cls, core_http_addr: str, api_key: str | None = None) -> "Session":
+        """Raises `Unavailable` if nobody answers there, `AuthenticationFailed` for a bad key."""
+        loop = BackgroundLoop()
+        calls = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_CALL_CONNECTIONS))
+        reads = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_READ_CONNECTIONS))
+        try:
+            created = loop.run(calls.create_session(api_key))
+        except BaseException:
+            loop.run(calls.close())
+            loop.close()
+            raise
+        return cls(loop, calls, reads, created.session_id, created.session_auth)
+
+    def close(self) -> None:
+        """End the session at the server, and every read that is still pending here. Never raises
+        for a server that does not answer: a session that nobody uses expires."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        try:
+            self._loop.run(self._delete())
+        finally:
+            self._loop.close()
+
+    def start(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._is_closed:
+            coro.close()
+            raise SessionGone(f"session {self.session_id} has ended")
+        return self._loop.start(self._until_closed(coro))
+
+    def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        future = self.start(coro)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def arun(self, coro: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self.start(coro))
+
+    async def submit_semantic(
+        self, call: SemanticCall, context: StatefulContext, *, keep_tail: bool
+    ) -> int:
+        """Returns the request id. The call's variables are registered afterwards."""
+        await self._register_loose(call)
+        payload = call.to_request_payload(self, context, keep_tail=keep_tail)
+        request = self._checked(SemanticCallRequest, payload)
+        return self._accepted(
+            call, await self._with_retries(lambda: self._calls.semantic_call(request))
+        )
+
+    async def submit_native(self, call: PyNativeCall) -> int:
+        await self._register_loose(call)
+        request = self._checked(NativeCallRequest, call.to_request_payload(self))
+        return self._accepted(
+            call, await self._with_retries(lambda: self._calls.native_call(request))
+        )
+
+    async def register(self, var: SemanticVariable) -> None:
+        var_id = await self._calls.create_var(*self._scope, var.name, var.content)
+        var.attach(self, var_id)
+
+    async def set(self, var: SemanticVariable, content: str) -> None:
+        assert var.id is not None, var
+        await self._calls.set_var(*self._scope, var.id, content)
+
+    async def read(
+        self, var: SemanticVariable, criteria: PerformanceCriteria, timeout_s: float | None
+    ) -> str:
+        var_id = var.id
+        assert var_id is not None, var
+        async with _deadline(var, timeout_s):
+            content = await self._with_retries(
+                lambda: self._reads.get_var(*self._scope, var_id, criteria, timeout_s)
+            )
+        var.settle(content)
+        return content
+
+    async def stream(
+        self,
+        var: SemanticVariable,
+        criteria: PerformanceCriteria,
+        timeout_s: float | None,
+        emit: Callable[[str], None],
+    ) -> None:
+        """Call `emit` with each piece. A broken stream is opened again and goes on where it was."""
+        var_id = var.id
+        assert var_id is not None, var
+        text = ""
+
+        async def attempt() -> None:
+            nonlocal text
+            end = 0
+            deltas = self._reads.stream_var(*self._scope, var_id, criteria, timeout_s)
+            async for delta in deltas:
+                end += len(delta)
+                if (num_new := end - len(text)) > 0:
+                    text += delta[-num_new:]
+                    emit(delta[-num_new:])
+
+        async with _deadline(var, timeout_s):
+            await self._with_retries(attempt)
+        var.settle(text)
+
+    async def cancel(self, var: SemanticVariable) -> None:
+        var_id = var.id
+        assert var_id is not None, var
+        await self._with_retries(lambda: self._calls.cancel_var(*self._scope, var_id))
+
+    async def info(self) -> SessionInfo:
+        return await self._with_retries(lambda: self._calls.session_info(*self._scope))
+
+    async def _register_loose(self, call: BasicCall) -> None:
+        """Variables from outside any session become ours when a call first uses them. One call at
+        a time, so that two calls never register the same one twice."""
+        loose = [
+            var
+            for param, var in call.given_variables()
+            if not var.is_registered and (param.is_output or not var.is_ready)
+        ]
+        if loose:
+            async with self._registering:
+                for var in loose:
+                    if not var.is_registered:
+                        await self.register(var)
+
+    def _checked(self, model: type[Request], payload: dict[str, Any]) -> Request:
+        session_id, session_auth = self._scope
+        try:
+            return model(
+                session_id=session_id,
+                session_auth=session_auth,
+                idempotency_key=new_token(),
+                **payload,
+            )
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            param = ".".join(str(part) for part in first["loc"])
+            raise ValidationFailed(
+                f"{payload['func_name']}(): `{param}`: {first['msg']}", param=param
+            ) from None
+
+    def _accepted(self, call: BasicCall, response: CallResponse) -> int:
+        for info in response.param_info:
+            var = call.bindings.get(info.parameter_name)
+            if isinstance(var, SemanticVariable) and not var.is_registered:
+                var.attach(self, info.var_id)
+        logger.debug("session %d: request %d is %s", self.session_id, response.request_id, call)
+        return response.request_id
+
+    async def _until_closed(self, coro: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await coro
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise SessionGone(f"session {self.session_id} has ended") from None
+            raise
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The first attempt is made plainly: it is the hot path, and all but always succeeds."""
+        try:
+            return await attempt()
+        except Unavailable as error:
+            if not _is_broken_connection(error):
+                raise
+        import stamina
+
+        return await stamina.AsyncRetryingCaller(attempts=_NUM_ATTEMPTS - 1, timeout=None)(
+            _is_broken_connection, attempt
+        )
+
+    async def _delete(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._calls.delete_session(*self._scope)
+        except (ParrotError, TimeoutError) as error:
+            logger.warning("session %d was not ended at the server: %s", self.session_id, error)
+        await self._calls.close()
+        await self._reads.close()
+
+
+@asynccontextmanager
+async def _deadline(var: SemanticVariable, timeout_s: float | None) -> AsyncIterator[None]:
+    """Ends a read whose server does not end it in time."""
+    try:
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + _READ_MARGIN_S):
+            yield
+    except TimeoutError:
+        raise TimedOut(f"no value of `{var.name}` within {timeout_s} s") from None
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Not its subclasses: those are answers."""
+    return type(error) is Unavailable

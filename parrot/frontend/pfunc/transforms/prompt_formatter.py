@@ -1,0 +1,58 @@
+"""Formatters tidy up the constants of a template; they touch nothing else."""
+
+import re
+from abc import abstractmethod
+
+from parrot.frontend.pfunc.function import SemanticFunction
+from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece
+from parrot.frontend.pfunc.transforms.func_mutator import FuncMutator, Sequential
+
+_INDENT = re.compile(r"(^|(?<=\n))(?: {4})+")
+_SPACES = re.compile(r" {2,}")
+
+
+class PromptFormatter(FuncMutator):
+    """Changes each constant on its own. `at_line_start` tells whether the constant begins a line,
+    which only the template's first one does: the others follow a placeholder."""
+
+    @abstractmethod
+    def format(self, text: str, at_line_start: bool) -> str: ...
+
+    def transform(self, func: SemanticFunction) -> SemanticFunction:
+        return func.with_body([self._visit(piece) for piece in func.body])
+
+    def _visit(self, piece: FuncBodyPiece) -> FuncBodyPiece:
+        if not isinstance(piece, Constant):
+            return piece
+        return Constant(piece.idx, self.format(piece.text, piece.idx == 0))
+
+
+class PyIndentRemover(PromptFormatter):
+    """A docstring is indented like the code around it: removes tabs, and at the beginning of lines
+    spaces in fours."""
+
+    def format(self, text: str, at_line_start: bool) -> str:
+        text = text.replace("\t", "")
+        if at_line_start:
+            return _INDENT.sub("", text)
+        first, newline, rest = text.partition("\n")
+        return first + newline + _INDENT.sub("", rest) if newline else first
+
+
+class SquashIntoOneLine(PromptFormatter):
+    """Newlines become spaces."""
+
+    def format(self, text: str, at_line_start: bool) -> str:
+        return text.replace("\n", " ")
+
+
+class AlwaysOneSpace(PromptFormatter):
+    """Runs of spaces become one."""
+
+    def format(self, text: str, at_line_start: bool) -> str:
+        return _SPACES.sub(" ", text)
+
+
+standard_formatter = Sequential([PyIndentRemover(), SquashIntoOneLine(), AlwaysOneSpace()])
+
+allowing_newline = Sequential([PyIndentRemover(), AlwaysOneSpace()])

@@ -1,0 +1,169 @@
+"""The virtual machine: a program's way to a ServeCore."""
+
+import asyncio
+import importlib
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from parrot.frontend.pfunc.function import BasicFunction, Parameter, SemanticFunction
+from parrot.frontend.pfunc.semantic_variable import current_session
+from parrot.frontend.pfunc.session import Session
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.public import SessionInfo
+from parrot.utils.ids import IdCounter
+
+logger = logging.getLogger("parrot.frontend.pfunc")
+
+Mode = Literal["release", "debug"]
+
+
+class VirtualMachine:
+    """Holds at most one session at a time, which all scopes that are open share, from whatever
+    thread: the first to open makes it, the last to close ends it. A new scope later is a new
+    session."""
+
+    def __init__(
+        self,
+        core_http_addr: str = "http://localhost:9000",
+        mode: Mode = "release",
+        api_key: str | None = None,
+    ) -> None:
+        """Nothing is sent yet. `mode="debug"` logs every call."""
+        if mode not in ("release", "debug"):
+            raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
+        self.core_http_addr = core_http_addr
+        self.stat_run_time = 0.0
+        self._api_key = api_key
+        self._session: Session | None = None
+        self._num_scopes = 0
+        self._lock = threading.Lock()
+        self._anonymous_ids = IdCounter()
+        if mode == "debug":
+            _log_everything()
+
+    @property
+    def session_registered(self) -> bool:
+        return self._session is not None
+
+    @property
+    def session_id(self) -> int | None:
+        return None if self._session is None else self._session.session_id
+
+    def register_session(self) -> None:
+        """Open a scope by hand, without making it current; each needs its `unregister_session`."""
+        self._enter()
+
+    def unregister_session(self) -> None:
+        """Close a scope. The last one ends the session: what still runs in it is cancelled. Does
+        nothing when none is open."""
+        with self._lock:
+            self._num_scopes = max(self._num_scopes - 1, 0)
+            ended = self._session if self._num_scopes == 0 else None
+            if ended is not None:
+                self._session = None
+        if ended is not None:
+            ended.close()
+
+    def set_global_env(self) -> None:
+        """Open a scope and make its session current until `unset_global_env`: in this thread, and
+        in asyncio tasks started from here on (it is a context variable)."""
+        current_session.set(self._enter())
+
+    def unset_global_env(self) -> None:
+        current_session.set(None)
+        self.unregister_session()
+
+    @contextmanager
+    def running_scope(self, timeit: bool = False) -> Iterator[None]:
+        """Calls inside go to this machine's session. Exceptions pass through; the session ends
+        either way. `stat_run_time` is the time inside, in seconds; `timeit` also logs it."""
+        token = current_session.set(self._enter())
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stat_run_time = time.perf_counter() - start
+            current_session.reset(token)
+            self.unregister_session()
+            if timeit:
+                logger.info("the program ran for %.3f s", self.stat_run_time)
+
+    def run(
+        self, program: Callable[..., Any], timeit: bool = False, args: Sequence[Any] = ()
+    ) -> float:
+        """Run a program, a function or a coroutine function, in a scope; returns its seconds."""
+        with self.running_scope(timeit):
+            if inspect.iscoroutine(program):
+                asyncio.run(program)
+            elif inspect.isawaitable(result := program(*args)):
+                asyncio.run(_awaited(result))
+        return self.stat_run_time
+
+    def profile(
+        self,
+        program: Callable[..., Any],
+        warmups: int = 3,
+        trials: int = 20,
+        args: Sequence[Any] = (),
+    ) -> float:
+        """The mean seconds of `trials` runs, each in a session of its own, after `warmups`."""
+        if trials < 1:
+            raise ValueError("trials must be at least 1")
+        for _ in range(warmups):
+            self.run(program, args=args)
+        return sum(self.run(program, args=args) for _ in range(trials)) / trials
+
+    def define_function(
+        self,
+        func_name: str | None,
+        func_body: str,
+        params: Sequence[Parameter],
+        try_register: bool = True,
+        **metadata: Any,
+    ) -> SemanticFunction:
+        """A semantic function made of values; the body is taken as it is, without a formatter."""
+        name = func_name or f"anonymous_{self._anonymous_ids.next()}"
+        return SemanticFunction(name, params, func_body, try_register, **metadata)
+
+    def import_function(self, function_name: str, module_path: str) -> BasicFunction:
+        """The function `function_name` of the module `a.b.c`.
+
+        Raises `ImportError` if there is none, `ValueError` if it is no function of Parrot."""
+        module = importlib.import_module(module_path)
+        func = getattr(module, function_name, None)
+        if func is None:
+            raise ImportError(f"cannot import `{function_name}` from `{module_path}`")
+        if not isinstance(func, BasicFunction):
+            raise ValueError(
+                f"`{function_name}` of `{module_path}` is no semantic or native function"
+            )
+        return func
+
+    def session_info(self) -> SessionInfo:
+        """The session's variables, calls (with engine, tokens and times) and graph so far."""
+        session = self._session
+        if session is None:
+            raise InvalidRequest("no session: use it inside vm.running_scope() or vm.run()")
+        return session.run(session.info())
+
+    def _enter(self) -> Session:
+        with self._lock:
+            if self._session is None:
+                self._session = Session.open(self.core_http_addr, self._api_key)
+            self._num_scopes += 1
+            return self._session
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _log_everything() -> None:
+    logger.setLevel(logging.DEBUG)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
