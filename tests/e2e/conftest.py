@@ -1,0 +1,25 @@
+"""Real processes on this machine, over real HTTP. `sim` engines where the text does not matter."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from parrot.cluster import Cluster
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+
+# Fast enough for tests, slow enough to act while a completion runs: about 50 tokens a second.
+SLOW_SIM = {"engine_type": "sim", "model": "sim", "instance": {"step_s": 0.02}}
+
+
+@pytest.fixture(scope="module")
+def sim_cluster() -> Iterator[Cluster]:
+    """Shared by the tests of a module, which must leave it as they found it."""
+    with Cluster(engines=[SLOW_SIM]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def client(sim_cluster: Cluster) -> AsyncIterator[ServeClient]:
+    async with HttpClient(sim_cluster.core_url) as http:
+        yield ServeClient(http)

@@ -1,0 +1,150 @@
+"""Servers die, hang and come back; every read still ends, with the value or with its error."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from parrot.cluster import Cluster
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import NoEngine, ParrotError, Unavailable
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from tests.e2e.programs import Program, program
+
+SLOW_SIM = {"engine_type": "sim", "heartbeat_interval": 0.3, "instance": {"step_s": 0.02}}
+CORE = {"engine_heartbeat_timeout": 3}
+NUM_READS = 6
+NUM_TOKENS = 100  # two seconds of generating
+
+
+@pytest.fixture
+def two_engines() -> Iterator[Cluster]:
+    with Cluster(core=CORE, engines=[SLOW_SIM] * 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def one_engine() -> Iterator[Cluster]:
+    with Cluster(core=CORE, engines=[SLOW_SIM]) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def connect(cluster: Cluster) -> AsyncIterator[Program]:
+    async with HttpClient(cluster.core_url) as http, program(ServeClient(http)) as session:
+        yield session
+
+
+async def start_reads(session: Program) -> list[asyncio.Task[str]]:
+    reads = []
+    for number in range(NUM_READS):
+        var_id = await session.call(f"Count from {number}: {{{{out}}}}", NUM_TOKENS)
+        reads.append(asyncio.create_task(session.get(var_id, timeout_s=None)))
+    return reads
+
+
+async def engine_of_a_running_call(session: Program) -> str:
+    """The engine that runs at least one of the session's calls by now."""
+    while True:
+        info = await session.client.session_info(session.session_id, session.session_auth)
+        for call in info.calls:
+            if call.state == "running" and call.engine is not None:
+                return call.engine
+        await asyncio.sleep(0.05)
+
+
+async def assert_engine_is_empty(cluster: Cluster, name: str) -> None:
+    """Nothing runs there any more; what remains is cache, and its accounts are in order."""
+    async with HttpClient(cluster.url(name)) as http:
+        info = await EngineClient(http).ping()
+    assert info.num_running_jobs == 0
+    assert info.num_total_jobs == 0
+
+
+async def test_killed_engine_costs_no_read_its_text(two_engines: Cluster) -> None:
+    async with connect(two_engines) as session:
+        expected = [await read for read in await start_reads(session)]
+    async with connect(two_engines) as session:
+        reads = await start_reads(session)
+        victim = await engine_of_a_running_call(session)
+        await asyncio.sleep(0.5)
+        two_engines.kill(victim)
+        values = await asyncio.wait_for(asyncio.gather(*reads), 30)
+    assert values == expected
+    survivor = next(name for name in two_engines.engine_names if name != victim)
+    await assert_engine_is_empty(two_engines, survivor)
+
+
+async def test_streamed_text_goes_on_after_a_kill_without_repetition(two_engines: Cluster) -> None:
+    async with connect(two_engines) as session:
+        var_id = await session.call("Tell a story: {{out}}", NUM_TOKENS)
+        expected = await session.get(var_id)
+    async with connect(two_engines) as session:
+        var_id = await session.call("Tell a story: {{out}}", NUM_TOKENS)
+        deltas: list[str] = []
+        async for delta in session.stream(var_id):
+            deltas.append(delta)
+            if len(deltas) == 10:
+                two_engines.kill(await engine_of_a_running_call(session))
+        assert len(deltas) > 10
+        assert "".join(deltas) == expected
+        assert await session.get(var_id) == expected
+
+
+async def test_without_a_second_engine_every_read_ends_with_503(one_engine: Cluster) -> None:
+    async with connect(one_engine) as session:
+        reads = await start_reads(session)
+        victim = await engine_of_a_running_call(session)
+        one_engine.kill(victim)
+        start = time.monotonic()
+        results = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 20)
+        assert all(isinstance(result, NoEngine) for result in results), results
+        assert time.monotonic() - start < 3 * CORE["engine_heartbeat_timeout"]
+        late = await session.call("Too late? {{out}}")
+        with pytest.raises(NoEngine):
+            await asyncio.wait_for(session.get(late, timeout_s=None), 20)
+        one_engine.restart(victim)
+        await asyncio.to_thread(one_engine.wait_ready)
+        again = await session.call("And now? {{out}}")
+        assert await session.get(again)
+
+
+async def test_a_frozen_engine_is_replaced_and_may_come_back(two_engines: Cluster) -> None:
+    async with connect(two_engines) as session:
+        reads = await start_reads(session)
+        victim = await engine_of_a_running_call(session)
+        pid = two_engines.process(victim).pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            values = await asyncio.wait_for(asyncio.gather(*reads), 40)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert all(values)
+        await asyncio.to_thread(two_engines.wait_ready)
+        assert await session.get(await session.call("Still there? {{out}}"))
+        for name in two_engines.engine_names:
+            await assert_engine_is_empty(two_engines, name)
+
+
+async def test_engines_find_a_restarted_servecore(one_engine: Cluster) -> None:
+    async with connect(one_engine) as session:
+        var_id = await session.call("Who reads this? {{out}}", NUM_TOKENS)
+        read = asyncio.create_task(session.get(var_id, timeout_s=None))
+        await engine_of_a_running_call(session)
+        one_engine.kill("core")
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(read, 10)
+        one_engine.restart("core")
+        await asyncio.to_thread(one_engine.wait_ready)
+        with suppress(ParrotError):  # the new ServeCore does not know the old session
+            await session.get(var_id)
+        async with connect(one_engine) as fresh:
+            assert await fresh.get(await fresh.call("Hello again: {{out}}"))
+            # What the dead ServeCore had running must not hold the engine for ever.
+            await asyncio.sleep(NUM_TOKENS * 0.02 + 0.5)
+        await assert_engine_is_empty(one_engine, one_engine.engine_names[0])
