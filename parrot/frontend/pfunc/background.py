@@ -30,23 +30,14 @@ class BackgroundLoop:
             raise
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Wait for the result. An interrupt (Ctrl-C) ends the wait at once, and the coroutine."""
-        future = self.start(coro)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-    async def arun(self, coro: Coroutine[Any, Any, T]) -> T:
-        """The same for a caller with an event loop. Cancelling the caller cancels the coroutine."""
-        return await asyncio.wrap_future(self.start(coro))
+        return self.start(coro).result()
 
     def close(self) -> None:
         """Cancel what still runs and end the thread. The second call does nothing."""
         if self._loop.is_closed():
             return
         with suppress(TimeoutError):
-            self.start(_cancel_others()).result(_CLOSE_TIMEOUT_S)
+            self.start(cancel_others()).result(_CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -59,7 +50,8 @@ class BackgroundLoop:
             self._loop.close()
 
 
-async def _cancel_others() -> None:
+async def cancel_others() -> None:
+    """Cancel all tasks of this loop but the running one, and wait until they have ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 
 from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
-from parrot.frontend.pfunc.metadata import NativeFuncMetadata, parse_criteria
+from parrot.frontend.pfunc.metadata import MAX_NATIVE_TIMEOUT_S, NativeFuncMetadata, parse_criteria
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.frontend.pfunc.transforms.func_mutator import FuncMutator
 from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
@@ -42,6 +42,10 @@ def semantic_function(
     Raises `ValueError` at decoration for: a return annotation, no docstring, a placeholder that is
     no parameter, an output that is first, adjacent to another, filled twice or nowhere; `TypeError`
     for unknown metadata (see docs/pfunc.md for what there is)."""
+    mutators = [m for m in (formatter, conversation_template) if m is not None]
+    for mutator in mutators:
+        if not isinstance(mutator, FuncMutator):
+            raise TypeError(f"{mutator!r} is no transform: write `@P.semantic_function()`, with ()")
 
     def decorate(pyfunc: Callable[..., Any]) -> SemanticFunction:
         name, params, returns = _read_signature(pyfunc)
@@ -53,9 +57,8 @@ def semantic_function(
             func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)
         except (TypeError, ValueError) as error:
             raise type(error)(f"semantic function `{name}`: {error}") from None
-        for mutator in (formatter, conversation_template):
-            if mutator is not None:
-                func = mutator.transform(func)
+        for mutator in mutators:
+            func = mutator.transform(func)
         return func
 
     return decorate
@@ -68,6 +71,10 @@ def native_function(
 
     ServeCore runs it in a sandbox, within `timeout` seconds. Raises `ValueError` at decoration for
     code that cannot run there: a lambda, `async`, no source text, names from outside itself."""
+    if not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be seconds, not {timeout!r}: write `@P.native_function()`")
+    if not 0 < timeout <= MAX_NATIVE_TIMEOUT_S:
+        raise ValueError(f"timeout must be over 0 and at most {MAX_NATIVE_TIMEOUT_S} seconds")
     criteria = None if output_criteria is None else parse_criteria(output_criteria)
 
     def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:

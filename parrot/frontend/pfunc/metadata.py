@@ -6,6 +6,7 @@ from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
 
+MAX_NATIVE_TIMEOUT_S = 60
 MODEL_TYPES = ("token_id", "text")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from parrot.frontend.pfunc.background import BackgroundLoop
+from parrot.frontend.pfunc.background import BackgroundLoop, cancel_others
 from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall, StatefulContext
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.criteria import PerformanceCriteria
@@ -104,6 +104,7 @@ class Session:
         return self._loop.start(self._until_closed(coro))
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Wait for the result. An interrupt (Ctrl-C) ends the wait at once, and the coroutine."""
         future = self.start(coro)
         try:
             return future.result()
@@ -111,6 +112,7 @@ class Session:
             future.cancel()
 
     async def arun(self, coro: Coroutine[Any, Any, T]) -> T:
+        """The same for a caller with an event loop. Cancelling the caller cancels the coroutine."""
         return await asyncio.wrap_future(self.start(coro))
 
     async def submit_semantic(
@@ -250,6 +252,7 @@ class Session:
                 await self._calls.delete_session(*self._scope)
         except (ParrotError, TimeoutError) as error:
             logger.warning("session %d was not ended at the server: %s", self.session_id, error)
+        await cancel_others()
         await self._calls.close()
         await self._reads.close()
 
