@@ -132,6 +132,9 @@ class Completion:
             if isinstance(piece, VariablePiece):
                 yield piece.variable
 
+    def outputs(self) -> Iterator[SemanticVariable]:
+        yield self.output
+
     def prompt(self) -> list[Piece]:
         """Every piece from the beginning of its context to the place where it generates."""
         chain: list[Completion] = [self]
@@ -164,6 +167,9 @@ class NativeCall:
 
     def inputs(self) -> Iterator[SemanticVariable]:
         return (variable for _, variable in self.arguments)
+
+    def outputs(self) -> Iterator[SemanticVariable]:
+        return (variable for _, variable in self.results)
 
 
 Task = Completion | NativeCall

@@ -1,0 +1,192 @@
+"""What each wanted task is for, walked back from the demanded outputs.
+
+    reader (LATENCY) <- reduce    depth 0   LATENCY
+                          ^ ^ ^
+                        map map map   depth 1   THROUGHPUT, one task group: only the last one counts
+                          ^
+                        split         depth 2   THROUGHPUT
+
+A task takes the strictest of what its readers and consumers ask:
+- of a direct reader: the reader's own criteria;
+- of a consumer for which it is one of several tasks at the same depth (a stage): THROUGHPUT, and
+  the task group of that consumer;
+- of any other consumer that is LATENCY, TTFT or TPOT work: LATENCY, since nothing of the consumer
+  can appear before its input is complete; of a THROUGHPUT consumer: THROUGHPUT.
+
+Everything only tightens while a task stays wanted. The functions touch nothing but the deduced
+fields of the nodes.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.serve.graph.links import TaskNode
+from parrot.serve.graph.nodes import Completion, Objective, Piece, Task, TextPiece
+
+# A rough model of one run; only ratios between tasks matter to the scheduler.
+CHARACTERS_PER_TOKEN = 4
+PREFILL_S_PER_TOKEN = 0.0002
+DECODE_S_PER_TOKEN = 0.02
+OVERHEAD_S = 0.01
+NATIVE_S = 0.01
+UNKNOWN_INPUT_TOKENS = 256
+
+# A task that is already wanted hears of a longer path below it when that grew by this factor, so a
+# chain that keeps growing while it waits costs O(log n) per task and not O(n).
+_GROWTH = 1.1
+
+_THROUGHPUT = PerformanceCriteria.THROUGHPUT
+_LATENCY = PerformanceCriteria.LATENCY
+
+
+def strictest(a: PerformanceCriteria, b: PerformanceCriteria) -> PerformanceCriteria:
+    """The weakest criteria that satisfies both."""
+    if a is b or b is _THROUGHPUT:
+        return a
+    return b if a is _THROUGHPUT else _LATENCY
+
+
+def predict_seconds(task: Task) -> float:
+    """How long one run takes, from the lengths that are known now."""
+    if not isinstance(task, Completion):
+        return NATIVE_S
+    prompt = sum(map(_predict_tokens, task.fill))
+    return (
+        OVERHEAD_S
+        + prompt * PREFILL_S_PER_TOKEN
+        + task.sampling.max_gen_length * DECODE_S_PER_TOKEN
+    )
+
+
+def _predict_tokens(piece: Piece) -> float:
+    if isinstance(piece, TextPiece):
+        return len(piece.text) / CHARACTERS_PER_TOKEN
+    if piece.variable.is_settled:
+        return len(piece.variable.partial_text) / CHARACTERS_PER_TOKEN
+    return UNKNOWN_INPUT_TOKENS
+
+
+def objective_of(node: TaskNode) -> Objective:
+    return Objective(
+        criteria=node.criteria,
+        depth=node.depth,
+        remaining_path_s=node.path_s,
+        task_group=None if node.group is None else str(node.group),
+        deadline=node.deadline,
+    )
+
+
+def deduce(activated: Sequence[TaskNode]) -> set[TaskNode]:
+    """Deduce tasks that have just become wanted. Returns those, among all that were wanted before,
+    that this made stricter or longer."""
+    if len(activated) == 1 and not activated[0].missing:
+        _place(activated[0])
+        _pull_urgency(activated[0], set())
+        return set()
+    new = set(activated)
+    order = _consumers_first(new)
+    for node in order:
+        _place(node)
+    changed: set[TaskNode] = set()
+    _grow(deque((p, node) for node in order for p in node.producers() if p not in new), changed)
+    for node in order:
+        _pull_urgency(node, new)
+        changed.update(p for p in _push_urgency(node) if p not in new)
+    _spread_urgency(changed)
+    return changed - new
+
+
+def tighten(node: TaskNode, criteria: PerformanceCriteria, deadline: float | None) -> set[TaskNode]:
+    """A further reader of a wanted task. Returns every task that this made stricter."""
+    if not _apply(node, criteria, deadline):
+        return set()
+    changed = {node}
+    _spread_urgency(changed)
+    return changed
+
+
+def _consumers_first(new: set[TaskNode]) -> list[TaskNode]:
+    """Topological order of the new tasks, each after all its new consumers."""
+    num_before = Counter(p for node in new for p in node.producers() if p in new)
+    order = [node for node in new if node not in num_before]
+    for node in order:
+        for producer in node.producers():
+            if producer in num_before:
+                num_before[producer] -= 1
+                if not num_before[producer]:
+                    order.append(producer)
+    assert len(order) == len(new), "the graph has a cycle"
+    return order
+
+
+def _place(node: TaskNode) -> None:
+    """Start its deduction afresh: depth and path from its consumers, which have theirs."""
+    below = max((c.path_s for c in node.wanted_consumers()), default=0.0)
+    node.depth = max((c.depth + 1 for c in node.wanted_consumers()), default=0)
+    node.duration_s = predict_seconds(node.task)
+    node.path_s = node.duration_s + below
+    node.criteria = _THROUGHPUT
+    node.group = None
+    node.deadline = None
+
+
+def _grow(edges: deque[tuple[TaskNode, TaskNode]], changed: set[TaskNode]) -> None:
+    """Pass longer paths up through tasks that were wanted before."""
+    while edges:
+        node, consumer = edges.popleft()
+        path_s, depth = node.duration_s + consumer.path_s, consumer.depth + 1
+        if path_s <= node.path_s * _GROWTH and depth <= node.depth * _GROWTH:
+            continue
+        node.path_s = max(node.path_s, path_s)
+        node.depth = max(node.depth, depth)
+        changed.add(node)
+        edges.extend((producer, node) for producer in node.producers())
+
+
+def _pull_urgency(node: TaskNode, new: set[TaskNode]) -> None:
+    """What its readers ask, and the consumers that were wanted before (new ones push)."""
+    for reader in node.readers():
+        _apply(node, reader.criteria, reader.deadline)
+    for consumer in node.wanted_consumers():
+        if consumer not in new:
+            in_stage = any(p is not node and p.depth == node.depth for p in consumer.producers())
+            _relay(consumer, node, in_stage)
+
+
+def _push_urgency(consumer: TaskNode) -> Iterable[TaskNode]:
+    """Tell its producers what it asks of them. Yields those that got stricter."""
+    producers = set(consumer.producers())
+    stages = Counter(producer.depth for producer in producers)
+    for producer in producers:
+        if _relay(consumer, producer, stages[producer.depth] > 1):
+            yield producer
+
+
+def _relay(consumer: TaskNode, producer: TaskNode, in_stage: bool) -> bool:
+    if in_stage and producer.group is None:
+        producer.group = consumer.task.id
+        _apply(producer, _THROUGHPUT, consumer.deadline)
+        return True
+    is_relaxed = in_stage or consumer.criteria is _THROUGHPUT
+    return _apply(producer, _THROUGHPUT if is_relaxed else _LATENCY, consumer.deadline)
+
+
+def _apply(node: TaskNode, criteria: PerformanceCriteria, deadline: float | None) -> bool:
+    changed = False
+    if (stricter := strictest(node.criteria, criteria)) is not node.criteria:
+        node.criteria = stricter
+        changed = True
+    if deadline is not None and (node.deadline is None or deadline < node.deadline):
+        node.deadline = deadline
+        changed = True
+    return changed
+
+
+def _spread_urgency(changed: set[TaskNode]) -> None:
+    """Pass stricter demands up from the tasks in `changed`, adding whom they reach."""
+    waiting = deque(changed)
+    while waiting:
+        for producer in _push_urgency(waiting.popleft()):
+            changed.add(producer)
+            waiting.append(producer)

@@ -1,0 +1,163 @@
+"""Nothing runs until someone wants it: activation, deduction and withdrawal along the graph."""
+
+from collections.abc import Iterable
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import ParrotError
+from parrot.serve.graph.deduce import deduce, objective_of, tighten
+from parrot.serve.graph.links import Reader, Runner, TaskNode, VariableNode
+from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.utils.clock import Clock
+
+
+class Demand:
+    """Counts who wants each task, starts wanted tasks whose inputs are ready, and stops tasks that
+    nobody wants any more. `num_started`: tasks that are with the runner now.
+
+    Walks are loops, not recursion: a session may be one chain of 10,000 calls."""
+
+    def __init__(self, clock: Clock, runner: Runner) -> None:
+        self._clock = clock
+        self._runner = runner
+        self.num_started = 0
+
+    def add_reader(
+        self,
+        node: VariableNode,
+        criteria: PerformanceCriteria,
+        *,
+        deadline: float | None = None,
+        wants_stream: bool = False,
+    ) -> Reader:
+        """Want an unsettled variable, whether or not it has a producer yet."""
+        reader = Reader(node, criteria, deadline)
+        node.readers.append(reader)
+        producer = node.producer
+        if producer is None or producer.is_finished:
+            return reader
+        changed: set[TaskNode] = set()
+        if (
+            wants_stream
+            and isinstance(producer.task, Completion)
+            and not producer.task.wants_stream
+        ):
+            producer.task.wants_stream = True
+            changed.add(producer)
+        producer.demand += 1
+        if producer.demand == 1:
+            self._activate(producer)
+        else:
+            self._update(changed | tighten(producer, criteria, deadline))
+        return reader
+
+    def remove_reader(self, reader: Reader) -> None:
+        """The reader has its value or has gone. Work that nobody else wants is withdrawn."""
+        if reader not in reader.node.readers:
+            return
+        reader.node.readers.remove(reader)
+        producer = reader.node.producer
+        if producer is not None and not producer.is_finished and not reader.node.is_settled:
+            self._lower([producer])
+
+    def add_producer(self, task: TaskNode) -> None:
+        """A task was linked; its outputs may have been wanted before it came."""
+        task.demand = sum(1 for _ in task.readers()) + sum(1 for _ in task.wanted_consumers())
+        if task.demand:
+            self._activate(task)
+
+    def input_settled(self, task: TaskNode) -> None:
+        """One of its inputs got its value (or failed: then the caller fails the task)."""
+        task.missing -= 1
+        if task.missing or not task.is_wanted:
+            return
+        if all(node.variable.error is None for node in task.inputs):
+            self._start(task)
+
+    def finished(self, task: TaskNode) -> None:
+        """It came to a final state; whatever was still to be made for it alone is withdrawn."""
+        if task.is_started:
+            task.is_started = False
+            self.num_started -= 1
+        if task.missing and task.demand:
+            self._lower(task.producers())
+
+    def check_integrity(self, tasks: Iterable[TaskNode]) -> None:
+        """Recount demand; `tasks` are all of the graph's."""
+        num_started = 0
+        for task in tasks:
+            num_started += task.is_started
+            if task.is_finished:
+                assert not task.is_started, task.task
+                continue
+            wanted = sum(1 for _ in task.wanted_consumers()) + sum(1 for _ in task.readers())
+            assert task.demand == wanted, (task.task, task.demand, wanted)
+            assert task.is_wanted == (task.task.objective is not None), task.task
+            assert task.is_started == (task.is_wanted and not task.missing), task.task
+        assert self.num_started == num_started, (self.num_started, num_started)
+
+    def _activate(self, root: TaskNode) -> None:
+        """`root` has just become wanted, and so has all that it needs."""
+        now = self._clock.now()
+        activated = [root]
+        for task in activated:
+            task.task.state = CompletionState.WAITING
+            task.task.times.activated = now
+            for producer in task.producers():
+                if producer.is_finished:
+                    continue
+                producer.demand += 1
+                if producer.demand == 1:
+                    activated.append(producer)
+        changed = deduce(activated)
+        for task in activated:
+            task.task.objective = objective_of(task)
+        self._update(changed)
+        for task in sorted(activated, key=_task_id) if len(activated) > 1 else activated:
+            if not task.missing and task.task.state is CompletionState.WAITING:
+                self._start(task)
+
+    def _update(self, changed: Iterable[TaskNode]) -> None:
+        for task in sorted(changed, key=_task_id):
+            task.task.objective = objective_of(task)
+            if task.task.state is CompletionState.QUEUED and isinstance(task.task, Completion):
+                self._runner.reprioritise(task.task)
+
+    def _start(self, task: TaskNode) -> None:
+        task.task.state = CompletionState.QUEUED
+        task.task.times.ready = self._clock.now()
+        task.is_started = True
+        self.num_started += 1
+        try:
+            self._runner.start(task.task)
+        except ParrotError as error:
+            task.task.state = CompletionState.FAILED
+            for output in task.outputs:
+                output.variable.fail(error)
+
+    def _lower(self, tasks: Iterable[TaskNode]) -> None:
+        """Each of `tasks` lost one who wanted it. Those without any other stop."""
+        stack = list(tasks)
+        while stack:
+            task = stack.pop()
+            task.demand -= 1
+            if task.demand or task.is_finished:
+                continue
+            if task.is_started:
+                self._withdraw(task)
+            task.task.state = CompletionState.IDLE
+            task.task.objective = None
+            stack.extend(task.producers())
+
+    def _withdraw(self, task: TaskNode) -> None:
+        task.is_started = False
+        self.num_started -= 1
+        self._runner.withdraw(task.task)
+        if isinstance(task.task, Completion):
+            task.task.wants_stream = False
+        for output in task.outputs:
+            if not output.is_settled:
+                output.variable.restart()
+
+
+def _task_id(task: TaskNode) -> int:
+    return task.task.id

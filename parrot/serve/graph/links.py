@@ -1,0 +1,131 @@
+"""How tasks and variables hang together: the records that a session's graph links.
+
+    producer ----> VariableNode ----> consumers
+    TaskNode         readers          TaskNode, ...
+
+Order inside one call is an ordinary edge: completion k+1 consumes the output of completion k.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import ParrotError
+from parrot.serve.graph.nodes import Completion, Task
+from parrot.serve.graph.variable import SemanticVariable
+
+
+@dataclass(slots=True, eq=False)
+class VariableNode:
+    """A variable's place in the graph. `origin`: if it failed because an input of its producer
+    did, the failure where that began."""
+
+    variable: SemanticVariable
+    producer: "TaskNode | None" = None
+    consumers: list["TaskNode"] = field(default_factory=list)
+    readers: list["Reader"] = field(default_factory=list)
+    origin: ParrotError | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.variable.is_settled
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """Somebody outside the graph who wants a variable."""
+
+    node: VariableNode
+    criteria: PerformanceCriteria
+    deadline: float | None = None  # on the clock's scale
+
+
+@dataclass(slots=True, eq=False)
+class TaskNode:
+    """A task's place in the graph.
+
+    `missing` counts its unsettled inputs, `demand` the readers of its outputs plus its wanted
+    consumers (one for each of their unsettled inputs that it produces). `is_started`: it is with
+    the dispatcher or the sandbox now. The last group of fields belongs to deduction and means
+    something only while the task is wanted."""
+
+    task: Task
+    inputs: tuple[VariableNode, ...]  # distinct
+    outputs: tuple[VariableNode, ...]
+    missing: int = 0
+    demand: int = 0
+    is_started: bool = False
+
+    criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
+    depth: int = 0
+    duration_s: float = 0.0
+    path_s: float = 0.0  # its duration and that of the longest path of wanted tasks below it
+    group: int | None = None  # the task id of the consumer whose stage it belongs to
+    deadline: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.task.state.is_final
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.demand > 0 and not self.task.state.is_final
+
+    def producers(self) -> Iterator["TaskNode"]:
+        """Who makes its unsettled inputs, once for each of these."""
+        for node in self.inputs:
+            if node.producer is not None and not node.variable.is_settled:
+                yield node.producer
+
+    def wanted_consumers(self) -> Iterator["TaskNode"]:
+        """Wanted tasks that wait for its unsettled outputs, once for each of these."""
+        for node in self.outputs:
+            if not node.variable.is_settled:
+                yield from (consumer for consumer in node.consumers if consumer.is_wanted)
+
+    def readers(self) -> Iterator[Reader]:
+        for node in self.outputs:
+            yield from node.readers
+
+
+class Runner(Protocol):
+    """What the graph asks of the layers that run tasks. Results come back through the variables,
+    possibly before the call returns."""
+
+    def start(self, task: Task) -> None:
+        """Run `task`: its inputs are ready and it has an objective. May raise a `ParrotError`,
+        which fails its outputs."""
+        ...
+
+    def withdraw(self, task: Task) -> None:
+        """Stop a started task without settling its outputs; it may be started again later."""
+        ...
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        """Stop a started task and fail its unsettled outputs with `error`."""
+        ...
+
+    def reprioritise(self, completion: Completion) -> None:
+        """The objective of a queued completion became stricter, or a reader wants its tokens."""
+        ...
+
+    def finished(self, task: Task) -> None:
+        """A task ended in a final state (for counting; must not raise)."""
+        ...
+
+
+def link(task: TaskNode) -> None:
+    for node in task.inputs:
+        node.consumers.append(task)
+        task.missing += not node.is_settled
+    for node in task.outputs:
+        node.producer = task
+
+
+def unlink(task: TaskNode) -> None:
+    """The inverse of `link`, for a task that was never wanted."""
+    for node in task.inputs:
+        node.consumers.remove(task)
+    for node in task.outputs:
+        node.producer = None

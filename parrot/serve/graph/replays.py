@@ -1,0 +1,36 @@
+"""Idempotency keys: a repeated request gets the first one's answer and does nothing."""
+
+import hashlib
+
+from parrot.protocol.errors import Conflict
+from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
+
+
+class Replays:
+    """Remembers the answered requests of one session that carried a key."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[bytes, CallResponse]] = {}
+
+    def find(self, request: SemanticCallRequest | NativeCallRequest) -> CallResponse | None:
+        """The answer that this key got, if any. Raises `Conflict` if it was for another request."""
+        if request.idempotency_key is None:
+            return None
+        known = self._answers.get(request.idempotency_key)
+        if known is None:
+            return None
+        fingerprint, response = known
+        if fingerprint != _fingerprint(request):
+            raise Conflict("the idempotency key was used for another request")
+        return response
+
+    def remember(
+        self, request: SemanticCallRequest | NativeCallRequest, response: CallResponse
+    ) -> None:
+        if request.idempotency_key is not None:
+            self._answers[request.idempotency_key] = (_fingerprint(request), response)
+
+
+def _fingerprint(request: SemanticCallRequest | NativeCallRequest) -> bytes:
+    content = request.model_dump_json(exclude={"session_auth"})
+    return hashlib.sha256(f"{type(request).__name__} {content}".encode()).digest()

@@ -1,0 +1,130 @@
+"""Fakes shared by the tests of ServeCore's state half."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
+from parrot.serve.graph.graph import GraphIds, SessionGraph
+from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.utils.clock import ManualClock
+from parrot.utils.ids import IdCounter
+
+
+@dataclass
+class FakeRunner:
+    """Holds started tasks until the test says what becomes of them."""
+
+    started: list[Task] = field(default_factory=list)
+    withdrawn: list[Task] = field(default_factory=list)
+    cancelled: list[Task] = field(default_factory=list)
+    reprioritised: list[Completion] = field(default_factory=list)
+    ended: list[Task] = field(default_factory=list)
+    on_start: Callable[[Task], None] | None = None
+
+    def start(self, task: Task) -> None:
+        assert task.state is CompletionState.QUEUED
+        assert task.objective is not None
+        assert all(variable.is_settled and not variable.error for variable in task.inputs())
+        self.started.append(task)
+        if self.on_start is not None:
+            self.on_start(task)
+
+    def withdraw(self, task: Task) -> None:
+        self.started.remove(task)
+        self.withdrawn.append(task)
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        self.fail(task, error, CompletionState.CANCELLED)
+        self.cancelled.append(task)
+
+    def reprioritise(self, completion: Completion) -> None:
+        assert completion in self.started
+        self.reprioritised.append(completion)
+
+    def finished(self, task: Task) -> None:
+        assert task.state.is_final
+        self.ended.append(task)
+
+    # what the test does
+
+    def finish(self, task: Task, text: str | None = None) -> None:
+        self.started.remove(task)
+        task.state = CompletionState.DONE
+        for variable in task.outputs():
+            variable.set(f"<{variable.name}>" if text is None else text)
+
+    def fail(
+        self, task: Task, error: ParrotError, state: CompletionState = CompletionState.FAILED
+    ) -> None:
+        self.started.remove(task)
+        task.state = state
+        for variable in task.outputs():
+            variable.fail(error)
+
+    def names(self) -> list[str]:
+        return [name_of(task) for task in self.started]
+
+
+def name_of(task: Task) -> str:
+    return ",".join(variable.name for variable in task.outputs())
+
+
+def make_graph(runner: FakeRunner | None = None, clock: ManualClock | None = None) -> SessionGraph:
+    return SessionGraph(
+        7,
+        "tenant",
+        runner=runner or FakeRunner(),
+        clock=clock or ManualClock(),
+        ids=GraphIds(IdCounter(100), IdCounter(1)),
+    )
+
+
+def given(name: str, value: str) -> dict[str, Any]:
+    return {"name": name, "value": value}
+
+
+def taken(name: str, var_id: str) -> dict[str, Any]:
+    return {"name": name, "var_id": var_id}
+
+
+def made(name: str, var_id: str | None = None, **sampling: Any) -> dict[str, Any]:
+    parameter: dict[str, Any] = {"name": name, "is_output": True}
+    if var_id is not None:
+        parameter["var_id"] = var_id
+    if sampling:
+        parameter["sampling_config"] = sampling
+    return parameter
+
+
+def semantic(template: str, *parameters: dict[str, Any], **fields: Any) -> SemanticCallRequest:
+    return SemanticCallRequest.model_validate(
+        {"session_id": 7, "template": template, "parameters": list(parameters)} | fields
+    )
+
+
+def native(name: str, *parameters: dict[str, Any], **fields: Any) -> NativeCallRequest:
+    source = fields.pop("func_source", f"def {name}(): pass")
+    return NativeCallRequest.model_validate(
+        {"session_id": 7, "func_name": name, "func_source": source, "parameters": list(parameters)}
+        | fields
+    )
+
+
+def var_ids(response: CallResponse) -> dict[str, str]:
+    """By parameter name."""
+    return {info.parameter_name: info.var_id for info in response.param_info}
+
+
+def link_call(graph: SessionGraph, output: str, inputs: Sequence[str], **fields: Any) -> str:
+    """Submit a call that makes a variable named `output` from the variables with these ids.
+    Returns the id of the output."""
+    template = (
+        "f " + " ".join(f"{{{{i{n}}}}}" for n in range(len(inputs))) + f" -> {{{{{output}}}}}"
+    )
+    parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
+    response = graph.submit_semantic(
+        semantic(template, *parameters, made(output, max_gen_length=10), **fields)
+    )
+    return var_ids(response)[output]
