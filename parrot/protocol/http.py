@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from parrot.protocol.errors import InternalError, ParrotError, Unavailable, error_from_payload
+from parrot.protocol.errors import (
+    InternalError,
+    InvalidRequest,
+    ParrotError,
+    Unavailable,
+    error_from_payload,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -105,7 +111,7 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
-    ) -> AsyncIterator[tuple[str, Any]]:
+    ) -> AsyncGenerator[tuple[str, Any], None]:
         """Server-sent events as (event name, decoded data). Keep-alive comments are skipped, but
         silence of more than `idle_timeout_s` (servers send one every 15 s) is `Unavailable`.
 
@@ -182,7 +188,10 @@ class HttpClient:
 def _encode(body: Any) -> bytes | io.BytesIO | None:
     if body is None:
         return None
-    raw = orjson.dumps(body)
+    try:
+        raw = orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"the request cannot be sent as JSON: {error}") from None
     return raw if len(raw) < _LARGE_BODY else io.BytesIO(raw)
 
 
