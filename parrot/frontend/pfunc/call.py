@@ -2,13 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parrot.frontend.pfunc.function_body import Constant, Parameter, ParameterLoc, render_body
+from parrot.frontend.pfunc.function_body import Parameter, ParameterLoc
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
@@ -16,22 +14,6 @@ if TYPE_CHECKING:
 
 Value = str | SemanticVariable
 Returned = SemanticVariable | tuple[SemanticVariable, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BoundInput:
-    """The place of an input, and its value."""
-
-    value: Value
-
-
-@dataclass(frozen=True, slots=True)
-class StatefulContext:
-    """What a stateful call leaves to its successor: the whole context of request `request_id`
-    (None: nothing was generated yet), and then `fill`, text that no output followed so far."""
-
-    request_id: int | None = None
-    fill: tuple[str | BoundInput, ...] = ()
 
 
 class BasicCall(ABC):
@@ -113,59 +95,13 @@ class BasicCall(ABC):
 class SemanticCall(BasicCall):
     func: "SemanticFunction"
 
-    def to_request_payload(
-        self,
-        session: "Session | None" = None,
-        context: StatefulContext | None = None,
-        *,
-        keep_tail: bool = True,
-    ) -> dict[str, Any]:
-        """`context`: continue it. `keep_tail` False leaves out what follows the last output."""
-        context = context or StatefulContext()
-        body = self.func.body if keep_tail else self.func.body[: self._tail_start()]
-        template, parameters = self._render(context.fill, session)
-        template += render_body(body)
-        names = {piece.param.name for piece in body if isinstance(piece, ParameterLoc)}
+    def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
+        names = {piece.param.name for piece in self.func.body if isinstance(piece, ParameterLoc)}
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
-            "template": template,
-            "parameters": parameters + self.parameters(session, names),
-            "successor_of": context.request_id,
+            "template": self.func.to_template_str(),
+            "parameters": self.parameters(session, names),
         }
-
-    def tail(self) -> tuple[str | BoundInput, ...]:
-        """What follows the last output, or everything if there is none."""
-        return tuple(
-            BoundInput(self.bindings[piece.param.name])
-            if isinstance(piece, ParameterLoc)
-            else piece.text
-            for piece in self.func.body[self._tail_start() :]
-            if isinstance(piece, Constant | ParameterLoc)
-        )
-
-    def _tail_start(self) -> int:
-        places = [
-            piece.idx + 1
-            for piece in self.func.body
-            if isinstance(piece, ParameterLoc) and piece.param.is_output
-        ]
-        return max(places, default=0)
-
-    def _render(
-        self, fill: tuple[str | BoundInput, ...], session: "Session | None"
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """Text of earlier calls as the beginning of a template, its inputs under fresh names."""
-        template, parameters = "", []
-        for idx, piece in enumerate(fill):
-            if isinstance(piece, str):
-                template += piece
-                continue
-            name = f"context_{idx}"
-            while name in self.func.params_map:
-                name = f"_{name}"
-            template += placeholder(name)
-            parameters.append(_input_payload(name, piece.value, session))
-        return template, parameters
 
 
 class PyNativeCall(BasicCall):

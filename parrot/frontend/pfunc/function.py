@@ -9,7 +9,6 @@ from parrot.frontend.pfunc.call import (
     PyNativeCall,
     Returned,
     SemanticCall,
-    StatefulContext,
 )
 from parrot.frontend.pfunc.function_body import (
     Constant,
@@ -44,7 +43,6 @@ __all__ = [
     "PyNativeFunction",
     "SemanticCall",
     "SemanticFunction",
-    "StatefulContext",
 ]
 
 
@@ -133,9 +131,9 @@ class SemanticFunction(BasicFunction):
         """Call, and keep the whole context (prompt and outputs): the next call of
         `context_successor` in this session continues it, as if its prompt stood right behind.
 
-        A function without outputs only adds its text to what the successor sees. Both the calls
-        of `invoke` and of `invoke_statefully` continue a context that was kept for their function;
-        only the latter keep theirs."""
+        Text after the last output, or of a function without outputs, comes before the successor's.
+        Calls of `invoke` and of `invoke_statefully` both continue a context that was kept for their
+        function; only the latter keep theirs."""
         call = self._new_call(args, kwargs)
         session = self._stateful_session(call, context_successor)
         return session.run(self._submit(session, call, context_successor))
@@ -170,24 +168,19 @@ class SemanticFunction(BasicFunction):
         successor: "SemanticFunction | None" = None,
     ) -> Returned:
         """A context that was kept for this function is used up only if the call is accepted."""
-        context = session.contexts.pop(self, StatefulContext())
-        left = context
+        if successor is None and not self.outputs:
+            raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
+        predecessor = session.contexts.pop(self, None)
         try:
-            if self.outputs:
-                request_id = await session.submit_semantic(
-                    call, context, keep_tail=successor is None
-                )
-                left = StatefulContext(request_id, call.tail())
-            elif successor is None:
-                raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
-            else:
-                left = StatefulContext(context.request_id, context.fill + call.tail())
+            request_id = await session.submit_semantic(
+                call, successor_of=predecessor, keep_tail=successor is not None
+            )
         except BaseException:
-            if context != StatefulContext():
-                session.contexts.setdefault(self, context)
+            if predecessor is not None:
+                session.contexts.setdefault(self, predecessor)
             raise
         if successor is not None:
-            session.contexts[successor] = left
+            session.contexts[successor] = request_id
         return call.returned
 
 

@@ -110,9 +110,9 @@ def check_body(body: Iterable[FuncBodyPiece], params: Iterable[Parameter]) -> No
 
 
 def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:
-    """The body up to its last output."""
+    """The body up to its last output; all of it if there is none."""
     ends = [p.idx for p in body if isinstance(p, ParameterLoc) and p.param.is_output]
-    return body[: ends[-1] + 1] if ends else []
+    return body[: ends[-1] + 1] if ends else body
 
 
 def render_body(body: Iterable[FuncBodyPiece]) -> str:

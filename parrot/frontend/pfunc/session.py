@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from parrot.frontend.pfunc.background import BackgroundLoop, cancel_others
-from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall, StatefulContext
+from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
@@ -62,7 +62,8 @@ class Session:
     ) -> None:
         """Takes ownership of `loop` and both clients. `reads` may be busy for long."""
         self.session_id = session_id
-        self.contexts: dict[SemanticFunction, StatefulContext] = {}
+        self.contexts: dict[SemanticFunction, int] = {}
+        """By function: the request whose context its next call continues."""
         self._loop = loop
         self._calls = calls
         self._reads = reads
@@ -116,11 +117,14 @@ class Session:
         return await asyncio.wrap_future(self.start(coro))
 
     async def submit_semantic(
-        self, call: SemanticCall, context: StatefulContext, *, keep_tail: bool
+        self, call: SemanticCall, *, successor_of: int | None = None, keep_tail: bool = False
     ) -> int:
-        """Returns the request id. The call's variables are registered afterwards."""
+        """Returns the request id. The call's variables are registered afterwards. `keep_tail`: a
+        successor is to see what follows the last output."""
         await self._register_loose(call)
-        payload = call.to_request_payload(self, context, keep_tail=keep_tail)
+        payload = call.to_request_payload(self) | {"successor_of": successor_of}
+        if keep_tail:
+            payload["remove_pure_fill"] = False
         request = self._checked(SemanticCallRequest, payload)
         return self._accepted(
             call, await self._with_retries(lambda: self._calls.semantic_call(request))
