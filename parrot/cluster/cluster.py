@@ -73,7 +73,7 @@ class Cluster:
 
     def url(self, name: str) -> str:
         config = self.configs[name]
-        return f"http://{config['host']}:{config['port']}"
+        return f"http://{_reachable(config['host'])}:{config['port']}"
 
     def process(self, name: str) -> ServerProcess:
         return self._processes[name]
@@ -180,7 +180,7 @@ class Cluster:
         args = []
         if CORE in self.configs:
             core = self.configs[CORE]
-            config["serve_core"] = {"host": core["host"], "port": core["port"]}
+            config["serve_core"] = {"host": _reachable(core["host"]), "port": core["port"]}
             if core.get("cluster_token") is not None:
                 config.setdefault("cluster_token", core["cluster_token"])
         else:
@@ -239,7 +239,7 @@ class Cluster:
     def _ask(self, name: str, method: str, path: str) -> Any:
         """The decoded answer of one of our servers, None when there is none (yet)."""
         config = self.configs[name]
-        answer = ask(config["host"], config["port"], method, path)
+        answer = ask(_reachable(config["host"]), config["port"], method, path)
         return None if answer is None else answer[1]
 
     def _late_message(self, missing: set[str]) -> str:
@@ -250,3 +250,8 @@ class Cluster:
     def _on_exit(self, process: ServerProcess) -> None:
         if process.name not in self._expected_deaths:
             self._deaths.put(process)
+
+
+def _reachable(host: str) -> str:
+    """Where to connect to a server that binds `host`."""
+    return "localhost" if host in ("0.0.0.0", "::", "") else host

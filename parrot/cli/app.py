@@ -1,0 +1,103 @@
+"""The subcommands and their options."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_CORE = "http://localhost:9000"
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Parrot serves LLM applications: programs of calls joined by semantic variables.",
+)
+
+CoreOption = Annotated[str, typer.Option("--core", help="Address of ServeCore.")]
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(context: typer.Context) -> None:
+    """Run ServeCore. Options: parrot serve --help."""
+    _run_server("parrot.serve.http_server", "parrot serve", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def engine(context: typer.Context) -> None:
+    """Run one engine. Options: parrot engine --help."""
+    _run_server("parrot.engine.http_server", "parrot engine", context.args)
+
+
+def _run_server(module: str, name: str, args: list[str]) -> None:
+    import runpy
+
+    sys.argv = [name, *args]
+    runpy.run_module(module, run_name="__main__")
+
+
+@app.command()
+def launch(
+    configs: Annotated[
+        list[Path], typer.Argument(help="Config files of a core and engines, or a launch file.")
+    ],
+    log_dir: Annotated[
+        Path, typer.Option("--log_dir", help="Where each process writes its log.")
+    ] = Path("logs"),
+    ready_timeout: Annotated[
+        float, typer.Option("--ready_timeout", help="Seconds to wait until all are up.")
+    ] = 1800.0,
+) -> None:
+    """Run ServeCore and engines on this machine until Ctrl-C, or until one of them dies."""
+    from parrot.cli.launch import launch_and_wait
+
+    launch_and_wait(configs, log_dir, ready_timeout)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    program: Annotated[Path, typer.Argument(help="A Python program that uses parrot.")],
+    core: CoreOption = DEFAULT_CORE,
+    embedded: Annotated[
+        bool,
+        typer.Option(
+            "--embedded", help="If no ServeCore answers, start one with the embedded model."
+        ),
+    ] = False,
+) -> None:
+    """Run a program, with its own arguments, against a ServeCore."""
+    from parrot.cli.run import run_program
+
+    run_program(program, context.args, core, embedded)
+
+
+@app.command()
+def ping(core: CoreOption = DEFAULT_CORE) -> None:
+    """Show whether ServeCore and its engines are up, and what they serve."""
+    from parrot.cli.ping import show_health
+
+    show_health(core)
+
+
+@app.command()
+def demo(
+    file: Annotated[
+        Path | None, typer.Argument(help="A UTF-8 text; default: Parrot's architecture page.")
+    ] = None,
+    max_parts: Annotated[
+        int,
+        typer.Option(
+            "--max_parts", help="Summarize at most so many parts of the text; 0: all of it."
+        ),
+    ] = 6,
+    output_dir: Annotated[
+        Path, typer.Option("--output_dir", help="Where the pictures of the graph go.")
+    ] = Path("demo_output"),
+) -> None:
+    """Summarize a text by map and reduce on this machine, and show what happens."""
+    from parrot.cli.demo import run_demo
+
+    run_demo(file, max_parts, output_dir)

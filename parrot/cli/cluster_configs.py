@@ -1,0 +1,90 @@
+"""Config files for `parrot launch`: which is what, and which port each server gets.
+
+A file is a launch file when it has `engines`, an engine's config when it has `engine_type`, else a
+core's. A launch file names configs, relative to itself, and may override keys of each:
+
+    {"core": "../core/localhost.json",
+     "engines": [{"config": "../engine/vicuna_7b.json", "port": 9001, "device": "cuda:0"}, ...]}
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from parrot.engine.config import parse_engine_config
+from parrot.serve.config import CoreConfig
+from parrot.utils.config import ConfigError, parse_config, read_json_object
+
+Config = dict[str, Any]
+_CORE_PORT, _FIRST_ENGINE_PORT = 9000, 9001
+
+
+def read_configs(paths: Sequence[Path]) -> tuple[Config, list[Config]]:
+    """The core's config (default: all defaults) and the engines', checked, each with a port.
+    Raises `ConfigError` that names the file and what is wrong in it."""
+    cores: list[Config] = []
+    engines: list[Config] = []
+    for path in paths:
+        _sort_in(path, read_json_object(path), cores, engines)
+    if len(cores) > 1:
+        raise ConfigError("more than one ServeCore: " + ", ".join(map(str, paths)))
+    if not engines:
+        raise ConfigError("no engine among " + ", ".join(map(str, paths)))
+    core = cores[0] if cores else {}
+    _give_ports(core, engines)
+    return core, engines
+
+
+def _sort_in(path: Path, payload: Config, cores: list[Config], engines: list[Config]) -> None:
+    if "engines" in payload:
+        _read_launch_file(path, payload, cores, engines)
+    elif "engine_type" in payload:
+        parse_engine_config(payload, str(path))
+        engines.append(payload)
+    else:
+        parse_config(CoreConfig, payload, str(path))
+        cores.append(payload)
+
+
+def _read_launch_file(
+    path: Path, payload: Config, cores: list[Config], engines: list[Config]
+) -> None:
+    if unknown := set(payload) - {"core", "engines"}:
+        raise ConfigError(f"{path}: unknown key `{min(unknown)}`; allowed: core, engines")
+    if not isinstance(payload["engines"], list):
+        raise ConfigError(f"{path}: `engines` must be a list")
+    if "core" in payload:
+        core = _resolve(path, "core", payload["core"])
+        parse_config(CoreConfig, core, f"{path}: core")
+        cores.append(core)
+    for i, entry in enumerate(payload["engines"]):
+        engine = {"engine_type": "builtin", **_resolve(path, f"engines.{i}", entry)}
+        parse_engine_config(engine, f"{path}: engines.{i}")
+        engines.append(engine)
+
+
+def _resolve(path: Path, key: str, entry: object) -> Config:
+    """An entry is a path, or an object that overrides keys of the config it may name."""
+    if isinstance(entry, str):
+        entry = {"config": entry}
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{path}: `{key}` must be a path or an object")
+    overrides = dict(entry)
+    base = overrides.pop("config", None)
+    if base is None:
+        return overrides
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: `{key}.config` must be a path")
+    return {**read_json_object(path.parent / base), **overrides}
+
+
+def _give_ports(core: Config, engines: list[Config]) -> None:
+    """The usual ports, in order, where a config names none. Engines of one config file that is
+    given several times get ports of their own, too."""
+    core.setdefault("port", _CORE_PORT)
+    taken = {core["port"]}
+    for engine in engines:
+        wanted = engine.get("port", _FIRST_ENGINE_PORT)
+        engine["port"] = next(port for port in count(wanted) if port not in taken)
+        taken.add(engine["port"])

@@ -1,0 +1,44 @@
+"""How commands speak, fail and are interrupted."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    ERR.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    sys.exit(code)
+
+
+@contextmanager
+def orderly_exit() -> Iterator[None]:
+    """Turn SIGTERM, SIGHUP and Ctrl-C into an exception, so that every `with` on the way out cleans
+    up, and end with the shell's exit code for that signal. A second signal changes nothing: the
+    clean-up goes on."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        for other in previous:
+            signal.signal(other, signal.SIG_IGN)
+        ERR.print(f"\n[yellow]stopping ({signal.Signals(signum).name})[/]")
+        raise SystemExit(128 + signum)
+
+    previous = {
+        signum: signal.getsignal(signum)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    for signum in previous:
+        signal.signal(signum, interrupt)
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

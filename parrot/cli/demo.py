@@ -1,0 +1,108 @@
+"""`parrot demo`: a real application on a real model, from start to finish, on this machine."""
+
+import importlib
+import sys
+import threading
+import time
+from pathlib import Path
+
+from parrot import P
+from parrot.cli.console import OUT, fail, orderly_exit
+from parrot.cli.demo_program import split_text, summarize
+from parrot.cli.launch import start_visibly
+from parrot.cli.report import calls_table
+from parrot.cli.watch import SessionWatch
+from parrot.cluster import Cluster, ClusterError
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.public import SessionInfo
+
+_DEFAULT_DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
+_ENGINE = {"engine_type": "builtin", "model": "embedded", "device": "cpu"}
+_CORE = {"engine_heartbeat_timeout": 10.0}
+
+
+def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
+    """Ends by `SystemExit` unless all went well."""
+    begin = time.perf_counter()
+    document = file or _DEFAULT_DOCUMENT
+    parts = split_text(read_document(document))
+    chosen = parts[:max_parts] if max_parts > 0 else parts
+    _make_dir(output_dir)
+    with orderly_exit():
+        _import_in_background("matplotlib.figure")
+        cluster = Cluster(_CORE, [_ENGINE])
+        try:
+            start_visibly(cluster)
+            of = "" if len(chosen) == len(parts) else f" of {len(parts)}"
+            OUT.print(
+                f"Summarizing [bold]{document.name}[/]: {len(chosen)}{of} parts, then all together"
+            )
+            info, seconds = _summarize(cluster, chosen, begin)
+        except (ClusterError, ParrotError) as error:
+            dead = cluster.wait_death(0.2)
+            fail(
+                dead.death_message() if dead and not isinstance(error, ClusterError) else str(error)
+            )
+        finally:
+            cluster.stop()
+        OUT.print(calls_table(info, seconds))
+        _draw(info, f"Map-reduce summary of {document.name}, {seconds:.1f} s", output_dir)
+
+
+def read_document(path: Path) -> str:
+    """Ends the command when there is no text in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+    except UnicodeDecodeError:
+        fail(f"{path} is not UTF-8 text")
+    if not text.strip():
+        fail(f"{path} is empty")
+    return text
+
+
+def _make_dir(output_dir: Path) -> None:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"{output_dir}: {error.strerror}")
+
+
+def _import_in_background(module: str) -> None:
+    """The first import of matplotlib on a machine takes seconds; the engine is loading anyway."""
+    threading.Thread(target=importlib.import_module, args=(module,), daemon=True).start()
+
+
+def _summarize(cluster: Cluster, parts: list[str], begin: float) -> tuple[SessionInfo, float]:
+    """The executed graph, and the seconds from the first call to the last word."""
+    vm = P.VirtualMachine(cluster.core_url)
+    with vm.running_scope():
+        submitted = time.perf_counter()
+        final = summarize(parts)
+        pieces = final.stream(criteria=P.PerformanceCriteria.LATENCY)
+        with SessionWatch(vm.session_info, OUT):
+            first = next(pieces, "")
+        OUT.print(f"\n[dim]first word {time.perf_counter() - begin:.1f} s after the start[/]")
+        _write(first.lstrip())
+        for piece in pieces:
+            _write(piece)
+        _write("\n\n")
+        return vm.session_info(), time.perf_counter() - submitted
+
+
+def _write(text: str) -> None:
+    """As it is: rich would hold back the piece to the end of its line."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _draw(info: SessionInfo, title: str, output_dir: Path) -> None:
+    from parrot.cli.graph_picture import draw_session
+
+    paths = [output_dir / "graph.svg", output_dir / "graph.png"]
+    try:
+        draw_session(info, title, paths)
+    except OSError as error:
+        fail(f"{output_dir}: {error.strerror}")
+    OUT.print("The executed graph: " + " and ".join(map(str, paths)))

@@ -1,0 +1,63 @@
+"""`parrot launch`: a cluster from config files."""
+
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from parrot.cli.cluster_configs import read_configs
+from parrot.cli.console import ERR, OUT, fail, orderly_exit
+from parrot.cluster import Cluster, ClusterError
+from parrot.utils.config import ConfigError
+
+
+def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) -> None:
+    """Runs until a signal comes or a process dies; ends by `SystemExit`."""
+    try:
+        core, engines = read_configs(paths)
+    except ConfigError as error:
+        fail(str(error))
+    with orderly_exit():
+        cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
+        try:
+            start_visibly(cluster)
+            OUT.print(_table(cluster))
+            OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
+            if (dead := cluster.wait_death()) is not None:
+                fail(dead.death_message())
+        except ClusterError as error:
+            fail(str(error))
+        finally:
+            cluster.stop()
+
+
+def start_visibly(cluster: Cluster) -> None:
+    """Start and wait until all is ready, showing meanwhile what each process does."""
+    with ERR.status("") as status:
+        status.update(_Progress(cluster))
+        cluster.start()
+        cluster.wait_ready()
+
+
+class _Progress:
+    """The last line of the log of each process, read anew at each refresh of the screen."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name in self._cluster.configs:
+            lines = self._cluster.process(name).log_tail(1)
+            table.add_row(f"[bold]{escape(name)}[/]", f"[dim]{escape(lines)}[/]")
+        return table
+
+
+def _table(cluster: Cluster) -> Table:
+    table = Table()
+    for column in ("process", "address", "pid", "log"):
+        table.add_column(column)
+    for name in cluster.configs:
+        process = cluster.process(name)
+        table.add_row(name, cluster.url(name), str(process.pid), str(process.log_path))
+    return table

@@ -1,0 +1,188 @@
+"""The `parrot` command from outside: what it prints, how it fails, how it stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from parrot.cli.app import app
+from parrot.cluster.ports import free_port
+
+READY = {
+    "ready": True,
+    "num_queued": 3,
+    "engines": [
+        {
+            "engine_id": 0,
+            "engine_name": "first",
+            "engine_type": "sim",
+            "model": "m",
+            "host": "localhost",
+            "port": 9001,
+            "live": True,
+        }
+    ],
+}
+
+
+class CoreHandler(BaseHTTPRequestHandler):
+    answers: dict[str, tuple[int, object]]
+
+    def do_GET(self) -> None:
+        status, payload = self.answers.get(self.path, (404, {"error": {}}))
+        raw = json.dumps(payload).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def core() -> Iterator[ThreadingHTTPServer]:
+    class Handler(CoreHandler):
+        answers = {"/health": (200, {}), "/ready": (200, READY)}  # noqa: RUF012
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def url(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def nobody() -> str:
+    return f"http://127.0.0.1:{free_port('127.0.0.1', set())}"
+
+
+def parrot(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "parrot.cli", *args],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+def test_help_lists_the_commands_and_loads_little() -> None:
+    program = "import sys; from parrot.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True
+    )
+    for command in ("serve", "engine", "launch", "run", "ping", "demo"):
+        assert f" {command} " in result.stdout
+    loaded = set(result.stdout.split())
+    assert not loaded & {"torch", "transformers", "fastapi", "aiohttp", "matplotlib", "pydantic"}
+
+
+@pytest.mark.parametrize("command", ["launch", "run", "ping", "demo"])
+def test_each_command_has_help(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--help" in result.output
+
+
+def test_ping(core: ThreadingHTTPServer) -> None:
+    result = parrot("ping", "--core", url(core))
+    assert result.returncode == 0, result.stderr
+    assert "3 queued" in result.stdout
+    assert "first" in result.stdout
+
+
+def test_ping_without_engines_or_core(core: ThreadingHTTPServer) -> None:
+    core.RequestHandlerClass.answers["/ready"] = (503, {"ready": False, "engines": []})
+    assert parrot("ping", "--core", url(core)).returncode == 1
+    core.RequestHandlerClass.answers["/ready"] = (200, {"hello": "world"})
+    result = parrot("ping", "--core", url(core))
+    assert result.returncode == 1
+    assert "is not a ServeCore" in result.stderr
+    address = nobody()
+    result = parrot("ping", "--core", address)
+    assert result.returncode == 1
+    assert f"no ServeCore answers at {address}" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["ftp://x", "http://:80", "http://localhost:notaport"])
+def test_a_wrong_address_is_said(address: str) -> None:
+    result = parrot("ping", "--core", address)
+    assert result.returncode == 1
+    assert f"not an http address: {address}" in result.stderr
+
+
+def test_run_passes_arguments_and_the_exit_code_on(
+    core: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
+    result = parrot("run", "--core", url(core), str(program), "a", "--flag", "-x")
+    assert result.returncode == 7
+    assert result.stdout == "['a', '--flag', '-x']\n"
+
+
+def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:
+    result = parrot("run", str(tmp_path / "none.py"))
+    assert result.returncode == 1
+    assert "no such file" in result.stderr
+    program = tmp_path / "program.py"
+    program.write_text("raise SystemExit(5)")
+    result = parrot("run", "--core", nobody(), str(program))
+    assert result.returncode == 1
+    assert "--embedded starts one" in result.stderr
+
+
+def test_launch_names_what_is_wrong(tmp_path: Path) -> None:
+    config = tmp_path / "engine.json"
+    config.write_text('{"engine_type": "sim", "modle": "x"}')
+    result = parrot("launch", str(config))
+    assert result.returncode == 1
+    assert "engine.json: unknown key `modle`; allowed: " in result.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+def test_demo_looks_at_its_file_first(tmp_path: Path) -> None:
+    result = parrot("demo", str(tmp_path / "none.txt"), "--output_dir", str(tmp_path / "out"))
+    assert result.returncode == 1
+    assert "none.txt: No such file or directory" in result.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_run_the_clean_up_to_its_end(signum: signal.Signals) -> None:
+    program = textwrap.dedent(
+        """
+        import queue, time
+        from parrot.cli.console import orderly_exit
+        with orderly_exit():
+            try:
+                print("up", flush=True)
+                queue.SimpleQueue().get()
+            finally:
+                print("cleaning", flush=True)
+                time.sleep(0.3)
+                print("clean", flush=True)
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signum)
+        assert process.stdout.readline() == "cleaning\n"
+        os.kill(process.pid, signal.SIGINT)  # impatient
+        assert process.stdout.readline() == "clean\n"
+    assert process.returncode == 128 + signum
