@@ -1,0 +1,222 @@
+"""Contexts: sequences of tokens, their KV, and how forks share it.
+
+A context's tokens are always known; its KV is only a cache of them, and any part of it may be
+dropped and computed again. Positions of one context, with blocks of 4 tokens:
+
+    position      0 1 2 3   4 5 6 7   8 9 . .   . . . .
+    token_ids     t t t t   t t t t   t t t t   t          13 tokens known
+    block_ids     [  3  ]   [  9  ]   [  4  ]              3 blocks held
+    KV            x x x x   x x x x   x x                  num_computed = 10
+                  `---- shared -----'  `-own-'             owned_from = 2
+
+Blocks before `owned_from` may also be written by nobody else: they are full, or they are the
+partly filled last block of a fork, which is copied before its first write (copy-on-write).
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from parrot.engine.block_pool import BlockPool
+from parrot.engine.plan import BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A fork not yet carried out: begin with the parent's first `length` tokens. None: with all it
+    has once job number `after` (the parent's last when the fork was asked for) has ended."""
+
+    parent: "Context"
+    length: int | None
+    after: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """State of one context; `ContextTree` keeps it. `fork` is set until the fork is carried out,
+    and until then the context has no tokens."""
+
+    context_id: int
+    fork: Fork | None = None
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    owned_from: int = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV is not there."""
+        return len(self.token_ids) - self.num_computed
+
+
+class ContextTree:
+    """Owns all contexts of an engine and the blocks they hold."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._contexts: dict[int, Context] = {}
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def __iter__(self) -> Iterator[Context]:
+        return iter(self._contexts.values())
+
+    def get(self, context_id: int) -> Context | None:
+        return self._contexts.get(context_id)
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.block_size
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_releases(self) -> int:
+        """Grows whenever a reference to a block is given up."""
+        return self._pool.num_releases
+
+    def create(self, context_id: int, fork: Fork | None = None) -> Context:
+        assert context_id not in self._contexts, f"context {context_id} exists"
+        context = self._contexts[context_id] = Context(context_id, fork)
+        return context
+
+    def carry_out_fork(self, child: Context, length: int) -> None:
+        """Give `child` the first `length` tokens of its parent and share the KV there is of them;
+        what is missing becomes the child's to compute."""
+        assert child.fork is not None, f"context {child.context_id} is no open fork"
+        parent = child.fork.parent
+        child.fork = None
+        child.token_ids = parent.token_ids[:length]
+        child.num_computed = min(parent.num_computed, length)
+        child.block_ids = parent.block_ids[: self._pool.blocks_for(child.num_computed)]
+        child.owned_from = len(child.block_ids)
+        self._pool.share(child.block_ids)
+
+    def blocks_missing(self, context: Context, end: int) -> int:
+        """Free blocks that `reserve(context, end)` would take."""
+        grow = max(0, self._pool.blocks_for(end) - len(context.block_ids))
+        return grow + (1 if self._must_copy(context) else 0)
+
+    def reserve(self, context: Context, end: int) -> tuple[BlockCopy, ...] | None:
+        """Make positions [num_computed, end) writable. Returns the copies that must happen before
+        they are written, or None (nothing changed) when there is no room."""
+        tail = context.num_computed // self._pool.block_size
+        must_copy = self._must_copy(context)
+        grow = max(0, self._pool.blocks_for(end) - len(context.block_ids))
+        taken = self._pool.allocate(grow + must_copy)
+        if taken is None:
+            return None
+        copies: tuple[BlockCopy, ...] = ()
+        if must_copy:
+            shared, own = context.block_ids[tail], taken.pop()
+            context.block_ids[tail] = own
+            self._pool.release((shared,))
+            num_tokens = context.num_computed - tail * self._pool.block_size
+            copies = (BlockCopy(shared, own, num_tokens),) if num_tokens else ()
+        context.owned_from = min(context.owned_from, tail)
+        context.block_ids += taken
+        return copies
+
+    def _must_copy(self, context: Context) -> bool:
+        """Whether the block that holds position `num_computed` is there but not ours to write. The
+        last holder of a block needs no copy."""
+        tail = context.num_computed // self._pool.block_size
+        if tail >= context.owned_from or tail >= len(context.block_ids):
+            return False
+        return self._pool.num_refs(context.block_ids[tail]) > 1
+
+    def rewind_one(self, context: Context) -> None:
+        """Forget the KV of the last token, to compute its logits once more."""
+        assert context.num_missing == 0, f"context {context.context_id} is not computed"
+        context.num_computed -= 1
+        tail = context.num_computed // self._pool.block_size
+        if self._pool.num_refs(context.block_ids[tail]) > 1:  # a fork may read that position
+            context.owned_from = max(context.owned_from, tail + 1)
+
+    def truncate(self, context: Context, num_blocks: int) -> None:
+        """Keep the KV of the first `num_blocks` blocks at most."""
+        self._pool.release(context.block_ids[num_blocks:])
+        del context.block_ids[num_blocks:]
+        context.num_computed = min(context.num_computed, num_blocks * self._pool.block_size)
+        context.owned_from = min(context.owned_from, num_blocks)
+
+    def free_tail(self, context: Context, max_blocks: int) -> int:
+        """Drop up to `max_blocks` of the last blocks that nobody shares; returns how many.
+
+        Sharing is by prefix, so reference counts never rise along a block table."""
+        keep = len(context.block_ids)
+        floor = max(0, keep - max_blocks)
+        while keep > floor and self._pool.num_refs(context.block_ids[keep - 1]) == 1:
+            keep -= 1
+        num_freed = len(context.block_ids) - keep
+        if num_freed:
+            self.truncate(context, keep)
+        return num_freed
+
+    def free_shared_tails(self, contexts: Sequence[Context], num_free: int) -> list[Context]:
+        """Drop, context by context in the given order, the blocks that only these contexts hold,
+        until `num_free` blocks are free. Returns the contexts that lost KV."""
+        held: Counter[int] = Counter()
+        for context in contexts:
+            held.update(context.block_ids)
+        inside = {block for block, count in held.items() if count == self._pool.num_refs(block)}
+        changed = []
+        for context in contexts:
+            if self._pool.num_free >= num_free:
+                break
+            keep = len(context.block_ids)
+            while keep and context.block_ids[keep - 1] in inside:
+                keep -= 1
+            if keep < len(context.block_ids):
+                self.truncate(context, keep)
+                changed.append(context)
+        return changed
+
+    def unshare_tail(self, context: Context, others: Sequence[Context]) -> set[Context]:
+        """Make these other contexts drop the block that `context` would have to copy before it
+        writes. Returns those that did."""
+        tail = context.num_computed // self._pool.block_size
+        if not self._must_copy(context):
+            return set()
+        block = context.block_ids[tail]
+        sharers = {o for o in others if len(o.block_ids) > tail and o.block_ids[tail] == block}
+        for other in sharers:
+            self.truncate(other, tail)
+        return sharers
+
+    def free(self, context: Context) -> int:
+        """Forget the context; returns the tokens it held. Its open forks must be settled first."""
+        del self._contexts[context.context_id]
+        self._pool.release(context.block_ids)
+        context.block_ids = []
+        context.num_computed = 0
+        return len(context.token_ids)
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity(context.block_ids for context in self)
+        self._check_owners(self)
+        for context in self:
+            assert 0 <= context.num_computed <= len(context.token_ids), context
+            assert context.num_computed <= len(context.block_ids) * self.block_size, context
+            assert 0 <= context.owned_from <= len(context.block_ids), context
+            assert context.fork is None or not context.token_ids, context
+
+    @staticmethod
+    def _check_owners(contexts: Iterable[Context]) -> None:
+        owners: Counter[int] = Counter()
+        for context in contexts:
+            owners.update(context.block_ids[context.owned_from :])
+        twice = [block for block, count in owners.items() if count > 1]
+        assert not twice, f"blocks with more than one owner: {twice}"

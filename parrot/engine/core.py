@@ -1,0 +1,209 @@
+"""The engine core: requests in, steps, outcomes out.
+
+    plan = scheduler.schedule();  result = runner.run(plan);  deliver(result)
+
+Not thread-safe: a driver (driver.py) calls everything here, and only between steps.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from parrot.engine.admission import OrderLimits
+from parrot.engine.block_pool import BlockPool
+from parrot.engine.config import EngineConfig
+from parrot.engine.context import ContextTree
+from parrot.engine.jobs import Job, Order
+from parrot.engine.output import TextRules
+from parrot.engine.plan import Runner, RunnerInfo, StepPlan, StepResult
+from parrot.engine.requests import Delivery, RequestDesk
+from parrot.engine.scheduler.policy import POLICIES
+from parrot.engine.scheduler.scheduler import LocalScheduler
+from parrot.protocol.errors import EngineFailed, ParrotError
+from parrot.protocol.internal import RuntimeInfo
+from parrot.utils.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+_LATENCY_SMOOTHING = 0.1
+_REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
+_MIN_REQUESTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A `StepResult`, and the indices of sequences that the runner could not run at all."""
+
+    result: StepResult
+    broken: frozenset[int] = frozenset()
+
+
+class EngineCore:
+    """One model's requests, contexts and steps."""
+
+    def __init__(
+        self, config: EngineConfig, runner: Runner, rules: TextRules, clock: Clock
+    ) -> None:
+        info = runner.info
+        num_blocks = info.num_blocks
+        if config.tokens_capacity is not None:
+            num_blocks = min(num_blocks, -(-config.tokens_capacity // info.block_size))
+        self._runner = runner
+        self._info = info
+        self._clock = clock
+        self._tree = ContextTree(BlockPool(num_blocks, info.block_size))
+        self._scheduler = LocalScheduler(
+            config.scheduler,
+            config.fill_chunk_size,
+            self._tree,
+            POLICIES[config.scheduler.policy](),
+        )
+        self.max_context_len = min(info.max_seq_len, num_blocks * info.block_size)
+        self._desk = RequestDesk(
+            self._tree,
+            self._scheduler,
+            rules,
+            OrderLimits(self.max_context_len, info.vocab_size),
+            clock,
+            max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
+            random_seed=config.random_seed,
+        )
+        self._num_steps = 0
+        self._latency_ns = 0.0
+        self._step_began = 0.0
+
+    @property
+    def runner_info(self) -> RunnerInfo:
+        return self._info
+
+    @property
+    def tokens_capacity(self) -> int:
+        return self._tree.num_blocks * self._tree.block_size
+
+    @property
+    def has_work(self) -> bool:
+        return self._desk.num_requests > 0
+
+    def submit(self, order: Order) -> None:
+        """Never raises: a refusal goes to the order's sink."""
+        self._desk.accept(order)
+
+    def abort(self, request_id: int) -> None:
+        self._desk.abort(request_id)
+
+    def free(self, context_ids: Iterable[int]) -> int:
+        return self._desk.free(context_ids)
+
+    def reset(self) -> None:
+        self._desk.reset()
+
+    def fail_everything(self, error: ParrotError) -> None:
+        self._desk.fail_everything(error)
+
+    def take_outcomes(self) -> list[Delivery]:
+        return self._desk.take_outcomes()
+
+    def step(self) -> bool:
+        """Run one step; False when there was nothing to run."""
+        plan = self.plan()
+        if plan is None:
+            return False
+        self.deliver(self.run(plan))
+        return True
+
+    def plan(self) -> StepPlan | None:
+        """Decide on the next step. If not None, `run` and `deliver` must follow."""
+        self._desk.open_forks()
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._step_began = self._clock.now()
+            for job, _ in self._scheduler.planned():
+                if job.request.started_at is None:
+                    job.request.started_at = self._step_began
+        return plan
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        try:
+            return StepOutcome(self._runner.run(plan))
+        except Exception:
+            logger.exception("a step of %d sequences failed", len(plan.sequences))
+            return self._run_one_by_one(plan)
+
+    def _run_one_by_one(self, plan: StepPlan) -> StepOutcome:
+        """One sequence may have broken the step for all: run each alone. The copies come first
+        again, which does no harm: nobody has written over their sources yet."""
+        tokens: dict[int, int] = {}
+        errors: dict[int, ParrotError] = {}
+        broken = set()
+        copies = plan.copies
+        for index, sequence in enumerate(plan.sequences):
+            try:
+                result = self._runner.run(StepPlan((sequence,), copies))
+            except Exception:
+                logger.exception("context %d cannot be run", sequence.context_id)
+                broken.add(index)
+                continue
+            copies = ()
+            tokens |= result.tokens
+            errors |= result.errors
+        return StepOutcome(StepResult(tokens, errors), frozenset(broken))
+
+    def deliver(self, outcome: StepOutcome) -> None:
+        """Enter what a step computed, and answer the requests that it completed."""
+        self._num_steps += 1
+        now = self._clock.now()
+        elapsed_ns = (now - self._step_began) * 1e9
+        self._latency_ns += _LATENCY_SMOOTHING * (elapsed_ns - self._latency_ns)
+        tokens, errors = outcome.result.tokens, outcome.result.errors
+        for index, (job, share) in enumerate(self._scheduler.planned()):
+            if index in outcome.broken:
+                self._desk.fail_job(job, EngineFailed("the engine could not run this request"))
+                continue
+            if job.has_ended:
+                continue  # its request failed with another job of this step
+            job.context.num_computed += share.num_tokens
+            if job.job_id in errors:
+                self._desk.fail_job(job, errors[job.job_id])
+            elif job.context.num_missing:
+                continue
+            elif job.generation is None:
+                self._desk.finish(job)
+            elif job.job_id in tokens:
+                self._take_token(job, tokens[job.job_id], now)
+            else:
+                self._desk.fail_job(job, EngineFailed("the engine gave no token"))
+
+    def _take_token(self, job: Job, token_id: int, now: float) -> None:
+        generation, request = job.generation, job.request
+        assert generation is not None, f"job {job.job_id} does not generate"
+        generation.push(token_id)
+        job.context.token_ids.append(token_id)
+        if request.prompt_done_at is None:
+            request.prompt_done_at = now
+        if request.stream and (chunk := generation.take_chunk()) is not None:
+            self._desk.stream(request, chunk)
+        if generation.finish_reason is not None:
+            self._desk.finish(job)
+        else:
+            self._scheduler.keep_decoding(job)
+
+    def runtime_info(self) -> RuntimeInfo:
+        """Plain reads: may be called from any thread, also during a step."""
+        tree = self._tree
+        return RuntimeInfo(
+            num_cached_tokens=tree.num_used_blocks * tree.block_size,
+            num_max_blocks=tree.num_blocks,
+            num_free_blocks=tree.num_free_blocks,
+            block_size=tree.block_size,
+            num_running_jobs=self._scheduler.num_admitted,
+            num_total_jobs=self._desk.num_requests,
+            cache_mem=self._info.cache_mem,
+            model_mem=self._info.model_mem,
+            recent_average_latency=self._latency_ns,
+            num_steps=self._num_steps,
+        )
+
+    def check_integrity(self) -> None:
+        self._tree.check_integrity()
+        self._scheduler.check_integrity()
+        self._desk.check_integrity()

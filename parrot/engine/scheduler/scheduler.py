@@ -1,0 +1,214 @@
+"""The local scheduler: which jobs share the next step, and who gives way when KV runs out.
+
+There are no prefill and decode phases. Every job has tokens whose KV is missing; a step takes some
+of them from many jobs. Jobs that miss one token (they generate) come first, then the others in
+order of their keys, in chunks, as far as the step's budget goes.
+"""
+
+from dataclasses import dataclass
+
+from parrot.engine.config import SchedulerConfig
+from parrot.engine.context import Context, ContextTree
+from parrot.engine.jobs import Job, JobQueue
+from parrot.engine.plan import BlockCopy, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.scheduler.policy import Policy
+from parrot.engine.scheduler.room import IdleContexts, drop_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A job's part of a step."""
+
+    num_tokens: int
+    copies: tuple[BlockCopy, ...]
+
+
+class LocalScheduler:
+    """Keeps the open jobs in two queues and plans steps. All open jobs are in exactly one queue; a
+    job is `admitted` while its context holds blocks for all its known tokens.
+
+    Room for KV is taken in this order: free blocks, KV of idle contexts, KV of jobs with a later
+    key (they are no longer admitted, and compute it again). So the first job never waits for
+    room, and every job becomes the first."""
+
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        fill_chunk_size: int | None,
+        tree: ContextTree,
+        policy: Policy,
+    ) -> None:
+        self._limits = limits
+        self._max_chunk = fill_chunk_size or limits.max_num_batched_tokens
+        self._tree = tree
+        self._policy = policy
+        self._decoding = JobQueue()
+        self._queue = JobQueue()
+        self._shares: dict[Job, Share] = {}
+        self._tokens_left = 0
+        self._context_tokens = 0
+        self.idle = IdleContexts(tree)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._decoding) + len(self._queue)
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self._decoding) + sum(job.is_admitted for job in self._queue)
+
+    def planned(self) -> list[tuple[Job, Share]]:
+        """What the last plan consists of, in the order of its sequences."""
+        return list(self._shares.items())
+
+    def add(self, job: Job) -> None:
+        """Take a job whose context misses at least one token's KV."""
+        assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
+        self.idle.discard(job.context)
+        job.key = self._policy.key(job)
+        self._queue.add(job)
+
+    def remove(self, job: Job) -> None:
+        """A job that has ended. Its context keeps its KV."""
+        self._queue_of(job).remove(job)
+        job.is_admitted = False
+
+    def keep_decoding(self, job: Job) -> None:
+        """The job has got a token and wants another: from now on it misses one token a step."""
+        if job not in self._decoding:
+            self._queue.remove(job)
+            self._decoding.add(job)
+
+    def reprioritise(self, job: Job, priority: int) -> None:
+        queue = self._queue_of(job)
+        queue.remove(job)
+        job.priority = priority
+        job.key = self._policy.key(job)
+        queue.add(job)
+
+    def _queue_of(self, job: Job) -> JobQueue:
+        return self._decoding if job in self._decoding else self._queue
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when no job can run."""
+        self._shares = {}
+        self._tokens_left = self._limits.max_num_batched_tokens
+        self._context_tokens = 0
+        for job in self._decoding:
+            if job.is_admitted and self._has_place(job):
+                self._take(job, 1)
+        is_blocked = False
+        for job in self._queue:
+            if not self._tokens_left:
+                break
+            if not self._has_place(job) or (is_blocked and not job.is_admitted):
+                continue
+            num_tokens = min(job.context.num_missing, self._tokens_left, self._max_chunk)
+            if not self._take(job, num_tokens):
+                is_blocked = True  # later jobs must not take the room that this one waits for
+        return self._build() if self._shares else None
+
+    def _has_place(self, job: Job) -> bool:
+        """Whether the step's limits allow one more sequence, that of `job`."""
+        if len(self._shares) >= self._limits.max_batch_size or not self._tokens_left:
+            return False
+        limit = self._limits.max_total_tokens
+        total = self._context_tokens + len(job.context.token_ids)
+        return limit is None or total <= limit or not self._shares
+
+    def _take(self, job: Job, num_tokens: int) -> bool:
+        """Give the job a share of the step. False: no room for its KV. A job is admitted only with
+        room for all its known tokens, so that half-filled contexts do not block each other."""
+        context = job.context
+        end = len(context.token_ids)
+        while (copies := self._tree.reserve(context, end)) is None:
+            if not self._make_room(job, self._tree.blocks_missing(context, end)):
+                return False
+        job.is_admitted = True
+        self._shares[job] = Share(num_tokens, copies)
+        self._tokens_left -= num_tokens
+        self._context_tokens += end
+        return True
+
+    def _make_room(self, job: Job, num_blocks: int) -> bool:
+        """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""
+        if self.idle.evict(num_blocks):
+            return True
+        victims = {
+            other.context: other
+            for queue in (self._decoding, self._queue)
+            for other in queue
+            if other.key > job.key and other.context.block_ids
+        }
+        by_key = sorted(victims, key=lambda context: victims[context].key, reverse=True)
+        contexts = [*self.idle, *by_key]
+        changed = drop_kv(self._tree, contexts, num_blocks)
+        is_enough = self._tree.num_free_blocks >= num_blocks
+        if not is_enough:
+            unshared = self._tree.unshare_tail(job.context, contexts)
+            changed |= unshared
+            is_enough = bool(unshared)
+        for context in changed:
+            self._gave_way(context, victims.get(context))
+        return is_enough
+
+    def _gave_way(self, context: Context, job: Job | None) -> None:
+        """`context` has lost KV; if it has a job, that job has to be admitted again."""
+        if job is None:
+            if not context.block_ids:
+                self.idle.discard(context)
+            return
+        if job in self._decoding:
+            self._decoding.remove(job)
+            self._queue.add(job)
+        job.is_admitted = False
+        if (share := self._shares.pop(job, None)) is not None:
+            self._tokens_left += share.num_tokens
+            self._context_tokens -= len(context.token_ids)
+            if share.copies:  # its copied block will stay unwritten
+                self._tree.truncate(context, context.num_computed // self._tree.block_size)
+
+    def _build(self) -> StepPlan:
+        sequences = []
+        copies: list[BlockCopy] = []
+        for job, share in self._shares.items():
+            context = job.context
+            start = context.num_computed
+            end = start + share.num_tokens
+            copies += share.copies
+            sequences.append(
+                SequenceStep(
+                    context.context_id,
+                    context.token_ids[start:end],
+                    start,
+                    context.block_ids[: -(-end // self._tree.block_size)],
+                    _sample_spec(job) if end == len(context.token_ids) else None,
+                )
+            )
+        return StepPlan(tuple(sequences), tuple(copies))
+
+    def check_integrity(self) -> None:
+        for queue in (self._decoding, self._queue):
+            keys = [job.key for job in queue]
+            assert keys == sorted(keys), f"queue out of order: {keys}"
+            for job in queue:
+                assert job.is_open, f"job {job.job_id} is queued before it is open"
+                assert job.context not in self.idle, f"idle context with job {job.job_id}"
+                assert job.context.num_missing > 0, f"job {job.job_id} has nothing to do"
+        for job in self._decoding:
+            assert job.is_decoding, f"job {job.job_id} misses {job.context.num_missing} tokens"
+            assert job.is_admitted, f"job {job.job_id} generates without room"
+
+
+def _sample_spec(job: Job) -> SampleSpec | None:
+    generation = job.generation
+    if generation is None:
+        return None
+    return SampleSpec(
+        job.job_id,
+        generation.sampling,
+        generation.seed,
+        len(generation.output_ids),
+        generation.output_ids,
+        job.context.token_ids,
+    )

@@ -1,0 +1,99 @@
+"""A runner without a model that proves what the scheduler promises about KV."""
+
+from collections.abc import Callable, Sequence
+
+from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.protocol.errors import ModelNumerics, ParrotError
+
+EMPTY = 0
+
+
+def chain(token_ids: Sequence[int]) -> list[int]:
+    """What the KV of each position depends on: its token and all before it."""
+    values, value = [], 1
+    for token in token_ids:
+        value = hash((value, token))
+        values.append(value)
+    return values
+
+
+class CheckingRunner:
+    """Its KV cache holds, for each slot, the `chain` value that was written there. Every step
+    asserts that what a sequence reads is its own context, before and after the step's writes, and
+    that no block has two writers.
+
+    `next_token(context_ids)` is the model; `nan_token` and `crash_token` are faults: logits that
+    are not finite, or an exception, whenever a step computes such a token."""
+
+    def __init__(
+        self,
+        info: RunnerInfo,
+        tokens_of: Callable[[int], Sequence[int]],
+        next_token: Callable[[Sequence[int]], int],
+        *,
+        nan_token: int | None = None,
+        crash_token: int | None = None,
+    ) -> None:
+        self._info = info
+        self._slots = [[EMPTY] * info.block_size for _ in range(info.num_blocks)]
+        self._tokens_of = tokens_of
+        self._next_token = next_token
+        self._nan_token = nan_token
+        self._crash_token = crash_token
+        self.plans: list[StepPlan] = []
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for copy in plan.copies:
+            assert copy.source != copy.target, copy
+            kept = self._slots[copy.source][: copy.num_tokens]
+            self._slots[copy.target] = kept + [EMPTY] * (self._info.block_size - copy.num_tokens)
+        ids = [sequence.context_id for sequence in plan.sequences]
+        assert len(set(ids)) == len(ids), f"a context is twice in a step: {ids}"
+        self._check_reads(plan)
+        self._write_all(plan)
+        self._check_reads(plan)
+        return self._sample(plan)
+
+    def _check_reads(self, plan: StepPlan) -> None:
+        for sequence in plan.sequences:
+            expected = chain(self._tokens_of(sequence.context_id)[: sequence.start])
+            found = [self._slot(sequence, position) for position in range(sequence.start)]
+            assert found == expected, f"context {sequence.context_id} reads foreign KV"
+
+    def _slot(self, sequence: SequenceStep, position: int) -> int:
+        size = self._info.block_size
+        return self._slots[sequence.block_ids[position // size]][position % size]
+
+    def _write_all(self, plan: StepPlan) -> None:
+        size = self._info.block_size
+        writers: dict[int, int] = {}
+        for sequence in plan.sequences:
+            tokens = self._tokens_of(sequence.context_id)
+            assert sequence.token_ids, f"context {sequence.context_id} computes nothing"
+            assert list(tokens[sequence.start : sequence.end]) == list(sequence.token_ids)
+            assert len(sequence.block_ids) == -(-sequence.end // size), sequence
+            assert self._crash_token not in sequence.token_ids, "crash token"
+            values = chain(tokens[: sequence.end])
+            for position in range(sequence.start, sequence.end):
+                block = sequence.block_ids[position // size]
+                writer = writers.setdefault(block, sequence.context_id)
+                assert writer == sequence.context_id, f"block {block} has two writers"
+                self._slots[block][position % size] = values[position]
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        tokens: dict[int, int] = {}
+        errors: dict[int, ParrotError] = {}
+        for sequence in plan.sequences:
+            if (sample := sequence.sample) is None:
+                continue
+            assert sequence.end == len(sample.context_ids), sequence
+            if self._nan_token in sample.context_ids:
+                errors[sample.job_id] = ModelNumerics("logits are not finite")
+            else:
+                tokens[sample.job_id] = self._next_token(sample.context_ids)
+        return StepResult(tokens, errors)
