@@ -1,0 +1,74 @@
+"""The generated pages are up to date, and the others name only what exists."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import parrot.protocol.errors as errors
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "INSTALL.md"])
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gen", DOCS / "generate_config_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reference_pages_are_up_to_date(generator: ModuleType) -> None:
+    for path, text in generator.pages().items():
+        assert path.read_text() == text, "run: python docs/generate_config_reference.py"
+
+
+def test_every_key_is_in_the_configuration_page(generator: ModuleType) -> None:
+    page = generator.configuration_page()
+    for key in ("max_queue_size", "cluster_token", "num_kv_cache_blocks", "azure_endpoint"):
+        assert f"| `{key}` |" in page
+    assert "| `port` | integer ≥ 1, ≤ 65535 | `9001` |" in page
+
+
+def test_filling_is_repeatable_and_keeps_the_rest(generator: ModuleType) -> None:
+    page = "a\n<!-- fields: ParameterInfo -->\nold\n<!-- end -->\nb\n"
+    once = generator.filled(page)
+    assert generator.filled(once) == once
+    assert once.startswith("a\n<!-- fields: ParameterInfo -->\n| key |")
+    assert once.endswith("<!-- end -->\nb\n")
+    assert "old" not in once
+
+
+def test_every_error_type_is_documented() -> None:
+    page = (DOCS / "rest.md").read_text()
+    for cls in vars(errors).values():
+        if isinstance(cls, type) and issubclass(cls, errors.ParrotError) and cls.type in page:
+            row = next(line for line in page.splitlines() if f"`{cls.type}`" in line)
+            assert str(cls.status) in row, cls
+    documented = set(re.findall(r"`([a-z_]+)`", page))
+    internal = {"parrot_error", "internal_error"}
+    known = {
+        cls.type
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, errors.ParrotError)
+    }
+    assert known - internal <= documented
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_name_files_that_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for path in re.findall(r"`((?:parrot|sample_configs|tests|docs|examples)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+    for module in re.findall(r"`(parrot(?:\.\w+)+)`", text):
+        relative = module.replace(".", "/")
+        candidates = (f"{relative}.py", relative, f"{relative.rpartition('/')[0]}.py")
+        assert any((ROOT / path).exists() for path in candidates), f"{page.name} names {module}"
