@@ -61,8 +61,9 @@ class Flow:
 
     def _finish(self, task: TaskNode, output: VariableNode) -> None:
         """`output`, one of the task's, is settled. The task is finished with the last one."""
-        if not all(node.is_settled for node in task.outputs):
+        if task.is_ended or not all(node.is_settled for node in task.outputs):
             return
+        task.is_ended = True
         if not task.is_finished:
             has_failed = output.variable.error is not None
             task.task.state = CompletionState.FAILED if has_failed else CompletionState.DONE

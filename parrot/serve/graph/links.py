@@ -47,7 +47,7 @@ class TaskNode:
 
     `missing` counts its unsettled inputs, `demand` the readers of its outputs plus its wanted
     consumers (one for each of their unsettled inputs that it produces). `is_started`: it is with
-    the dispatcher or the sandbox now. The last group of fields belongs to deduction and means
+    the dispatcher or the sandbox now; `is_ended`: its end was handled. The last group of fields belongs to deduction and means
     something only while the task is wanted."""
 
     task: Task
@@ -56,6 +56,7 @@ class TaskNode:
     missing: int = 0
     demand: int = 0
     is_started: bool = False
+    is_ended: bool = False
 
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     depth: int = 0

@@ -1,0 +1,405 @@
+import asyncio
+import gc
+import time
+
+import pytest
+
+from parrot.protocol.criteria import PerformanceCriteria as Criteria
+from parrot.protocol.errors import (
+    AlreadySet,
+    Cancelled,
+    Conflict,
+    CyclicGraph,
+    NoEngine,
+    NotFound,
+    QuotaExceeded,
+    SessionGone,
+)
+from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.nodes import CompletionState, Task
+from parrot.utils.clock import ManualClock
+from tests.serve.serve_fakes import (
+    FakeRunner,
+    given,
+    link_call,
+    made,
+    make_graph,
+    native,
+    semantic,
+    taken,
+    var_ids,
+)
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def graph(runner: FakeRunner) -> SessionGraph:
+    return make_graph(runner)
+
+
+def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: FakeRunner) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    link_call(graph, "c", [a])
+    assert runner.names() == []
+    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    assert runner.names() == ["a"]
+    runner.finish(runner.started[0])
+    assert runner.names() == ["b"]  # and never c
+    runner.finish(runner.started[0])
+    assert runner.names() == []
+    graph.check_integrity()
+
+
+def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: FakeRunner) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a], output_criteria="latency")
+    assert runner.names() == ["a"]
+    reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
+    graph.remove_reader(reader)
+    assert runner.names() == ["a"]
+    assert runner.withdrawn == []
+
+
+def test_reading_the_first_of_two_outputs_does_not_run_the_second(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    ids = var_ids(graph.submit_semantic(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
+    graph.add_reader(graph.node(ids["y"]), Criteria.LATENCY)
+    runner.finish(runner.started[0])
+    assert runner.names() == []
+    graph.add_reader(graph.node(ids["z"]), Criteria.LATENCY)
+    assert runner.names() == ["z"]
+
+
+def test_work_that_nobody_else_wants_is_withdrawn_upstream(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    shared = link_call(graph, "shared", [])
+    alone = link_call(graph, "alone", [])
+    both = link_call(graph, "both", [shared, alone])
+    other = link_call(graph, "other", [shared])
+    reader = graph.add_reader(graph.node(both), Criteria.LATENCY)
+    graph.add_reader(graph.node(other), Criteria.LATENCY)
+    assert runner.names() == ["shared", "alone"]
+    runner.started[1].output.append("partial")  # type: ignore[union-attr]
+    graph.remove_reader(reader)
+    graph.remove_reader(reader)
+    assert runner.names() == ["shared"]
+    assert graph.node(alone).variable.partial_text == ""
+    graph.check_integrity()
+
+
+def test_withdrawn_work_runs_again_for_a_later_reader(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    for _ in range(3):
+        graph.remove_reader(graph.add_reader(graph.node(b), Criteria.LATENCY))
+    assert runner.names() == []
+    graph.add_reader(graph.node(b), Criteria.THROUGHPUT)
+    assert runner.names() == ["a"]
+    assert runner.started[0].objective is not None
+    assert runner.started[0].objective.criteria is Criteria.THROUGHPUT
+    graph.check_integrity()
+
+
+def test_a_failure_reaches_every_dependent_with_its_type_and_chain(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    a = link_call(graph, "a", [], func_name="first")
+    b = link_call(graph, "b", [a], func_name="second")
+    c = link_call(graph, "c", [b], func_name="third")
+    free = link_call(graph, "free", [])
+    late_reader = graph.add_reader(graph.node(c), Criteria.LATENCY)
+    graph.add_reader(graph.node(free), Criteria.LATENCY)
+    runner.fail(runner.started[0], NoEngine("nobody is there"))
+    error = graph.node(c).variable.error
+    assert isinstance(error, NoEngine)
+    assert error.message == "`third` needs `b`, which failed: nobody is there"
+    assert isinstance(error.__cause__, NoEngine)
+    assert error.__cause__.__cause__ is graph.node(a).variable.error
+    assert runner.names() == ["free"]  # an independent branch goes on
+    graph.remove_reader(late_reader)
+    late = link_call(graph, "late", [c], func_name="fourth")
+    error = graph.node(late).variable.error
+    assert isinstance(error, NoEngine)
+    assert error.message == "`fourth` needs `c`, which failed: nobody is there"
+    graph.check_integrity()
+
+
+def test_when_one_input_fails_the_work_on_the_others_stops(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    inputs = [link_call(graph, f"m{n}", []) for n in range(3)]
+    reduce = link_call(graph, "reduce", inputs)
+    graph.add_reader(graph.node(reduce), Criteria.LATENCY)
+    assert runner.names() == ["m0", "m1", "m2"]
+    runner.fail(runner.started[1], NoEngine("gone"))
+    assert runner.names() == []
+    assert len(runner.withdrawn) == 2
+    assert graph.node(inputs[0]).variable.error is None
+    graph.check_integrity()
+
+
+def test_cancelling_goes_both_ways(graph: SessionGraph, runner: FakeRunner) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    c = link_call(graph, "c", [b])
+    graph.add_reader(graph.node(c), Criteria.LATENCY)
+    graph.cancel_variable(b)
+    assert runner.withdrawn  # a: nobody wants it any more
+    assert isinstance(graph.node(b).variable.error, Cancelled)
+    assert isinstance(graph.node(c).variable.error, Cancelled)
+    assert not graph.node(a).is_settled
+    graph.cancel_variable(b)  # a second time is nothing
+    graph.add_reader(graph.node(a), Criteria.LATENCY)
+    graph.cancel_variable(a)
+    assert len(runner.cancelled) == 1
+    assert runner.started == []
+    graph.check_integrity()
+
+
+def test_cancelling_a_request_cancels_all_its_outputs(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    response = graph.submit_semantic(
+        semantic("a {{y}} b {{z}}", made("y"), made("z"), output_criteria="latency")
+    )
+    graph.cancel_call(response.request_id)
+    for name in ("y", "z"):
+        error = graph.node(var_ids(response)[name]).variable.error
+        assert isinstance(error, Cancelled)
+    assert runner.started == []
+    with pytest.raises(NotFound):
+        graph.cancel_call(12345)
+    graph.check_integrity()
+
+
+def test_cancelling_a_variable_without_producer_fails_it(graph: SessionGraph) -> None:
+    node = graph.add_variable("x")
+    after = link_call(graph, "y", [node.variable.id])
+    graph.cancel_variable(node.variable.id)
+    assert isinstance(node.variable.error, Cancelled)
+    assert isinstance(graph.node(after).variable.error, Cancelled)
+
+
+def test_the_program_sets_a_variable_late_and_once(graph: SessionGraph, runner: FakeRunner) -> None:
+    node = graph.add_variable("x")
+    y = link_call(graph, "y", [node.variable.id], output_criteria="latency")
+    assert runner.names() == []
+    graph.set_variable(node.variable.id, "text")
+    assert runner.names() == ["y"]
+    with pytest.raises(AlreadySet):
+        graph.set_variable(node.variable.id, "text")
+    with pytest.raises(Conflict, match="output of a call"):
+        graph.set_variable(y, "mine")
+    with pytest.raises(NotFound):
+        graph.set_variable("nowhere", "text")
+
+
+def test_a_producer_may_come_after_its_readers(graph: SessionGraph, runner: FakeRunner) -> None:
+    node = graph.add_variable("x")
+    y = link_call(graph, "y", [node.variable.id])
+    graph.add_reader(graph.node(y), Criteria.LATENCY)
+    early = graph.add_reader(node, Criteria.TTFT)
+    graph.submit_semantic(semantic("p {{o}}", made("o", node.variable.id)))
+    assert runner.names() == ["x"]
+    assert runner.started[0].objective.criteria is Criteria.LATENCY  # type: ignore[union-attr]
+    graph.remove_reader(early)
+    assert runner.names() == ["x"]
+    runner.finish(runner.started[0])
+    assert runner.names() == ["y"]
+    graph.check_integrity()
+
+
+def test_a_cycle_is_refused_by_name_and_changes_nothing(graph: SessionGraph) -> None:
+    a, b, c = (graph.add_variable(name) for name in "abc")
+    ids = {name: node.variable.id for name, node in zip("abc", (a, b, c), strict=True)}
+    graph.submit_semantic(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["b"])))
+    graph.submit_semantic(semantic("x {{i}} {{o}}", taken("i", ids["b"]), made("o", ids["c"])))
+    before = set(graph.variables), set(graph.calls)
+    closing = semantic(
+        "x {{v}} {{n}} {{i}} {{o}}",
+        given("v", "1"),
+        made("n"),
+        taken("i", ids["c"]),
+        made("o", ids["a"]),
+    )
+    with pytest.raises(CyclicGraph, match="`a` -> `b` -> `c` -> `a`"):
+        graph.submit_semantic(closing)
+    assert (set(graph.variables), set(graph.calls)) == before
+    assert a.producer is None
+    assert c.consumers == []
+    with pytest.raises(CyclicGraph, match="`a` -> `a`"):
+        graph.submit_semantic(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["a"])))
+    with pytest.raises(CyclicGraph):
+        graph.submit_native(native("f", taken("i", ids["c"]), made("o", ids["a"])))
+    graph.check_integrity()
+
+
+def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: FakeRunner) -> None:
+    """The second half of a call may take what a native function made of its first half."""
+    x, b = graph.add_variable("x"), graph.add_variable("b")
+    graph.submit_native(native("f", taken("i", x.variable.id), made("o", b.variable.id)))
+    both = semantic(
+        "s {{x}} then {{b}} {{y}}",
+        made("x", x.variable.id),
+        taken("b", b.variable.id),
+        made("y"),
+        output_criteria="latency",
+    )
+    graph.submit_semantic(both)
+    for name in ("x", "b", "y"):
+        assert runner.names() == [name]
+        runner.finish(runner.started[0])
+    graph.check_integrity()
+
+
+def test_a_refused_start_fails_the_output(graph: SessionGraph, runner: FakeRunner) -> None:
+    def refuse(task: Task) -> None:
+        runner.started.remove(task)
+        raise QuotaExceeded("the queue is full")
+
+    runner.on_start = refuse
+    y = link_call(graph, "y", [link_call(graph, "x", [])])
+    graph.add_reader(graph.node(y), Criteria.LATENCY)
+    assert isinstance(graph.node(y).variable.error, QuotaExceeded)
+    assert [task.state for task in runner.ended] == [CompletionState.FAILED] * 2
+    graph.check_integrity()
+
+
+def test_a_native_node_runs_when_any_of_its_outputs_is_wanted(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    x = link_call(graph, "x", [])
+    response = graph.submit_native(native("f", taken("i", x), made("o"), made("p")))
+    ids = var_ids(response)
+    reader = graph.add_reader(graph.node(ids["p"]), Criteria.LATENCY)
+    runner.finish(runner.started[0])
+    assert runner.names() == ["o,p"]
+    graph.remove_reader(reader)
+    assert runner.started == []
+    y = link_call(graph, "y", [ids["o"], ids["p"]])
+    graph.add_reader(graph.node(y), Criteria.LATENCY)
+    runner.finish(runner.started[0])
+    assert runner.names() == ["y"]
+    graph.check_integrity()
+
+
+async def test_a_stream_reader_is_told_to_the_scheduler(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    x = link_call(graph, "x", [])
+    y = link_call(graph, "y", [x], output_criteria="throughput")
+    queued = runner.started[0]
+    reader = graph.add_reader(graph.node(x), Criteria.THROUGHPUT, wants_stream=True)
+    assert queued.wants_stream  # type: ignore[union-attr]
+    assert runner.reprioritised == [queued]
+    graph.remove_reader(reader)
+    graph.add_reader(graph.node(y), Criteria.LATENCY)
+    assert runner.reprioritised == [queued, queued]  # tightened through y
+
+
+def test_closing_ends_everything(graph: SessionGraph, runner: FakeRunner) -> None:
+    empty = graph.add_variable("empty")
+    x = link_call(graph, "x", [])
+    y = link_call(graph, "y", [x, empty.variable.id], output_criteria="latency")
+    graph.close(SessionGone("the session has expired"))
+    for var_id in (x, y, empty.variable.id):
+        assert isinstance(graph.node(var_id).variable.error, SessionGone)
+    assert runner.started == []
+    assert graph.num_started == 0
+    graph.check_integrity()
+
+
+def test_times_are_stamped(runner: FakeRunner) -> None:
+    clock = ManualClock(start=10)
+    graph = make_graph(runner, clock)
+    x = link_call(graph, "x", [])
+    y = link_call(graph, "y", [x])
+
+    async def scenario() -> None:
+        await clock.advance(1)
+        graph.add_reader(graph.node(y), Criteria.LATENCY)
+        await clock.advance(1)
+        runner.finish(runner.started[0])
+        await clock.advance(1)
+        runner.finish(runner.started[0])
+
+    asyncio.run(scenario())
+    node = graph.node(y).producer
+    assert node is not None
+    times = node.task.times
+    assert (times.submitted, times.activated, times.ready, times.finished) == (10, 11, 12, 13)
+
+
+def chain(graph: SessionGraph, length: int, **fields: object) -> list[str]:
+    ids = [link_call(graph, "v", [])]
+    for _ in range(length - 1):
+        ids.append(link_call(graph, "v", ids[-1:], **fields))
+    return ids
+
+
+def test_ten_thousand_calls_in_a_chain_run_fail_and_close(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    """No recursion, and no work that grows with the square."""
+    runner.on_start = lambda task: runner.finish(task, "t")
+    began = time.perf_counter()
+    ids = chain(graph, 10_000)
+    graph.add_reader(graph.node(ids[-1]), Criteria.LATENCY)
+    assert all(graph.node(var_id).is_settled for var_id in ids)
+    runner.on_start = lambda task: runner.fail(task, NoEngine("gone"))
+    ids = chain(graph, 10_000, output_criteria="latency")  # demanded anew at each step
+    assert isinstance(graph.node(ids[-1]).variable.error, NoEngine)
+    assert time.perf_counter() - began < 8
+    graph.check_integrity()
+    graph.calls.clear()
+    graph.variables.clear()
+    gc.collect()  # a chain of 10,000 causes is freed without recursion
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_a_waiting_chain_that_grows_under_demand_is_not_quadratic(
+    graph: SessionGraph, runner: FakeRunner, is_forward: bool
+) -> None:
+    began = time.perf_counter()
+    length = 5000
+    gate = graph.add_variable("gate")
+    links = [gate, *(graph.add_variable("v") for _ in range(length))]
+    order = range(length) if is_forward else reversed(range(length))
+    for n in order:
+        call = semantic(
+            "x {{i}} {{o}}",
+            taken("i", links[n].variable.id),
+            made("o", links[n + 1].variable.id),
+            output_criteria="latency",
+        )
+        graph.submit_semantic(call)
+    assert time.perf_counter() - began < 5
+    runner.on_start = lambda task: runner.finish(task, "t")
+    graph.set_variable(gate.variable.id, "go")
+    assert links[-1].is_settled
+    graph.check_integrity()
+
+
+def test_a_wide_stage_is_not_quadratic(graph: SessionGraph, runner: FakeRunner) -> None:
+    began = time.perf_counter()
+    ids = [link_call(graph, "m", []) for _ in range(1000)]
+    reduce = link_call(graph, "r", ids)
+    for _ in range(300):  # readers come and go
+        graph.remove_reader(graph.add_reader(graph.node(ids[0]), Criteria.LATENCY))
+    graph.add_reader(graph.node(reduce), Criteria.LATENCY)
+    assert len(runner.started) == 1000
+    for _ in range(300):
+        graph.remove_reader(graph.add_reader(graph.node(reduce), Criteria.LATENCY))
+    runner.started.sort(key=lambda task: -task.id)
+    while runner.started:
+        runner.finish(runner.started[-1])
+    assert time.perf_counter() - began < 3

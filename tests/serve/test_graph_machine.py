@@ -1,0 +1,160 @@
+"""Random programs against a session's graph: whatever happens in whatever order, the books balance,
+only wanted work is started, and every variable ends as it must."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import CyclicGraph, EngineFailed, SessionGone
+from parrot.serve.graph.links import Reader, VariableNode
+from parrot.serve.graph.nodes import CompletionState
+from parrot.serve.graph.variable import VariableState
+from tests.serve.serve_fakes import FakeRunner, made, make_graph, native, semantic, taken
+
+CRITERIA = st.sampled_from(list(PerformanceCriteria))
+
+
+class GraphMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = FakeRunner()
+        self.graph = make_graph(self.runner)
+        self.readers: list[Reader] = []
+        self.is_closed = False
+
+    def nodes(self) -> list[VariableNode]:
+        return list(self.graph.variables.values())
+
+    def pick(self, data: st.DataObject, nodes: list[VariableNode]) -> VariableNode:
+        return nodes[data.draw(st.integers(0, len(nodes) - 1))]
+
+    @rule(has_text=st.booleans())
+    def add_variable(self, has_text: bool) -> None:
+        self.graph.add_variable("v", "text" if has_text else None)
+
+    @rule(
+        data=st.data(),
+        num_inputs=st.integers(0, 3),
+        num_outputs=st.integers(1, 3),
+        is_native=st.booleans(),
+        criteria=st.one_of(st.none(), CRITERIA),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        num_inputs: int,
+        num_outputs: int,
+        is_native: bool,
+        criteria: PerformanceCriteria | None,
+    ) -> None:
+        parameters, template = [], "t"
+        nodes = self.nodes()
+        for n in range(num_inputs if nodes else 0):
+            parameters.append(taken(f"i{n}", self.pick(data, nodes).variable.id))
+            template += f"{{{{i{n}}}}}"
+        free = [v for v in nodes if v.producer is None and not v.is_settled]
+        for n in range(num_outputs):
+            premade = self.pick(data, free) if free and data.draw(st.booleans()) else None
+            if premade is not None:
+                free.remove(premade)
+            parameters.append(made(f"o{n}", premade.variable.id if premade else None))
+            template += f" {{{{o{n}}}}}"
+        count = len(self.graph.calls), len(self.graph.variables)
+        try:
+            if is_native:
+                self.graph.submit_native(native("f", *parameters, output_criteria=criteria))
+            else:
+                self.graph.submit_semantic(
+                    semantic(template, *parameters, output_criteria=criteria)
+                )
+        except CyclicGraph:
+            assert (len(self.graph.calls), len(self.graph.variables)) == count
+
+    @precondition(lambda self: any(not v.is_settled for v in self.nodes()))
+    @rule(data=st.data(), criteria=CRITERIA, stream=st.booleans())
+    def read(self, data: st.DataObject, criteria: PerformanceCriteria, stream: bool) -> None:
+        node = self.pick(data, [v for v in self.nodes() if not v.is_settled])
+        self.readers.append(self.graph.add_reader(node, criteria, wants_stream=stream))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.readers) - 1))
+        self.graph.remove_reader(self.readers.pop(index))
+
+    @precondition(lambda self: self.runner.started)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_a_task(self, data: st.DataObject, fails: bool) -> None:
+        index = data.draw(st.integers(0, len(self.runner.started) - 1))
+        task = self.runner.started[index]
+        if fails:
+            self.runner.fail(task, EngineFailed("broken"))
+        else:
+            self.runner.finish(task)
+
+    @precondition(lambda self: any(not v.is_settled and not v.producer for v in self.nodes()))
+    @rule(data=st.data())
+    def set_variable(self, data: st.DataObject) -> None:
+        free = [v for v in self.nodes() if not v.is_settled and not v.producer]
+        self.graph.set_variable(self.pick(data, free).variable.id, "text")
+
+    @precondition(lambda self: self.nodes())
+    @rule(data=st.data())
+    def cancel_variable(self, data: st.DataObject) -> None:
+        node = self.pick(data, self.nodes())
+        self.graph.cancel_variable(node.variable.id)
+        assert node.is_settled
+
+    @precondition(lambda self: self.graph.calls)
+    @rule(data=st.data())
+    def cancel_call(self, data: st.DataObject) -> None:
+        calls = list(self.graph.calls)
+        self.graph.cancel_call(calls[data.draw(st.integers(0, len(calls) - 1))])
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.graph.check_integrity()
+
+    @invariant()
+    def only_wanted_work_is_started(self) -> None:
+        assert len(self.runner.started) == self.graph.num_started
+        for call in self.graph.calls.values():
+            for node in call.tasks:
+                assert (node.task in self.runner.started) == node.is_started
+                if node.is_started:
+                    assert node.demand > 0
+                    assert all(v.variable.state is VariableState.READY for v in node.inputs)
+
+    @invariant()
+    def failure_reaches_every_dependent(self) -> None:
+        for node in self.nodes():
+            if node.variable.state is VariableState.FAILED:
+                for consumer in node.consumers:
+                    assert all(output.is_settled for output in consumer.outputs)
+
+    def teardown(self) -> None:
+        """Let all work end well: whoever can be served is served, and then nothing waits."""
+        while self.runner.started:
+            self.runner.finish(self.runner.started[0])
+        self.graph.check_integrity()
+        for reader in self.readers:
+            node = reader.node
+            if not node.is_settled:  # only for want of a producer somewhere above
+                assert self.lacks_producer(node)
+        self.graph.close(SessionGone("the session ends"))
+        self.graph.check_integrity()
+        assert all(node.is_settled for node in self.nodes())
+        assert not self.runner.started
+
+    def lacks_producer(self, node: VariableNode) -> bool:
+        if node.is_settled:
+            return False
+        if node.producer is None:
+            return True
+        assert node.producer.task.state is CompletionState.WAITING
+        return any(self.lacks_producer(above) for above in node.producer.inputs)
+
+
+TestGraphMachine = GraphMachine.TestCase
+TestGraphMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
