@@ -1,0 +1,274 @@
+"""The openai engine: contexts are text, a Generate is one request to a foreign server."""
+
+import asyncio
+import os
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.contexts import TextContext, TextContexts
+from parrot.engine.openai.gate import PriorityGate
+from parrot.engine.openai.jobs import Job, Times
+from parrot.engine.openai.upstream import Upstream
+from parrot.protocol.errors import (
+    Cancelled,
+    InvalidRequest,
+    ParrotError,
+    QuotaExceeded,
+    Unavailable,
+)
+from parrot.protocol.internal import (
+    EngineInfo,
+    EngineType,
+    FillPiece,
+    FillRequest,
+    FillResponse,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    RuntimeInfo,
+    StreamChunk,
+    TokenizerResponse,
+    Usage,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import Clock, MonotonicClock
+
+_BACKLOG_PER_TASK = 4
+_MIN_BACKLOG = 1024
+_CHARS_PER_TOKEN = 4
+_LATENCY_SMOOTHING = 0.1
+
+R = TypeVar("R")
+
+
+class OpenAIService:
+    """An `EngineService`. Lengths are characters throughout; only the usage of an answer is in
+    tokens, as the foreign server counts them."""
+
+    def __init__(
+        self,
+        config: OpenAIConfig,
+        *,
+        clock: Clock | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Raises `ConfigError` when the key is missing. Connects to nothing."""
+        self._config = config
+        self._clock = clock or MonotonicClock()
+        self._upstream = Upstream(config, environ)
+        self._gate = PriorityGate(config.scheduler.max_batch_size)
+        self._by_priority = config.scheduler.policy == "priority"
+        self._max_jobs = max(_MIN_BACKLOG, _BACKLOG_PER_TASK * config.tasks_capacity)
+        default_capacity = config.tasks_capacity * config.instance.max_seq_len * _CHARS_PER_TOKEN
+        self._contexts = TextContexts(config.tokens_capacity or default_capacity)
+        self._jobs: set[Job[Any]] = set()
+        self._is_ready = False
+        self._num_answers = 0
+        self._latency_s = 0.0
+
+    async def start(self) -> None:
+        """Ask the server what it is. It may still be starting: it is asked again when needed."""
+        await self._upstream.probe()
+        self._is_ready = True
+
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    async def fill(self, request: FillRequest) -> FillResponse:
+        _require_text([request])
+        return await self._launch([request], lambda job: self._fill(job, request)).result()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        return await self._launch_generate(request, stream=False).result()
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+        job = self._launch_generate(request, stream=True)
+        try:
+            while (chunk := await job.chunks.get()) is not None:
+                yield chunk
+            yield await job.result()
+        finally:
+            job.task.cancel()
+            await asyncio.gather(job.task, return_exceptions=True)
+
+    async def free_contexts(self, context_ids: Sequence[int]) -> int:
+        freed = [c for i in context_ids if (c := self._contexts.free(i)) is not None]
+        await self._abort(
+            {job for context in freed for job in context.jobs}, Cancelled("its context was freed")
+        )
+        return sum(len(context) for context in freed)
+
+    async def reset(self) -> None:
+        await self._abort(set(self._jobs), Cancelled("the engine was reset"))
+        await self.free_contexts([context.context_id for context in self._contexts])
+
+    def runtime_info(self) -> RuntimeInfo:
+        capacity, used = self._contexts.capacity, self._contexts.num_chars
+        return RuntimeInfo(
+            num_cached_tokens=used,
+            num_max_blocks=capacity,
+            num_free_blocks=max(0, capacity - used),
+            num_running_jobs=self._gate.num_inside,
+            num_total_jobs=len(self._jobs),
+            recent_average_latency=self._latency_s * 1e9,
+            num_steps=self._num_answers,
+        )
+
+    def engine_info(self) -> EngineInfo:
+        config = self._config
+        max_seq_len = config.instance.max_seq_len
+        if "max_seq_len" not in config.instance.model_fields_set:
+            max_seq_len = self._upstream.max_model_len or max_seq_len
+        dialect = self._upstream.dialect
+        return EngineInfo(
+            engine_type=EngineType.OPENAI,
+            engine_name=config.engine_name,
+            model=config.model,
+            tokenizer=config.tokenizer,
+            host=config.host,
+            port=config.port,
+            max_seq_len=max_seq_len,
+            tasks_capacity=config.tasks_capacity,
+            tokens_capacity=self._contexts.capacity,
+            labels={"server": dialect.name if dialect is not None else "unknown"},
+        )
+
+    def tokenizer(self) -> TokenizerResponse | None:
+        return None
+
+    def check_integrity(self) -> None:
+        self._contexts.check_integrity()
+        assert self._gate.num_inside <= len(self._jobs), "the gate counts jobs that are gone"
+        for context in self._contexts:
+            assert context.jobs <= self._jobs, f"{context.context_id} waits for jobs that are gone"
+
+    async def close(self) -> None:
+        self._is_ready = False
+        await self._abort(set(self._jobs), Unavailable("the engine is shutting down"))
+        await self._upstream.close()
+
+    # Jobs
+
+    def _launch_generate(self, request: GenerateRequest, *, stream: bool) -> Job[GenerateResponse]:
+        _require_text(request.fills)
+        self._upstream.check(request.sampling_config)
+        wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
+        return self._launch(wanted, lambda job: self._generate(job, request, stream))
+
+    def _launch(
+        self,
+        wanted: Sequence[FillPiece | GenerateRequest],
+        work: Callable[[Job[R]], Coroutine[Any, Any, R]],
+    ) -> Job[R]:
+        """Take the request's turns at once, since order of arrival is order of calling. The work is
+        a task of its own, so that whoever frees its context can stop it."""
+        if not self._is_ready:
+            raise Unavailable("the engine is not running")
+        if len(self._jobs) >= self._max_jobs:
+            raise QuotaExceeded(f"the engine already has {self._max_jobs} requests")
+        job: Job[R] = Job({}, asyncio.Queue())
+        job.turns = self._contexts.enter(wanted, job)
+        self._jobs.add(job)
+        job.task = asyncio.create_task(work(job))
+        job.task.add_done_callback(lambda _: self._forget(job))
+        return job
+
+    def _forget(self, job: Job[Any]) -> None:
+        self._jobs.discard(job)
+        for context_id, turn in job.turns.items():
+            self._contexts.leave(context_id, turn, job)
+        job.chunks.put_nowait(None)
+
+    async def _abort(self, jobs: Collection[Job[Any]], error: ParrotError) -> None:
+        for job in jobs:
+            job.error = error
+            job.task.cancel()
+        await asyncio.gather(*(job.task for job in jobs), return_exceptions=True)
+
+    async def _fill(self, job: Job[FillResponse], request: FillRequest) -> FillResponse:
+        await self._fill_pieces(job, [request])
+        return FillResponse(filled_len=len(request.text or ""))
+
+    async def _fill_pieces(
+        self, job: Job[Any], pieces: Sequence[FillPiece], kept: int | None = None
+    ) -> None:
+        """In order. A context that this job needs no more is free for the next one."""
+        last_use = {piece.context_id: at for at, piece in enumerate(pieces)}
+        for at, piece in enumerate(pieces):
+            turn = job.turns[piece.context_id]
+            context = await self._contexts.ready(piece.context_id, turn)
+            self._contexts.fill(context, piece.text or "")
+            if last_use[piece.context_id] == at and piece.context_id != kept:
+                self._contexts.leave(piece.context_id, turn, job)
+
+    async def _generate(
+        self, job: Job[GenerateResponse], request: GenerateRequest, stream: bool
+    ) -> GenerateResponse:
+        submitted = self._clock.now()
+        await self._upstream.check_with_probe(request.sampling_config)
+        await self._fill_pieces(job, request.fills, kept=request.context_id)
+        turn = job.turns[request.context_id]
+        context = await self._contexts.ready(request.context_id, turn)
+        async with self._gate.pass_through(request.priority if self._by_priority else 0):
+            started = self._clock.now()
+            times = Times(submitted, started, started)
+            ask = self._stream if stream else self._complete
+            response = await ask(job, context, request.sampling_config, times)
+        self._note_answer(self._clock.now() - started)
+        return response
+
+    async def _complete(
+        self, job: Job[Any], context: TextContext, sampling: SamplingConfig, times: Times
+    ) -> GenerateResponse:
+        answer = await self._upstream.complete(context.text(), sampling)
+        reason = answer.finish_reason or FinishReason.STOP
+        self._contexts.append(context, answer.text)
+        return self._response(answer.text, reason, times.usage(answer.usage, self._clock.now()))
+
+    async def _stream(
+        self, job: Job[Any], context: TextContext, sampling: SamplingConfig, times: Times
+    ) -> GenerateResponse:
+        pieces: list[str] = []
+        reason, counted = FinishReason.STOP, None
+        chunks = self._upstream.stream(context.text(), sampling)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if text := chunk.text:
+                    if not pieces:
+                        times.first_text = self._clock.now()
+                    pieces.append(text)
+                    self._contexts.append(context, text)
+                    job.chunks.put_nowait(StreamChunk(ids=[], text=text))
+                reason = chunk.finish_reason or reason
+                counted = chunk.usage or counted
+        return self._response("".join(pieces), reason, times.usage(counted, self._clock.now()))
+
+    @staticmethod
+    def _response(text: str, reason: FinishReason, usage: Usage) -> GenerateResponse:
+        return GenerateResponse(
+            generated_text=text, generated_ids=[], finish_reason=reason, usage=usage
+        )
+
+    def _note_answer(self, seconds: float) -> None:
+        weight = _LATENCY_SMOOTHING if self._num_answers else 1.0
+        self._latency_s += weight * (seconds - self._latency_s)
+        self._num_answers += 1
+
+
+def _require_text(pieces: Iterable[FillPiece]) -> None:
+    if any(piece.text is None and piece.token_ids for piece in pieces):
+        raise InvalidRequest(
+            "this engine's contexts are text: send `text`, not `token_ids`", param="token_ids"
+        )

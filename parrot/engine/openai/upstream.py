@@ -1,0 +1,188 @@
+"""The foreign server: where it is, how to ask it, when to ask again."""
+
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+import stamina
+from pydantic import BaseModel, ValidationError
+
+from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.dialect import BY_OWNER, OPENAI, Dialect
+from parrot.engine.openai.errors import ErrorTranslator, backoff
+from parrot.engine.openai.wire import DONE, Answer, Target, parse_answer, request_body
+from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable, UnsupportedField
+from parrot.protocol.http import HttpClient
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OPENAI_URL = "https://api.openai.com/v1"
+_AZURE_NEW_SINCE = "2024-09-01"  # api-versions with max_completion_tokens and stream_options
+_ANSWER_TIMEOUT_S = 600.0
+_PROBE_TIMEOUT_S = 5.0
+_ATTEMPTS = 5
+
+
+class _Model(BaseModel):
+    id: str = ""
+    owned_by: str = ""
+    max_model_len: int | None = None
+
+
+class _ModelList(BaseModel):
+    data: list[_Model]
+
+
+def _base_url(config: OpenAIConfig) -> str:
+    """Where `/completions` is appended; on Azure the model is part of the address."""
+    instance = config.instance
+    if instance.is_azure:
+        assert instance.azure_endpoint is not None
+        endpoint = instance.azure_endpoint.rstrip("/")
+        return f"{endpoint}/openai/deployments/{quote(config.model, safe='')}"
+    return (instance.base_url or OPENAI_URL).rstrip("/")
+
+
+def _api_key(config: OpenAIConfig, environ: Mapping[str, str]) -> str | None:
+    instance = config.instance
+    names = ["AZURE_OPENAI_API_KEY"] if instance.is_azure else []
+    found = (environ.get(name) for name in (*names, "OPENAI_API_KEY"))
+    key = instance.api_key or next(filter(None, found), None)
+    if key is None and (instance.is_azure or _base_url(config) == OPENAI_URL):
+        raise ConfigError(
+            "`instance.api_key`: needed, here or in the environment variable OPENAI_API_KEY, "
+            "unless `instance.base_url` names a server that asks for none"
+        )
+    return key
+
+
+def _target(config: OpenAIConfig) -> Target:
+    """OpenAI's newer models refuse `max_tokens`; most other servers know nothing else."""
+    instance = config.instance
+    is_chat = instance.api_endpoint == "chat"
+    is_new = not instance.is_azure or instance.azure_api_version >= _AZURE_NEW_SINCE
+    is_openai = instance.is_azure or _base_url(config) == OPENAI_URL
+    length_field = "max_completion_tokens" if is_chat and is_openai and is_new else "max_tokens"
+    return Target(config.model, is_chat, length_field, stream_usage=is_new)
+
+
+def _asks_for_more(sampling: SamplingConfig, is_chat: bool) -> bool:
+    try:
+        sampling.require_support(OPENAI.supported(is_chat), "")
+    except UnsupportedField:
+        return True
+    return False
+
+
+class Upstream:
+    """One server and one model of it. `probe` may fail; then the server is taken for one that
+    knows OpenAI's fields only."""
+
+    def __init__(self, config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> None:
+        instance = config.instance
+        key = _api_key(config, environ)
+        self._translator = ErrorTranslator(key)
+        self._target = _target(config)
+        self._path = "/chat/completions" if self._target.is_chat else "/completions"
+        self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
+        self._http = HttpClient(
+            _base_url(config),
+            bearer_token=None if instance.is_azure else key,
+            headers={"api-key": key} if instance.is_azure and key else None,
+            read_error=self._translator.read,
+        )
+        self.dialect: Dialect | None = OPENAI if instance.is_azure else None
+        self.max_model_len: int | None = None
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def probe(self) -> None:
+        """Find out what kind of server it is, unless that is known."""
+        if self.dialect is not None:
+            return
+        try:
+            answer = await self._http.request("GET", "/models", timeout_s=_PROBE_TIMEOUT_S)
+            models = _ModelList.model_validate(answer).data
+        except (ParrotError, ValidationError) as error:
+            reason = error.message if isinstance(error, ParrotError) else "not a list of models"
+            logger.warning("%s/models: %s", self._http.base_url, reason)
+            return
+        card = next((model for model in models if model.id == self._target.model), None)
+        if card is None:
+            logger.warning("%s does not list `%s`", self._http.base_url, self._target.model)
+            card = models[0] if models else _Model()
+        self.dialect = BY_OWNER.get(card.owned_by, OPENAI)
+        self.max_model_len = card.max_model_len
+
+    def check(self, sampling: SamplingConfig) -> None:
+        """Raise `UnsupportedField` for what this server is known not to do."""
+        if self.dialect is not None:
+            self._require(self.dialect, sampling)
+
+    async def check_with_probe(self, sampling: SamplingConfig) -> None:
+        """As `check`, but first find out what the server can do if it matters."""
+        if self.dialect is None and _asks_for_more(sampling, self._target.is_chat):
+            await self.probe()
+        self._require(self.dialect or OPENAI, sampling)
+
+    def _require(self, dialect: Dialect, sampling: SamplingConfig) -> None:
+        supported = dialect.supported(self._target.is_chat)
+        sampling.require_support(supported, f"the openai engine ({dialect.name} server)")
+
+    async def complete(self, prompt: str, sampling: SamplingConfig) -> Answer:
+        body = self._body(prompt, sampling, stream=False)
+        async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
+            with attempt:
+                payload = await self._http.request(
+                    "POST",
+                    self._path,
+                    params=self._params,
+                    body=body,
+                    timeout_s=_ANSWER_TIMEOUT_S,
+                )
+        answer = parse_answer(payload)
+        if not answer.choices:
+            raise EngineFailed("the server behind this engine sent an answer without a choice")
+        return answer
+
+    async def stream(self, prompt: str, sampling: SamplingConfig) -> AsyncGenerator[Answer, None]:
+        """The chunks of an answer, complete when the iteration ends without an error. Tries again
+        only while nothing has come."""
+        body = self._body(prompt, sampling, stream=True)
+        async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
+            with attempt:
+                events = self._http.stream_raw(
+                    "POST",
+                    self._path,
+                    params=self._params,
+                    body=body,
+                    idle_timeout_s=_ANSWER_TIMEOUT_S,
+                )
+                first = await anext(events, None)
+        async with aclosing(events):
+            event = first
+            while event is not None and event[1].strip() != DONE:
+                yield self._chunk(event[1])
+                event = await anext(events, None)
+            if event is None:
+                raise Unavailable("the stream of the server behind this engine was cut off")
+
+    def _body(self, prompt: str, sampling: SamplingConfig, *, stream: bool) -> dict[str, Any]:
+        dialect = self.dialect or OPENAI
+        return request_body(self._target, dialect, prompt, sampling, stream=stream)
+
+    def _chunk(self, data: bytes) -> Answer:
+        try:
+            payload = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            raise EngineFailed("the server behind this engine sent a broken event") from None
+        if isinstance(payload, dict) and payload.get("error") is not None:
+            raise self._translator.read_frame(payload)
+        return parse_answer(payload)

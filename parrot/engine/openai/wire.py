@@ -1,0 +1,146 @@
+"""OpenAI's request and answer bodies, for /completions and /chat/completions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from parrot.engine.openai.dialect import Dialect
+from parrot.protocol.errors import EngineFailed, InvalidRequest
+from parrot.protocol.internal import FinishReason
+from parrot.protocol.sampling import SamplingConfig
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request is made for, fixed by the configuration."""
+
+    model: str
+    is_chat: bool
+    length_field: str = "max_tokens"
+    stream_usage: bool = True
+
+
+def request_body(
+    target: Target, dialect: Dialect, prompt: str, sampling: SamplingConfig, *, stream: bool
+) -> dict[str, Any]:
+    """The caller has checked that the dialect supports what `sampling` asks for."""
+    body: dict[str, Any] = {
+        "model": target.model,
+        "temperature": sampling.temperature,
+        target.length_field: sampling.max_gen_length,
+        **dialect.neutral,
+        **_sampling_fields(dialect, sampling),
+    }
+    if target.is_chat:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    if stream:
+        body["stream"] = True
+        if target.stream_usage:
+            body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, Any]:
+    """Only what differs from OpenAI's own defaults, for servers and models that know few fields."""
+    fields: dict[str, Any] = {}
+    if sampling.top_p != 1.0:
+        fields["top_p"] = sampling.top_p
+    if sampling.stop_strings:
+        fields["stop"] = list(sampling.stop_strings)
+    if sampling.presence_penalty:
+        fields["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        fields["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(i): bias for i, bias in sampling.logit_bias.items()}
+    if sampling.json_schema is not None:
+        fields["response_format"] = _response_format(sampling.json_schema)
+    for ours, theirs in dialect.extras.items():
+        if value := getattr(sampling, ours):
+            fields[theirs] = {"regex": value} if theirs == "structured_outputs" else value
+    return fields
+
+
+def _response_format(schema: dict[str, Any] | str) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(schema) if isinstance(schema, str) else schema
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"`json_schema` is not JSON: {error}", param="json_schema") from None
+    named = {"name": "output", "schema": parsed, "strict": True}
+    return {"type": "json_schema", "json_schema": named}
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(BaseModel):
+    text: str | None = None
+    message: _Message | None = None
+    delta: _Message | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(BaseModel):
+    cached_tokens: int | None = None
+
+
+class WireUsage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        details = self.prompt_tokens_details
+        return min((details and details.cached_tokens) or 0, self.prompt_tokens)
+
+
+class Answer(BaseModel):
+    """A whole answer, or one chunk of a stream."""
+
+    choices: list[_Choice] = []
+    usage: WireUsage | None = None
+
+    @property
+    def text(self) -> str:
+        if not self.choices:
+            return ""
+        choice = self.choices[0]
+        message = choice.message or choice.delta
+        return choice.text or (message and message.content) or ""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while the text goes on. Raises when it ended as no text should."""
+        reason = self.choices[0].finish_reason if self.choices else None
+        if reason is None:
+            return None
+        if reason in _UNFINISHED:
+            raise EngineFailed(f"the server behind this engine ended the text: {reason}")
+        return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+
+
+_UNFINISHED = frozenset({"content_filter", "abort", "error", "tool_calls", "function_call"})
+
+
+def parse_answer(payload: Any) -> Answer:
+    """Raises `EngineFailed` when it is none, and when the model refused to answer in the schema."""
+    try:
+        answer = Answer.model_validate(payload)
+    except ValidationError:
+        raise EngineFailed("the server behind this engine sent no OpenAI answer") from None
+    for choice in answer.choices[:1]:
+        message = choice.message or choice.delta
+        if message is not None and message.refusal:
+            raise EngineFailed(f"the model refused: {message.refusal[:200]}")
+    return answer

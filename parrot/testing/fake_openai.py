@@ -1,0 +1,151 @@
+"""A small OpenAI-compatible server whose faults can be scripted.
+
+Its model answers a prompt with the words of `reply`, one token each."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An answer other than the model's. With `after_chunks`, the status is 200 and the stream
+    breaks after as many chunks: by an error frame, or (`body` None) by just ending."""
+
+    status: int = 500
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    after_chunks: int | None = None
+
+
+@dataclass
+class FakeOpenAI:
+    """`faults` are used up first, one a request. With `hold`, answers come only once it is set
+    (streams: all but the first word). `cancelled` is set when a client leaves before its answer."""
+
+    reply: str = "one two three"
+    models: tuple[str, ...] = ("gpt-fake",)
+    owned_by: str = "openai"
+    max_model_len: int | None = None
+    finish_reason: str = "stop"
+    cached_tokens: int | None = None
+    hold: asyncio.Event | None = None
+    faults: list[Fault] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
+    arrivals: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    num_open: int = 0
+    max_open: int = 0
+
+    async def wait_for_requests(self, count: int = 1) -> None:
+        """Until so many more have come since the last such wait."""
+        for _ in range(count):
+            await self.arrivals.acquire()
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.get("/v1/models")(self._models)
+        for prefix in ("/v1", "/openai/deployments/{deployment}"):
+            app.post(prefix + "/completions")(self._completions)
+            app.post(prefix + "/chat/completions")(self._completions)
+        return app
+
+    async def _models(self) -> dict[str, Any]:
+        cards = [
+            {"id": name, "owned_by": self.owned_by, "max_model_len": self.max_model_len}
+            for name in self.models
+        ]
+        return {"object": "list", "data": cards}
+
+    async def _completions(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.urls.append(str(request.url))
+        self.arrivals.release()
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None and fault.after_chunks is None:
+            return JSONResponse(fault.body, fault.status, headers=dict(fault.headers))
+        is_chat = request.url.path.endswith("/chat/completions")
+        if body.get("stream"):
+            events = self._events(body, is_chat, fault)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return await self._whole(request, body, is_chat)
+
+    def _words(self, body: Mapping[str, Any]) -> tuple[list[str], str]:
+        words = [word + " " for word in self.reply.split(" ")]
+        words[-1] = words[-1][:-1]
+        limit = body.get("max_tokens", body.get("max_completion_tokens", len(words)))
+        return words[:limit], self.finish_reason if limit >= len(words) else "length"
+
+    def _usage(self, body: Mapping[str, Any], num_output: int) -> dict[str, Any]:
+        prompt = body.get("prompt") or body["messages"][0]["content"]
+        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": num_output}
+        if self.cached_tokens is None:
+            return usage
+        return {**usage, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+
+    def _enter(self) -> None:
+        self.num_open += 1
+        self.max_open = max(self.max_open, self.num_open)
+
+    async def _whole(self, request: Request, body: Mapping[str, Any], is_chat: bool) -> Response:
+        self._enter()
+        try:
+            if self.hold is not None:
+                await self._hold_while_connected(request, self.hold)
+            words, finish = self._words(body)
+            text = "".join(words)
+            message = {"role": "assistant", "content": text}
+            content = {"message": message} if is_chat else {"text": text}
+            choice = {"index": 0, "finish_reason": finish, **content}
+            return JSONResponse({"choices": [choice], "usage": self._usage(body, len(words))})
+        finally:
+            self.num_open -= 1
+
+    async def _hold_while_connected(self, request: Request, hold: asyncio.Event) -> None:
+        released = asyncio.ensure_future(hold.wait())
+        gone = asyncio.ensure_future(request.receive())
+        await asyncio.wait((released, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not released.done():
+            self.cancelled.set()
+        for task in (released, gone):
+            task.cancel()
+
+    async def _events(
+        self, body: Mapping[str, Any], is_chat: bool, fault: Fault | None
+    ) -> AsyncIterator[bytes]:
+        self._enter()
+        try:
+            words, finish = self._words(body)
+            if is_chat:
+                yield _event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            for at, word in enumerate(words):
+                if fault is not None and at == fault.after_chunks:
+                    if fault.body is not None:
+                        yield _event(fault.body) + b"data: [DONE]\n\n"
+                    return
+                if at and self.hold is not None:
+                    await self.hold.wait()
+                choice = {"delta": {"content": word}} if is_chat else {"text": word}
+                end = {"finish_reason": finish if at == len(words) - 1 else None}
+                yield b": keep-alive\n\n" + _event({"choices": [{**choice, **end}]})
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield _event({"choices": [], "usage": self._usage(body, len(words))})
+            yield b"data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        finally:
+            self.num_open -= 1
+
+
+def _event(payload: Any) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
