@@ -1,0 +1,123 @@
+"""Runs the steps of the builtin engine: a plan in, sampled tokens out."""
+
+import logging
+import os
+
+import torch
+
+from parrot.engine.attention import TorchAttention
+from parrot.engine.batch import IntArray, build_batch
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
+from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.loader import load_decoder, resolve_dtype
+from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.sampler import sample
+from parrot.protocol.internal import TokenizerResponse
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """`Runner` over a decoder and its KV pool."""
+
+    def __init__(
+        self, model: Decoder, num_blocks: int, block_size: int, max_seq_len: int | None = None
+    ) -> None:
+        spec = model.spec
+        layout = KVLayout(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, model.dtype
+        )
+        self._model = model
+        self._cache = KVCache(layout, num_blocks, model.device)
+        self._attention = TorchAttention(self._cache.pool, spec.num_heads)
+        self._info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_seq_len=min(max_seq_len or spec.max_seq_len, spec.max_seq_len),
+            vocab_size=spec.vocab_size,
+            model_mem=model.num_bytes / MIB,
+            cache_mem=self._cache.num_bytes / MIB,
+        )
+        self.shared_tokens_saved = 0
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        batch = build_batch(plan, self._info.block_size, self._attention.min_saved_tokens)
+        self._cache.prepare(batch.copies, batch.fresh_blocks)
+        if not batch.num_rows:
+            return StepResult({}, {})
+        self.shared_tokens_saved += batch.work.shared_tokens_saved
+        hidden = self._model.forward(
+            self._tensor(batch.token_ids),
+            self._tensor(batch.positions),
+            self._attention,
+            self._attention.plan(batch),
+        )
+        if not batch.samples:
+            return StepResult({}, {})
+        logits = self._model.logits(hidden.index_select(0, self._tensor(batch.sample_rows)))
+        return sample(logits, batch.samples)
+
+    def warm_up(self) -> None:
+        """Run small steps, so that the first request does not pay for what torch prepares once.
+        Leaves the pool as it was."""
+        for num_tokens in (min(16, self._info.block_size), 1):
+            step = SequenceStep(0, [0] * num_tokens, 0, [0], None)
+            self.run(StepPlan((step,)))
+        self._cache.pool[:, :, :, 0] = 0
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device)
+
+
+def load_runner(config: BuiltinConfig) -> tuple[ModelRunner, TokenizerResponse]:
+    """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
+    that cannot be served exactly."""
+    device = _resolve_device(config.device)
+    instance = config.instance
+    if instance.attn_func == "triton":
+        raise ConfigError("`instance.attn_func`: triton is not built yet; use auto or torch")
+    if device.type == "cpu":
+        torch.set_num_threads(instance.num_threads or os.cpu_count() or 1)
+    checkpoint = open_checkpoint(
+        config.model, dummy=instance.load_format == "dummy", seed=config.random_seed
+    )
+    tokenizer = (
+        open_tokenizer(config.tokenizer) if config.tokenizer else checkpoint.load_tokenizer()
+    )
+    spec = checkpoint.spec
+    if spec.max_seq_len < spec.max_positions:
+        logger.warning(
+            "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
+        )
+    model = load_decoder(checkpoint, resolve_dtype(config.dtype, device), device)
+    layout = KVLayout(
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, instance.block_size, model.dtype
+    )
+    num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
+    runner = ModelRunner(model, num_blocks, instance.block_size, instance.max_seq_len)
+    runner.warm_up()
+    logger.info(
+        "%d KV blocks of %d tokens (%.0f MiB), weights %.0f MiB, contexts up to %d tokens",
+        num_blocks,
+        instance.block_size,
+        runner.info.cache_mem,
+        runner.info.model_mem,
+        runner.info.max_seq_len,
+    )
+    return runner, tokenizer
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"`device`: {name} is configured, but torch sees no CUDA device")
+    return torch.device(name)

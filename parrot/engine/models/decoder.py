@@ -1,0 +1,206 @@
+"""One decoder for all architectures, put together as its `DecoderSpec` says."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.attention import AttentionBackend
+from parrot.engine.models.layers import (
+    ACTIVATIONS,
+    MLP,
+    GatedMLP,
+    LayerNorm,
+    Linear,
+    Norm,
+    PlainMLP,
+    RMSNorm,
+    make_linear,
+)
+from parrot.engine.models.rope import Rope, rotate_
+from parrot.engine.models.spec import DecoderSpec
+
+PlanT = TypeVar("PlanT")
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+# A tensor of the checkpoint by name, in the model's dtype and on its device.
+TakeTensor = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """How the product of the merged q, k, v weight is cut into heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_rotated(self) -> int:
+        return self.num_heads + self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class _QKNorm:
+    """RMSNorm of each head of q and k; `weight` [heads + kv_heads, head_dim]."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(heads, heads.shape[-1:], None, self.eps).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    index: int
+    heads: _Heads
+    qkv: Linear
+    out: Linear
+    mlp: MLP
+    attn_norm: Norm
+    mlp_norm: Norm
+    qk_norm: _QKNorm | None
+    pre_norm: bool
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        angles: Angles | None,
+        attention: AttentionBackend[PlanT],
+        plan: PlanT,
+    ) -> torch.Tensor:
+        if self.pre_norm:
+            x = self.out(self._attend(self.attn_norm(x), angles, attention, plan), x)
+            return self.mlp(self.mlp_norm(x), x)
+        x = self.attn_norm(self.out(self._attend(x, angles, attention, plan), x))
+        return self.mlp_norm(self.mlp(x, x))
+
+    def _attend(
+        self,
+        x: torch.Tensor,
+        angles: Angles | None,
+        attention: AttentionBackend[PlanT],
+        plan: PlanT,
+    ) -> torch.Tensor:
+        cut = self.heads
+        heads = self.qkv(x).view(x.shape[0], -1, cut.head_dim)
+        rotated, v = heads[:, : cut.num_rotated], heads[:, cut.num_rotated :]
+        if self.qk_norm is not None:
+            rotated = self.qk_norm(rotated)
+        if angles is not None:
+            rotate_(rotated, *angles)
+        q, k = rotated[:, : cut.num_heads], rotated[:, cut.num_heads :]
+        return attention.run(self.index, q, k, v, plan)
+
+
+class Decoder:
+    """Tokens and positions in, hidden states and logits out. Holds no state of any context."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        take: TakeTensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        map_layers: Callable[[Callable[[int], _Layer], range], Iterable[_Layer]] = map,
+    ) -> None:
+        """`map_layers` may build the layers in parallel."""
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        names = spec.names
+        self._embed = take(f"{names.embed}.weight")
+        self._positions = take(f"{names.positions}.weight") if names.positions else None
+        self._project_in = self._projection(take, names.project_in)
+        self._project_out = self._projection(take, names.project_out)
+        self._rope = Rope(spec.rope, spec.head_dim, device) if spec.rope is not None else None
+        self._layers = list(
+            map_layers(lambda i: _build_layer(spec, take, i), range(spec.num_layers))
+        )
+        self._norm = _build_norm(spec, take, names.final_norm) if spec.final_norm else None
+        head = self._embed if spec.tie_embeddings else take(f"{names.lm_head}.weight")
+        self._lm_head = make_linear(head, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights; a tied embedding counts twice where its copy is packed."""
+        shapes = self.spec.tensor_shapes()
+        count = sum(torch.Size(shape).numel() for shape in shapes.values())
+        if self.spec.tie_embeddings and self.device.type == "cpu":
+            count += self._embed.numel()
+        return count * self.dtype.itemsize
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend[PlanT],
+        plan: PlanT,
+    ) -> torch.Tensor:
+        """token_ids and positions [rows] -> the last layer's output [rows, hidden]."""
+        x = F.embedding(token_ids, self._embed)
+        if self._project_in is not None:
+            x = self._project_in(x)
+        if self._positions is not None:
+            x = x.add_(F.embedding(positions + self.spec.position_offset, self._positions))
+        angles = None if self._rope is None else self._rope.angles(positions, self.dtype)
+        for layer in self._layers:
+            x = layer(x, angles, attention, plan)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
+        if self._norm is not None:
+            hidden = self._norm(hidden)
+        if self._project_out is not None:
+            hidden = self._project_out(hidden)
+        return self._lm_head(hidden).float()
+
+    def _projection(self, take: TakeTensor, name: str) -> Linear | None:
+        has_projections = self.spec.embed_dim is not None
+        return make_linear(take(f"{name}.weight"), None) if has_projections else None
+
+
+def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> _Layer:
+    names = spec.names
+    prefix = names.layer.format(i=index)
+
+    def linear(*parts: str, bias: bool) -> Linear:
+        weight = torch.cat([take(f"{prefix}.{part}.weight") for part in parts])
+        biases = torch.cat([take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
+        return make_linear(weight, biases)
+
+    activation = ACTIVATIONS[spec.activation]
+    down = linear(names.down, bias=spec.mlp_bias)
+    mlp: MLP
+    if spec.gated:
+        mlp = GatedMLP(linear(names.gate, names.up, bias=spec.mlp_bias), down, activation)
+    else:
+        mlp = PlainMLP(linear(names.up, bias=spec.mlp_bias), down, activation)
+    return _Layer(
+        index=index,
+        heads=_Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+        qkv=linear(names.q, names.k, names.v, bias=spec.qkv_bias),
+        out=linear(names.o, bias=spec.o_bias),
+        mlp=mlp,
+        attn_norm=_build_norm(spec, take, f"{prefix}.{names.attn_norm}"),
+        mlp_norm=_build_norm(spec, take, f"{prefix}.{names.mlp_norm}"),
+        qk_norm=_build_qk_norm(spec, take, prefix) if spec.qk_norm else None,
+        pre_norm=spec.pre_norm,
+    )
+
+
+def _build_norm(spec: DecoderSpec, take: TakeTensor, name: str) -> Norm:
+    weight = take(f"{name}.weight")
+    if spec.norm == "layer":
+        return LayerNorm(weight, take(f"{name}.bias"), spec.norm_eps)
+    return RMSNorm(weight, spec.norm_eps)
+
+
+def _build_qk_norm(spec: DecoderSpec, take: TakeTensor, prefix: str) -> _QKNorm:
+    q = take(f"{prefix}.{spec.names.q_norm}.weight").expand(spec.num_heads, -1)
+    k = take(f"{prefix}.{spec.names.k_norm}.weight").expand(spec.num_kv_heads, -1)
+    return _QKNorm(torch.cat((q, k)), spec.norm_eps)

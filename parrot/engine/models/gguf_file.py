@@ -1,0 +1,237 @@
+"""Reading a GGUF file: metadata, and tensors under their Hugging Face names.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package dequantizes;
+its reader makes an object of each of the tokenizer's 100,000 strings, which takes seconds, so the
+header is parsed here."""
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from parrot.engine.models.spec import HFConfig
+from parrot.utils.config import ConfigError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class _Header:
+    """A cursor over the header of a mapped file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = len(_MAGIC)
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self._data, self.position)
+        self.position += struct.calcsize(code)
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("<Q")
+        begin, self.position = self.position, self.position + length
+        return self._data[begin : self.position].decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalar(_SCALARS[kind])
+        item_kind, count = self.scalar("<I"), self.scalar("<Q")
+        if item_kind in _SCALARS:
+            values = np.frombuffer(self._data, _SCALARS[item_kind], count, self.position)
+            self.position += values.nbytes
+            return values.tolist()
+        return [self.value(item_kind) for _ in range(count)]
+
+    def tensor(self) -> tuple[str, _TensorInfo]:
+        name = self.string()
+        dims = [self.scalar("<Q") for _ in range(self.scalar("<I"))]
+        return name, _TensorInfo(tuple(reversed(dims)), self.scalar("<I"), self.scalar("<Q"))
+
+
+class GGUFFile:
+    """`metadata` by llama.cpp's keys; `config` and tensors as Hugging Face names them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.metadata, self._tensors, self._data_start = self._read_header()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        except (struct.error, KeyError, ValueError) as error:
+            raise ConfigError(f"{path}: not a usable GGUF file: {error}") from None
+
+    @cached_property
+    def config(self) -> HFConfig:
+        architecture = str(self.metadata.get("general.architecture"))
+        if architecture not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            raise ConfigError(
+                f"{self.path}: GGUF architecture {architecture!r} is not supported; use {known}"
+            )
+        try:
+            return self._hf_config(architecture)
+        except KeyError as error:
+            raise ConfigError(f"{self.path}: the GGUF metadata has no {error.args[0]!r}") from None
+
+    def names(self) -> frozenset[str]:
+        """Only what this file holds under a name that `get` understands."""
+        layers = {
+            f"model.layers.{i}.{name}.{kind}"
+            for i in range(self.config["num_hidden_layers"])
+            for name in _LAYER_NAMES
+            for kind in ("weight", "bias")
+        }
+        candidates = layers | {f"{name}.weight" for name in _TOP_NAMES}
+        return frozenset(n for n in candidates if _gguf_name(n) in self._tensors)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor in float32, in the layout of Hugging Face checkpoints."""
+        tensor = self._dequantize(_gguf_name(name))
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        module = name.split(".")[-2]
+        if self.metadata["general.architecture"] == "llama" and module in heads:
+            return _unpermute(tensor, self.config[heads[module]])
+        return tensor
+
+    def _read_header(self) -> tuple[dict[str, Any], dict[str, _TensorInfo], int]:
+        if self._data[: len(_MAGIC)] != _MAGIC:
+            raise ValueError("it does not begin with 'GGUF'")
+        header = _Header(self._data)
+        version = header.scalar("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} is not one of {_VERSIONS}")
+        num_tensors, num_values = header.scalar("<Q"), header.scalar("<Q")
+        metadata = {header.string(): header.value(header.scalar("<I")) for _ in range(num_values)}
+        tensors = dict(header.tensor() for _ in range(num_tensors))
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        return metadata, tensors, -(-header.position // alignment) * alignment
+
+    def _hf_config(self, architecture: str) -> HFConfig:
+        get = self.metadata.get
+        hidden = self.metadata[f"{architecture}.embedding_length"]
+        heads = self.metadata[f"{architecture}.attention.head_count"]
+        kv_heads = get(f"{architecture}.attention.head_count_kv", heads)
+        if not isinstance(heads, int) or not isinstance(kv_heads, int):
+            raise ConfigError(f"{self.path}: head counts that differ by layer are not supported")
+        return {
+            "architectures": [_ARCHITECTURES[architecture]],
+            "hidden_size": hidden,
+            "num_hidden_layers": self.metadata[f"{architecture}.block_count"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": get(f"{architecture}.attention.key_length", hidden // heads),
+            "intermediate_size": self.metadata[f"{architecture}.feed_forward_length"],
+            "vocab_size": self._tensors[_TOP_NAMES["model.embed_tokens"] + ".weight"].shape[0],
+            "max_position_embeddings": self.metadata[f"{architecture}.context_length"],
+            "rms_norm_eps": self.metadata[f"{architecture}.attention.layer_norm_rms_epsilon"],
+            "rope_parameters": self._rope_parameters(architecture),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "sliding_window": get(f"{architecture}.attention.sliding_window"),
+        }
+
+    def _rope_parameters(self, architecture: str) -> dict[str, Any]:
+        get = self.metadata.get
+        theta = get(f"{architecture}.rope.freq_base", 10000.0)
+        if _ROPE_FACTORS in self._tensors:  # how llama.cpp keeps Llama 3.1's scaling
+            factors = self._dequantize(_ROPE_FACTORS).tolist()
+            return {"rope_theta": theta, "rope_type": "factors", "factors": factors}
+        kind = get(f"{architecture}.rope.scaling.type", "none")
+        factor = get(f"{architecture}.rope.scaling.factor", 1.0)
+        kind = "default" if kind == "none" else kind
+        return {"rope_theta": theta, "rope_type": kind, "factor": factor}
+
+    def _dequantize(self, name: str) -> torch.Tensor:
+        info = self._tensors[name]
+        kind = gguf.GGMLQuantizationType(info.kind)
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        *outer, inner = info.shape
+        row_bytes = inner // per_block * block_bytes
+        count = int(np.prod(outer, dtype=np.int64)) * row_bytes
+        if self._data_start + info.offset + count > len(self._data):
+            raise ConfigError(f"{self.path}: tensor {name!r} is cut off; the file is incomplete")
+        raw = np.frombuffer(self._data, np.uint8, count, self._data_start + info.offset)
+        raw = raw.reshape(*outer, row_bytes)
+        if kind == gguf.GGMLQuantizationType.F32:  # mapped read-only, and maybe not aligned
+            return torch.from_numpy(raw.view("<f4").reshape(info.shape).copy())
+        if kind == gguf.GGMLQuantizationType.F16:
+            return torch.from_numpy(raw.view("<f2").astype(np.float32).reshape(info.shape))
+        try:
+            values = gguf.dequantize(raw, kind)
+        except NotImplementedError:
+            raise ConfigError(
+                f"{self.path}: {name!r} has type {kind.name}, which cannot be dequantized"
+            ) from None
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+def _gguf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    match = _LAYER.fullmatch(module)
+    if match is None:
+        return f"{_TOP_NAMES.get(module, module)}.{kind}"
+    return f"blk.{match[1]}.{_LAYER_NAMES.get(match[2], match[2])}.{kind}"
+
+
+def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """llama.cpp turns neighbouring pairs of dimensions, Hugging Face dimension i with i + d / 2;
+    its converter reorders the rows of q and k of the llama architecture for that."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

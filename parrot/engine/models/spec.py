@@ -1,0 +1,153 @@
+"""What distinguishes one decoder from another, as values.
+
+A model family is a function from its configuration to a `DecoderSpec`; `decoder.py` builds every
+one of them from the same parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from parrot.utils.config import ConfigError
+
+HFConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions. `scaling`: what `kind` needs, as in config.json. `factors`: each frequency
+    is divided by its own factor (GGUF files have these ready made)."""
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "factors"] = "default"
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names in a checkpoint; `layer` is a prefix with `{i}`, and those below it are relative."""
+
+    embed: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    layer: str = "model.layers.{i}"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    attn_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    positions: str = ""
+    project_in: str = ""
+    project_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """`gated`: down(act(gate) * up), else down(act(up)). `pre_norm` False: norms follow the
+    residual sum. `position_offset`: learned positions begin there. `embed_dim`: width of the token
+    embeddings when projections lead to and from `hidden_size`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeSpec | None
+    names: TensorNames = TensorNames()
+    norm: Literal["rms", "layer"] = "rms"
+    activation: Literal["silu", "relu", "gelu"] = "silu"
+    gated: bool = True
+    pre_norm: bool = True
+    final_norm: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    position_offset: int = 0
+    embed_dim: int | None = None
+    sliding_window: int | None = None
+
+    @property
+    def max_seq_len(self) -> int:
+        """Within its window a model with sliding windows attends to everything, so no mask is
+        needed as long as contexts stay inside it."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embed_dim or self.hidden_size
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint must have, by name."""
+        shapes = self._top_shapes()
+        for i in range(self.num_layers):
+            prefix = self.names.layer.format(i=i)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in self._layer_shapes().items()}
+        return shapes
+
+    def _top_shapes(self) -> dict[str, tuple[int, ...]]:
+        names, width = self.names, self.embedding_width
+        shapes: dict[str, tuple[int, ...]] = {f"{names.embed}.weight": (self.vocab_size, width)}
+        if not self.tie_embeddings:
+            shapes[f"{names.lm_head}.weight"] = (self.vocab_size, width)
+        if self.final_norm:
+            shapes |= self._norm_shapes(names.final_norm, self.hidden_size)
+        if names.positions:
+            rows = self.max_positions + self.position_offset
+            shapes[f"{names.positions}.weight"] = (rows, self.hidden_size)
+        if self.embed_dim is not None:
+            shapes[f"{names.project_in}.weight"] = (self.hidden_size, width)
+            shapes[f"{names.project_out}.weight"] = (width, self.hidden_size)
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linears = [
+            (names.q, q_width, hidden, self.qkv_bias),
+            (names.k, kv_width, hidden, self.qkv_bias),
+            (names.v, kv_width, hidden, self.qkv_bias),
+            (names.o, hidden, q_width, self.o_bias),
+            (names.up, inner, hidden, self.mlp_bias),
+            (names.down, hidden, inner, self.mlp_bias),
+        ]
+        if self.gated:
+            linears.append((names.gate, inner, hidden, self.mlp_bias))
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, out_features, in_features, bias in linears:
+            shapes[f"{name}.weight"] = (out_features, in_features)
+            if bias:
+                shapes[f"{name}.bias"] = (out_features,)
+        for name in (names.attn_norm, names.mlp_norm):
+            shapes |= self._norm_shapes(name, hidden)
+        if self.qk_norm:
+            shapes |= {f"{n}.weight": (self.head_dim,) for n in (names.q_norm, names.k_norm)}
+        return shapes
+
+    def _norm_shapes(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,)}
+        return shapes | ({f"{name}.bias": (width,)} if self.norm == "layer" else {})
+
+
+def read_rope(config: HFConfig) -> RopeSpec:
+    """Old configurations have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`."""
+    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
+    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if kind not in ("default", "linear", "llama3", "factors"):
+        raise ConfigError(f"rope scaling {kind!r} is not supported; use default, linear or llama3")
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported")
+    return RopeSpec(theta, kind, parameters)

@@ -1,0 +1,221 @@
+"""The tokenizer of a model as ServeCore gets it: tokenizer.json and the facts around it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+
+from parrot.protocol.internal import SpecialIds, TokenizerResponse
+from parrot.utils.config import ConfigError
+
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+# How each `tokenizer.ggml.pre` cuts text before BPE; None: GPT-2's own pattern.
+_SPLITS: dict[str, str | None] = {
+    "default": None,
+    "gpt-2": None,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+}
+_SINGLE_DIGITS = ("smollm",)
+
+
+def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerResponse:
+    """From tokenizer.json, or converted by transformers from what else the folder has."""
+    path = folder / "tokenizer.json"
+    text = path.read_text(encoding="utf-8") if path.exists() else _convert(folder)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+        raise ConfigError(f"{path}: not a usable tokenizer: {error}") from None
+    settings = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    bos = _special_id(tokenizer, settings, config, "bos")
+    eos = _as_ids(generation.get("eos_token_id")) + _as_ids(config.get("eos_token_id"))
+    own_eos = _special_id(tokenizer, settings, {}, "eos")
+    eos += [] if own_eos is None else [own_eos]
+    begins_with_bos = bos is not None and tokenizer.encode("a").ids[:1] == [bos]
+    return TokenizerResponse(
+        tokenizer_json=text,
+        chat_template=_chat_template(folder, settings),
+        special_ids=SpecialIds(
+            bos=bos,
+            eos=list(dict.fromkeys(eos)),
+            add_bos=bos is not None and bool(settings.get("add_bos_token", begins_with_bos)),
+        ),
+        vocab_size=int(config.get("vocab_size") or tokenizer.get_vocab_size()),
+    )
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerResponse:
+    """Rebuild the tokenizer that a GGUF file describes; raises `ConfigError` if it is unknown."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama") or "tokenizer.ggml.tokens" not in metadata:
+        raise ConfigError(f"{source}: tokenizer model {kind!r} is not supported; use gpt2 or llama")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    tokenizer = (
+        _byte_level(metadata, tokens, source)
+        if kind == "gpt2"
+        else _sentencepiece(metadata, tokens)
+    )
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    added = [(t, kind) for t, kind in zip(tokens, types, strict=False)]
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, kind in added if kind == _CONTROL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t, kind in added if kind == _USER_DEFINED]
+    )
+    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"))
+    return TokenizerResponse(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        special_ids=SpecialIds(
+            bos=bos,
+            eos=list(dict.fromkeys(i for i in eos if i is not None)),
+            add_bos=bos is not None and adds_bos,
+        ),
+        vocab_size=len(tokens),
+    )
+
+
+def byte_tokenizer(
+    vocab_size: int, special_tokens: Mapping[str, int] = MappingProxyType({})
+) -> TokenizerResponse:
+    """One token per byte (ids 0 to 255) and special ones, for weights without a tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)} | dict(special_tokens)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerResponse(
+        tokenizer_json=tokenizer.to_str(), special_ids=SpecialIds(), vocab_size=vocab_size
+    )
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], source: str) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _SPLITS and pre not in _SINGLE_DIGITS:
+        known = ", ".join((*_SPLITS, *_SINGLE_DIGITS))
+        raise ConfigError(f"{source}: pre-tokenizer {pre!r} is not supported; known: {known}")
+    merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    split = _SPLITS.get(pre)
+    steps: list[Any] = []
+    if pre in _SINGLE_DIGITS:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split is not None:
+        steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    """Llama 2's: BPE whose merges follow from the scores, unknown characters as bytes."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    steps: list[Any] = [normalizers.Replace(" ", "\u2581")]
+    tail: list[Any] = []
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("\u2581"))
+        tail.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
+    )
+    return tokenizer
+
+
+def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, best token first."""
+    found = [
+        (-scores[i], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
+        for token, i in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    return [(left, right) for _, _, _, left, right in sorted(found)]
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _convert(folder: Path) -> str:
+    from transformers import AutoTokenizer  # seconds to import, and rarely needed
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no usable tokenizer: {error}") from None
+    return str(tokenizer.backend_tokenizer.to_str())
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _special_id(
+    tokenizer: Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any], name: str
+) -> int | None:
+    token = settings.get(f"{name}_token")
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if isinstance(content, str):
+        return tokenizer.token_to_id(content)
+    ids = _as_ids(config.get(f"{name}_token_id"))
+    return ids[0] if ids else None
+
+
+def _as_ids(value: object) -> list[int]:
+    if value is None:
+        return []
+    return [int(i) for i in value] if isinstance(value, list) else [int(value)]  # type: ignore[call-overload]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return content

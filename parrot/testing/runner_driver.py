@@ -1,0 +1,101 @@
+"""A miniature control half: gives contexts blocks and builds the plans of a runner's steps."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parrot.engine.plan import BlockCopy, Runner, SampleSpec, SequenceStep, StepPlan, StepResult
+from parrot.protocol.sampling import SamplingConfig
+
+GREEDY = SamplingConfig(temperature=0)
+
+
+@dataclass
+class Context:
+    """`tokens` of which the first `done` have their KV in `blocks`."""
+
+    context_id: int
+    tokens: list[int]
+    done: int = 0
+    blocks: list[int] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        return len(self.tokens) - self.done
+
+
+class Driver:
+    """Blocks come in random order, so that nothing works only because they are neighbours."""
+
+    def __init__(self, runner: Runner, seed: int = 0) -> None:
+        self.runner = runner
+        self._free = list(range(runner.info.num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._next_id = 0
+
+    def context(self, tokens: Sequence[int]) -> Context:
+        self._next_id += 1
+        return Context(self._next_id, list(tokens))
+
+    def fork(self, parent: Context, length: int) -> Context:
+        """Share the full blocks of the parent's first `length` tokens, copy the rest."""
+        size = self.runner.info.block_size
+        full, rest = divmod(length, size)
+        child = self.context(parent.tokens[:length])
+        child.done, child.blocks = length, parent.blocks[:full]
+        if rest:
+            child.blocks.append(self._free.pop())
+            child.copies.append(BlockCopy(parent.blocks[full], child.blocks[-1], rest))
+        return child
+
+    def release(self, context: Context) -> None:
+        """Forget the KV, not the tokens: what a preemption does. Blocks are not shared here."""
+        self._free += context.blocks
+        context.blocks, context.done = [], 0
+
+    def step(
+        self,
+        work: Sequence[tuple[Context, int]],
+        sampling: SamplingConfig = GREEDY,
+        steps: dict[int, int] | None = None,
+    ) -> StepResult:
+        """Compute the next `count` wanted tokens of each context; those with none left sample."""
+        sequences, copies = [], []
+        for context, count in work:
+            end = context.done + count
+            while len(context.blocks) * self.runner.info.block_size < end:
+                context.blocks.append(self._free.pop())
+            copies += context.copies
+            context.copies.clear()
+            sample = None
+            if end == len(context.tokens):
+                step = (steps or {}).get(context.context_id, 0)
+                sample = SampleSpec(
+                    context.context_id, sampling, 0, step, (), tuple(context.tokens)
+                )
+            tokens = context.tokens[context.done : end]
+            sequences.append(
+                SequenceStep(context.context_id, tokens, context.done, context.blocks, sample)
+            )
+            context.done = end
+        return self.runner.run(StepPlan(tuple(sequences), tuple(copies)))
+
+    def generate(
+        self, contexts: Sequence[Context], num_tokens: int, chunk: int | None = None
+    ) -> list[list[int]]:
+        """Greedy, all together; prompts are computed `chunk` tokens a step."""
+        outputs: list[list[int]] = [[] for _ in contexts]
+        while any(len(output) < num_tokens for output in outputs):
+            work = [
+                (context, min(context.wanted, chunk or context.wanted))
+                for context, output in zip(contexts, outputs, strict=True)
+                if len(output) < num_tokens
+            ]
+            result = self.step(work)
+            assert not result.errors
+            for context, output in zip(contexts, outputs, strict=True):
+                if context.context_id in result.tokens:
+                    output.append(result.tokens[context.context_id])
+                    context.tokens.append(output[-1])
+        return outputs
