@@ -1,6 +1,7 @@
 """Async client of an engine's API. ServeCore holds one per engine."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from parrot.protocol.errors import Unavailable, error_from_payload
 from parrot.protocol.http import HttpClient
@@ -41,17 +42,19 @@ class EngineClient:
 
     async def generate_stream(
         self, request: GenerateRequest
-    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
-        """Chunks as they are generated, then the whole as a GenerateResponse, always last."""
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
+        """Chunks as they are generated, then the whole as a GenerateResponse, always last. Close
+        it to abort."""
         body = request.model_dump(mode="json", exclude_defaults=True)
-        async for event, data in self._http.stream("POST", "/generate_stream", body=body):
-            if event == "chunk":
-                yield StreamChunk.model_validate(data)
-            elif event == "done":
-                yield GenerateResponse.model_validate(data)
-                return
-            elif event == "error":
-                raise error_from_payload(data, 500)
+        async with aclosing(self._http.stream("POST", "/generate_stream", body=body)) as events:
+            async for event, data in events:
+                if event == "chunk":
+                    yield StreamChunk.model_validate(data)
+                elif event == "done":
+                    yield GenerateResponse.model_validate(data)
+                    return
+                elif event == "error":
+                    raise error_from_payload(data, 500)
         raise Unavailable("the engine's stream ended before its final event")
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ or below it, is never evicted. A context that must go but still has children or 
 nobody finds it any more, and it is freed with the last of them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -34,10 +34,14 @@ class _Account:
 
 
 class ContextLedger:
-    def __init__(self, clock: Clock, constant_timeout_s: float) -> None:
-        """Tenants' contexts expire after `constant_timeout_s` unused."""
+    def __init__(
+        self, clock: Clock, constant_timeout_s: float, on_free: Callable[[], None]
+    ) -> None:
+        """Tenants' contexts expire after `constant_timeout_s` unused. `on_free` is called whenever
+        there is something to take with `take_frees`."""
         self._clock = clock
         self._constant_timeout_s = constant_timeout_s
+        self._on_free = on_free
         self._ids = IdCounter(1)
         self._accounts: dict[int, _Account] = {}
         self.index = PrefixIndex()
@@ -283,6 +287,7 @@ class ContextLedger:
             if context.pins:
                 self._unpin_chain(parent)
         self._frees.setdefault(context.engine_id, []).append(context.id)
+        self._on_free()
 
     def _unpin_chain(self, link: Context | None) -> None:
         """A pinned child has gone."""

@@ -6,7 +6,7 @@ Pieces are encoded one by one, so a prompt's tokens up to a boundary never depen
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,12 +130,12 @@ class ModelTokenizer:
         return (self.bos, *ids)
 
     def clean_output(
-        self, ids: Sequence[int], stop_ids: Iterable[int], stopped: bool
+        self, ids: Sequence[int], stop_ids: Container[int], stopped: bool
     ) -> Ids | None:
         """The ids that make up an output's text, without the stop token that ended it. None if the
         ids cannot stand for the text: then it must be tokenised again."""
         if stopped:
-            if not ids or (ids[-1] not in self.eos and ids[-1] not in stop_ids):
+            if not ids or ids[-1] not in stop_ids:
                 return None  # a stop string ended it, perhaps in the middle of a token
             ids = ids[:-1]
         if not self.encoder.special_ids.isdisjoint(ids):

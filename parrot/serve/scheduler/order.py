@@ -58,6 +58,7 @@ class _App:
     attained_s: float = 0.0
     num_tasks: int = 0
     last_active: float = 0.0
+    is_forgotten: bool = False
 
 
 class AppFifo(NoApps):
@@ -97,9 +98,13 @@ class AppFifo(NoApps):
         account = self._apps[task.completion.session_id]
         account.num_tasks -= 1
         account.last_active = self._clock.now()
+        if account.is_forgotten and not account.num_tasks:
+            del self._apps[task.completion.session_id]
 
     def forget(self, session_id: int) -> None:
-        """The session has ended; it has no tasks."""
+        """The session has ended: its account goes with its last task."""
         account = self._apps.get(session_id)
-        if account is not None and not account.num_tasks:
-            del self._apps[session_id]
+        if account is not None:
+            account.is_forgotten = True
+            if not account.num_tasks:
+                del self._apps[session_id]

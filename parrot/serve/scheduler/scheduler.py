@@ -65,6 +65,10 @@ class Scheduler:
         load = self._loads.remove(engine_id)
         assert not load.tasks, load
 
+    def num_placed(self, engine_id: int) -> int:
+        load = self._loads.get(engine_id)
+        return 0 if load is None else load.num_tasks
+
     def is_served(self, models: Models) -> bool:
         return self._loads.is_served(models)
 
@@ -152,12 +156,16 @@ class Scheduler:
 
     def _choose(self, task: CompletionTask, models: Models) -> EngineLoad | None:
         """The engine with the least predicted cost; None if the task fits none."""
-        candidates = {load.id: load for load in self._loads.least_loaded(models, _LEAST_LOADED)}
+        count = _LEAST_LOADED + len(task.avoided)
+        candidates = {load.id: load for load in self._loads.least_loaded(models, count)}
         for policy in self._policies:
             for engine_id in policy.candidates(task):
                 load = self._loads.get(engine_id)
                 if load is not None and load.is_open and (not models or load.model in models):
                     candidates[engine_id] = load
+        for engine_id in task.avoided:
+            if len(candidates) > 1:
+                candidates.pop(engine_id, None)
         output = int(task.max_output * _OUTPUT_SHARE) + 1
         now = self._clock.now()
         best, best_cost = None, float("inf")

@@ -6,6 +6,8 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.prefix import Segment, SegmentKind
 
+_MAX_LOST = 3
+_MAX_REFUSED = 5
 _BYTES_PER_TOKEN = 4  # of a usual text in a usual vocabulary; only estimates rest on it
 
 
@@ -20,8 +22,9 @@ class CompletionTask:
     segments: list[Segment]
     keys: tuple[bytes, ...]
     arrived: float
-    num_lost: int = 0  # engines that died or failed under it
+    num_lost: int = 0  # engines that died or failed with it
     num_refused: int = 0  # times an engine had no memory, or had lost its parent context
+    avoided: set[int] = field(default_factory=set)  # engines that failed with it
     num_passed: int = 0  # times the scheduler placed later tasks before it
     streamed_ids: list[int] = field(default_factory=list)  # of the text already delivered
     streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
@@ -43,6 +46,10 @@ class CompletionTask:
     @property
     def max_output(self) -> int:
         return self.completion.sampling.max_gen_length
+
+    @property
+    def may_run_again(self) -> bool:
+        return self.num_lost < _MAX_LOST and self.num_refused < _MAX_REFUSED
 
     def refresh(self) -> None:
         """Read the completion's objective anew. Only while no queue or engine counts the task."""

@@ -1,0 +1,380 @@
+"""From ready completions to settled outputs: queue, placement, attempts, and lost engines.
+
+submit -> Scheduler.add ... pump: Scheduler.schedule -> an Attempt each -> Executor.run
+                              ^                                             |
+                              |  requeue (engine lost, no memory)           v
+                              +----------------------------------- output.set / fail
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import (
+    InternalError,
+    NoEngine,
+    ParrotError,
+    QuotaExceeded,
+    Unavailable,
+)
+from parrot.protocol.http import HttpClient
+from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
+from parrot.protocol.public import ModelsResponse
+from parrot.serve.attempt import Attempt, Outcome
+from parrot.serve.config import CoreConfig
+from parrot.serve.context_index import Context
+from parrot.serve.contexts import ContextLedger
+from parrot.serve.engines import Engine, EngineView
+from parrot.serve.executor import Executor
+from parrot.serve.fleet import Connect, Fleet
+from parrot.serve.frees import FreeSender
+from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.prefix import PrefixHasher, prompt_segments
+from parrot.serve.retry import Verdict, final_error, judge
+from parrot.serve.scheduler.scheduler import Models, Scheduler
+from parrot.serve.scheduler.task import CompletionTask, Placement
+from parrot.serve.tokenizers import TokenizerRegistry
+from parrot.utils.clock import Clock
+from parrot.utils.tasks import TaskSet
+from parrot.utils.timers import Timer, TimerQueue
+
+logger = logging.getLogger(__name__)
+
+_CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
+
+
+class Dispatcher:
+    """Owns a completion from `submit` until it has settled its output. All methods are for the
+    event loop's thread; an output's callbacks run in it too, when the books are done."""
+
+    def __init__(self, config: CoreConfig, clock: Clock, connect: Connect | None = None) -> None:
+        self._config = config
+        self._clock = clock
+        self._timers = TimerQueue(clock)
+        self._ledger = ContextLedger(clock, config.constant_prefix_var_timeout, self._wake)
+        self._scheduler = Scheduler(config.global_scheduler, clock, self._ledger.index)
+        tokenizers = TokenizerRegistry()
+        self._executor = Executor(self._ledger, tokenizers)
+        self._fleet = Fleet(
+            config,
+            clock,
+            self._timers,
+            tokenizers,
+            connect or self._connect_http,
+            self._on_joined,
+            self._on_lost,
+        )
+        self._hasher = PrefixHasher()
+        self._frees = FreeSender(clock)
+        self._runners = TaskSet()
+        self._queued: dict[int, CompletionTask] = {}  # by completion id, like the next
+        self._running: dict[int, tuple[Attempt, asyncio.Task[None]]] = {}
+        self._unserved: dict[Models, Timer] = {}
+        self._expiry: Timer | None = None
+        self._is_pump_due = False
+
+    # Completions
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def check_room(self, num_completions: int) -> None:
+        """Raise `QuotaExceeded` if so many more cannot be queued."""
+        limit = self._config.global_scheduler.max_queue_size
+        if len(self._queued) + num_completions > limit:
+            raise QuotaExceeded(f"the queue is full ({limit} completions)")
+
+    def submit(self, completion: Completion) -> None:
+        """Run it when its turn comes. Its inputs are ready and its objective is set. Raises
+        `QuotaExceeded`, and then has done nothing."""
+        self.check_room(1)
+        segments = prompt_segments(completion)
+        options = completion.options
+        keys = self._hasher.keys(options.tenant, options.chat, segments)
+        task = CompletionTask(completion, segments, keys, self._clock.now())
+        self._scheduler.add(task)
+        self._enter_queue(task)
+
+    def reprioritise(self, completion: Completion) -> None:
+        """Its objective was tightened. No effect unless it is queued."""
+        task = self._queued.get(completion.id)
+        if task is not None:
+            self._scheduler.update(task)
+            self._wake()
+
+    def cancel(self, completion: Completion, error: ParrotError) -> None:
+        """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
+        if completion.id in self._queued:
+            task = self._leave_queue(completion.id)
+            self._scheduler.remove(task)
+        elif completion.id in self._running:
+            attempt = self._stop(completion.id)
+            self._scheduler.ended(attempt.task, attempt.engine.id)
+            self._restart(self._executor.abandon(attempt))
+        elif completion.state.is_final:
+            return
+        self._settle(completion, CompletionState.CANCELLED, error)
+
+    def release_session(self, session_id: int) -> None:
+        """Free every context of the session, those in use when their run ends. Contexts of its
+        tenant stay."""
+        self._ledger.release_session(session_id)
+        self._scheduler.forget_session(session_id)
+
+    # Engines
+
+    async def register_engine(self, info: EngineInfo) -> int:
+        """See `Fleet.register`."""
+        return await self._fleet.register(info)
+
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        return self._fleet.heartbeat(request)
+
+    def engines(self) -> list[EngineView]:
+        now = self._clock.now()
+        return [
+            EngineView(
+                engine.id,
+                engine.info,
+                engine.runtime,
+                self._scheduler.num_placed(engine.id),
+                self._ledger.num_contexts(engine.id),
+                self._ledger.num_tokens(engine.id),
+                now - engine.last_seen,
+            )
+            for engine in self._fleet.registry
+        ]
+
+    def models(self) -> ModelsResponse:
+        return self._fleet.registry.models()
+
+    # Checks and the end
+
+    def check_integrity(self) -> None:
+        """Recount contexts, users and loads. Raises AssertionError with what differs."""
+        attempts = [attempt for attempt, _ in self._running.values()]
+        users = Counter(a.context.id for a in attempts if a.context is not None)
+        self._ledger.check_integrity(users)
+        self._scheduler.check_integrity()
+        assert self._scheduler.num_queued == len(self._queued), self._queued
+        placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)
+        assert placed == len(self._running), (placed, self._running)
+
+    async def close(self) -> None:
+        """Fail what is unfinished with `Unavailable` and stop."""
+        error = Unavailable("ServeCore is shutting down")
+        completions = [task.completion for task in self._queued.values()]
+        completions += [attempt.task.completion for attempt, _ in self._running.values()]
+        for completion in completions:
+            self.cancel(completion, error)
+        await self._runners.close()
+        await self._timers.close()
+        await self._frees.close()
+        await self._fleet.close()
+
+    # The pump: one for all that happened in a turn of the event loop
+
+    def _wake(self) -> None:
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._is_pump_due = False
+        for placement in self._scheduler.schedule():
+            self._start(placement)
+        for engine_id, context_ids in self._ledger.take_frees().items():
+            engine = self._fleet.registry.get(engine_id)
+            if engine is not None:
+                self._frees.send(engine, context_ids)
+        expiry = self._ledger.next_expiry()
+        if self._expiry is None and expiry is not None:
+            self._expiry = self._timers.call_at(expiry, self._expire_contexts)
+
+    def _expire_contexts(self) -> None:
+        self._expiry = None
+        self._ledger.expire()
+        self._wake()
+
+    # Attempts
+
+    def _start(self, placement: Placement) -> None:
+        task = self._leave_queue(placement.task.completion.id)
+        engine = self._fleet.registry.get(placement.engine_id)
+        assert engine is not None, placement
+        completion = task.completion
+        completion.state = CompletionState.RUNNING
+        completion.times.started = self._clock.now()
+        completion.stats.attempts += 1
+        completion.stats.engine_name = engine.info.engine_name
+        completion.stats.model = engine.info.model
+        attempt = Attempt(task, engine, placement.priority)
+        runner = self._runners.spawn(self._run(attempt), name=f"completion {completion.id}")
+        self._running[completion.id] = (attempt, runner)
+
+    async def _run(self, attempt: Attempt) -> None:
+        try:
+            outcome = await self._executor.run(attempt)
+        except ParrotError as error:
+            self._fail(attempt, error)
+        except Exception:
+            logger.exception("completion %d failed", attempt.task.completion.id)
+            self._fail(attempt, InternalError("internal error"))
+        else:
+            self._finish(attempt, outcome)
+
+    def _is_current(self, attempt: Attempt) -> bool:
+        """Nothing that an older attempt brings counts any more."""
+        running = self._running.get(attempt.task.completion.id)
+        return running is not None and running[0] is attempt
+
+    def _finish(self, attempt: Attempt, outcome: Outcome) -> None:
+        if not self._is_current(attempt):
+            return
+        completion, usage = attempt.task.completion, outcome.response.usage
+        del self._running[completion.id]
+        self._executor.finish(attempt, outcome)
+        self._scheduler.ended(attempt.task, attempt.engine.id)
+        stats = completion.stats
+        stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
+        stats.output_tokens = usage.output_tokens or outcome.num_units
+        tokenized = None
+        if outcome.ids is not None and attempt.tokenizer is not None:
+            tokenized = TokenizedText(attempt.tokenizer.tokenizer_id, outcome.ids)
+        completion.state = CompletionState.DONE
+        completion.times.finished = self._clock.now()
+        self._wake()
+        if not completion.output.is_settled:
+            completion.output.set(outcome.text, tokenized)
+
+    def _fail(self, attempt: Attempt, error: ParrotError) -> None:
+        if not self._is_current(attempt):
+            return
+        task, engine = attempt.task, attempt.engine
+        verdict = judge(task, engine, error)
+        if verdict is Verdict.ENGINE_IS_LOST:
+            self._fleet.lose(engine, error.message)
+            return
+        del self._running[task.completion.id]
+        broken = self._executor.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
+        if verdict is Verdict.NEEDS_MEMORY:
+            self._ledger.evict_idle(engine.id)
+        if verdict is Verdict.FAILS:
+            self._scheduler.ended(task, engine.id)
+        else:
+            self._scheduler.requeue(task, engine.id)
+            self._enter_queue(task)
+        self._restart(broken)
+        if verdict is Verdict.FAILS:
+            self._settle(task.completion, CompletionState.FAILED, final_error(error))
+
+    def _stop(self, completion_id: int) -> Attempt:
+        """The attempt's runner does nothing more; its books are the caller's."""
+        attempt, runner = self._running.pop(completion_id)
+        runner.cancel()
+        return attempt
+
+    def _restart(self, broken: Iterable[Context]) -> None:
+        """Runs whose contexts were dropped with a parent go back to the queue."""
+        lost = {context.id for context in broken}
+        if not lost:
+            return
+        for attempt, _ in list(self._running.values()):
+            if attempt.context is not None and attempt.context.id in lost:
+                self._stop(attempt.task.completion.id)
+                self._executor.forget(attempt)
+                self._scheduler.requeue(attempt.task, attempt.engine.id)
+                self._enter_queue(attempt.task)
+
+    def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
+        completion.state = state
+        completion.times.finished = self._clock.now()
+        self._wake()
+        if not completion.output.is_settled:
+            completion.output.fail(error)
+
+    # The queue
+
+    def _enter_queue(self, task: CompletionTask) -> None:
+        task.completion.state = CompletionState.QUEUED
+        self._queued[task.completion.id] = task
+        self._ledger.expect(task.keys)
+        if not self._scheduler.is_served(task.models):
+            self._give_grace(task.models, self._clock.now())
+        self._wake()
+
+    def _leave_queue(self, completion_id: int) -> CompletionTask:
+        task = self._queued.pop(completion_id)
+        self._ledger.unexpect(task.keys)
+        return task
+
+    def _give_grace(self, models: Models, since: float) -> None:
+        """Nobody serves these models; an engine may come within the heartbeat timeout."""
+        if models not in self._unserved:
+            deadline = since + self._config.engine_heartbeat_timeout
+            self._unserved[models] = self._timers.call_at(
+                deadline, lambda: self._give_up(models, since)
+            )
+
+    def _give_up(self, models: Models, since: float) -> None:
+        """The grace is over for all that was queued when it began."""
+        del self._unserved[models]
+        wanted = " or ".join(models) or "any model"
+        later: list[float] = []
+        for task in self._scheduler.queued(models):
+            if task.arrived > since:
+                later.append(task.arrived)
+                continue
+            self._leave_queue(task.completion.id)
+            self._scheduler.remove(task)
+            error = NoEngine(f"no live engine serves {wanted}")
+            self._settle(task.completion, CompletionState.FAILED, error)
+        if later:
+            self._give_grace(models, min(later))
+
+    # Engines that come and go
+
+    def _on_joined(self, engine: Engine) -> None:
+        info = engine.info
+        units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
+        self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
+        self._scheduler.add_engine(engine.id, info.model, info.tasks_capacity, info.tokens_capacity)
+        for models in [m for m in self._unserved if self._scheduler.is_served(m)]:
+            self._unserved.pop(models).cancel()
+        self._wake()
+
+    def _on_lost(self, engine: Engine) -> None:
+        """Its completions run again elsewhere, but not for ever: one of them may be the cause."""
+        failed: list[Completion] = []
+        for attempt, _ in list(self._running.values()):
+            if attempt.engine is not engine:
+                continue
+            task = self._stop(attempt.task.completion.id).task
+            self._executor.forget(attempt)
+            task.num_lost += 1
+            if task.may_run_again:
+                self._scheduler.requeue(task, engine.id)
+                self._enter_queue(task)
+            else:
+                self._scheduler.ended(task, engine.id)
+                failed.append(task.completion)
+        self._ledger.forget_engine(engine.id)
+        self._scheduler.remove_engine(engine.id)
+        for models in self._scheduler.unserved():
+            self._give_grace(models, engine.last_seen)
+        for completion in failed:
+            error = final_error(Unavailable("every engine that ran it was lost"))
+            self._settle(completion, CompletionState.FAILED, error)
+
+    def _connect_http(self, info: EngineInfo) -> EngineClient:
+        host = f"[{info.host}]" if ":" in info.host else info.host
+        url = f"http://{host}:{info.port}"
+        return EngineClient(HttpClient(url, bearer_token=self._config.cluster_token))

@@ -1,0 +1,36 @@
+"""A real tokenizer.json without a download: a token per byte, plus special tokens."""
+
+import hashlib
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from parrot.protocol.internal import SpecialIds, TokenizerResponse
+
+BOS, EOS = "<s>", "<|im_end|>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(
+    *, add_bos: bool = False, chat_template: str | None = CHATML
+) -> TokenizerResponse:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in (BOS, EOS, "<|im_start|>")]
+    )
+    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    return TokenizerResponse(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=chat_template,
+        special_ids=SpecialIds(bos=bos, eos=[eos], add_bos=add_bos),
+        vocab_size=tokenizer.get_vocab_size(),
+    )
+
+
+def tokenizer_id_of(response: TokenizerResponse) -> str:
+    return hashlib.sha256(response.tokenizer_json.encode()).hexdigest()

@@ -1,0 +1,186 @@
+"""An engine inside the test's process: an `EngineClient` that keeps contexts as plain sequences and
+answers by a script."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import NotFound, ParrotError
+from parrot.protocol.internal import (
+    NO_PARENT,
+    EngineInfo,
+    EngineType,
+    FillPiece,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    RuntimeInfo,
+    StreamChunk,
+    TokenizerResponse,
+    Usage,
+)
+from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
+
+Contents = list[Any]  # ids, or characters
+
+
+@dataclass
+class Script:
+    """What the engine does with a request. `text`: from the whole prompt's text to the output;
+    `steps`: how many chunks a stream has; `hang_after`: chunks (0: before the first) after which it
+    waits for `resume`; `stop_token`: ends the ids."""
+
+    text: Callable[[str], str] = lambda prompt: f"<{len(prompt)}>"
+    error: ParrotError | None = None
+    steps: int = 3
+    hang_after: int | None = None
+    latency_s: float = 0.0
+    finish_reason: FinishReason = FinishReason.STOP
+    stop_token: bool = True
+    extra_ids: Sequence[int] = ()
+
+
+@dataclass
+class FakeEngine(EngineClient):
+    """`scripts` are used up in order, then `script` for ever. `prompts` and `requests` record what
+    was asked, `freed` which contexts were freed; `contexts` is what lives."""
+
+    info: EngineInfo
+    tokenizer_response: TokenizerResponse | None = None
+    script: Script = field(default_factory=Script)
+    scripts: list[Script] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    free_batches: int = 0
+    free_error: ParrotError | None = None
+    contexts: dict[int, Contents] = field(default_factory=dict)
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    is_closed: bool = False
+    num_aborted: int = 0
+
+    def __post_init__(self) -> None:
+        payload = self.tokenizer_response
+        self._codec = None if payload is None else Tokenizer.from_str(payload.tokenizer_json)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    async def tokenizer(self) -> TokenizerResponse:
+        assert self.tokenizer_response is not None
+        return self.tokenizer_response
+
+    async def ping(self) -> RuntimeInfo:
+        return RuntimeInfo()
+
+    async def free_contexts(self, context_ids: Sequence[int]) -> int:
+        self.free_batches += 1
+        if self.free_error is not None:
+            raise self.free_error
+        self.freed.extend(context_ids)
+        return sum(len(self.contexts.pop(context_id, ())) for context_id in context_ids)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        async for event in self.generate_stream(request):
+            if isinstance(event, GenerateResponse):
+                return event
+        raise AssertionError("no result")
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
+        self.requests.append(request)
+        script = self.scripts.pop(0) if self.scripts else self.script
+        try:
+            if script.error is not None:
+                raise script.error
+            cached = self._fill(request.fills)
+            contents = self.contexts[request.context_id]
+            self.prompts.append(self._decode(contents))
+            text = script.text(self.prompts[-1])
+            if script.latency_s:
+                await asyncio.sleep(script.latency_s)
+            size = max(1, -(-len(text) // script.steps))
+            for i, start in enumerate(range(0, len(text), size)):
+                await self._maybe_hang(script, i)
+                chunk = text[start : start + size]
+                yield StreamChunk(ids=self._encode(chunk), text=chunk)
+            await self._maybe_hang(script, script.steps)
+            yield self._finish(request, script, text, cached)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_aborted += 1
+            raise
+
+    async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
+        if script.hang_after == num_chunks:
+            await self.resume.wait()
+
+    def _fill(self, fills: Sequence[FillPiece]) -> int:
+        cached = 0
+        for piece in fills:
+            contents = self.contexts.get(piece.context_id)
+            if contents is None:
+                if piece.parent_context_id != NO_PARENT:
+                    parent = self.contexts.get(piece.parent_context_id)
+                    if parent is None:
+                        raise NotFound(f"no context {piece.parent_context_id}")
+                    assert piece.parent_len is None or piece.parent_len <= len(parent)
+                    contents = parent[: piece.parent_len]
+                    cached = len(contents)
+                else:
+                    contents = []
+                self.contexts[piece.context_id] = contents
+            contents.extend(piece.text if piece.token_ids is None else piece.token_ids)
+        return cached
+
+    def _finish(
+        self, request: GenerateRequest, script: Script, text: str, cached: int
+    ) -> GenerateResponse:
+        contents = self.contexts[request.context_id]
+        computed = len(contents) - cached
+        ids = [*self._encode(text), *script.extra_ids]
+        if self.tokenizer_response is not None:
+            ids += self.tokenizer_response.special_ids.eos[:1] if script.stop_token else []
+        contents.extend(ids if self._codec else text)
+        usage = Usage(cached_tokens=cached, computed_tokens=computed, output_tokens=len(ids))
+        return GenerateResponse(
+            generated_text=text,
+            generated_ids=ids,
+            finish_reason=script.finish_reason,
+            usage=usage,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        if self._codec is None:
+            return []
+        return list(self._codec.encode(text, add_special_tokens=False).ids)
+
+    def _decode(self, contents: Contents) -> str:
+        if self._codec is None:
+            return "".join(map(str, contents))
+        return str(self._codec.decode(contents, skip_special_tokens=False))
+
+
+def fake_engine(
+    name: str = "fake", *, model: str = "tiny", text: bool = False, add_bos: bool = False,
+    tokens_capacity: int = 100_000, tasks_capacity: int = 64, max_seq_len: int = 50_000,
+    block_size: int = 1, script: Script | None = None,
+) -> FakeEngine:  # fmt: skip
+    payload = None if text else byte_tokenizer(add_bos=add_bos)
+    info = EngineInfo(
+        engine_type=EngineType.SIM,
+        engine_name=name,
+        model=model,
+        tokenizer_id=None if payload is None else tokenizer_id_of(payload),
+        host="127.0.0.1",
+        port=9001,
+        max_seq_len=max_seq_len,
+        tasks_capacity=tasks_capacity,
+        tokens_capacity=tokens_capacity,
+        block_size=block_size,
+    )
+    return FakeEngine(info, payload, script or Script())
