@@ -8,7 +8,7 @@ test needs to happen otherwise is a method of `FakeServe` or a function name:
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,10 @@ class FakeServe:
     the other, instead of answering the next requests for which it is armed."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new. For tests that share a server."""
         self.calls: list[Call] = []
         self.ended: list[int] = []
         self.num_requests: dict[str, int] = {}
@@ -64,10 +68,12 @@ class FakeServe:
         self.withdrawn = threading.Event()  # a reader left before the value was there
         self.reading = threading.Event()  # a read has begun
         self.chunk_size = 3
+        self.ignores_timeouts = False
         self._variables: dict[str, SemanticVariable] = {}
-        self._contexts: dict[int, str] = {}
         self._answers: dict[str | None, CallResponse] = {}
-        self._producers: dict[str, Callable[[], Any]] = {}
+        self._submitted: dict[int, tuple[Call, dict[str, SemanticVariable]]] = {}
+        self._runs: dict[int, asyncio.Task[str]] = {}
+        self._producers: dict[str, int] = {}
         self._ids = IdCounter(1)
 
     def create_session(self) -> SessionCreateResponse:
@@ -122,46 +128,49 @@ class FakeServe:
             )
         answer = CallResponse(request_id=self._ids.next(), param_info=infos)
         self._answers[request.idempotency_key] = answer
-        outputs = [values[p.name] for p in request.parameters if p.is_output]
-        for output in outputs:
-            self._producers[output.id] = lambda: self._produce(answer, request, values, outputs)
+        self._submitted[answer.request_id] = (request, values)
+        for param in request.parameters:
+            if param.is_output:
+                self._producers[values[param.name].id] = answer.request_id
         return answer
 
     async def activate(self, var: SemanticVariable) -> None:
         """Produce `var`, and first what it needs."""
-        if not var.is_settled and (producer := self._producers.pop(var.id, None)) is not None:
-            await producer()
+        if not var.is_settled and var.id in self._producers:
+            await self._run(self._producers[var.id])
 
-    async def _produce(
-        self,
-        answer: CallResponse,
-        request: Call,
-        values: dict[str, SemanticVariable],
-        outputs: list[SemanticVariable],
-    ) -> None:
-        if request.func_name == "hang":
-            return
+    async def _run(self, request_id: int) -> str:
+        """Run a call once; returns its context."""
+        if request_id not in self._runs:
+            self._runs[request_id] = asyncio.create_task(self._produce(request_id))
+        return await asyncio.shield(self._runs[request_id])
+
+    async def _produce(self, request_id: int) -> str:
+        request, values = self._submitted[request_id]
+        outputs = [values[param.name] for param in request.parameters if param.is_output]
         try:
+            if request.func_name == "hang":
+                return ""
             if request.func_name == "fail":
                 raise EngineFailed("the engine failed")
-            if isinstance(request, NativeCallRequest):
-                for output in outputs:
-                    output.set(request.func_source)
-            else:
-                await self._generate(answer.request_id, request, values, outputs)
+            if isinstance(request, SemanticCallRequest):
+                return await self._generate(request, values, outputs)
+            for output in outputs:
+                output.set(request.func_source)
         except ParrotError as error:
             for output in outputs:
                 if not output.is_settled:
                     output.fail(error)
+        return ""
 
     async def _generate(
         self,
-        request_id: int,
         request: SemanticCallRequest,
         values: dict[str, SemanticVariable],
         outputs: list[SemanticVariable],
-    ) -> None:
-        prompt = self._contexts[request.successor_of] if request.successor_of else ""
+    ) -> str:
+        prompt = "" if request.successor_of is None else await self._run(request.successor_of)
+        kept = prompt
         for piece in parse_template(request.template):
             if isinstance(piece, Text):
                 prompt += piece.text
@@ -169,10 +178,11 @@ class FakeServe:
             var = values[piece.name]
             if var in outputs:
                 var.set(f"<{piece.name}: {prompt}>")
+                kept = prompt + var.text
             else:
                 await self.activate(var)
             prompt += await var.wait()
-        self._contexts[request_id] = prompt
+        return kept if outputs and request.remove_pure_fill else prompt
 
 
 async def _read(
@@ -180,7 +190,7 @@ async def _read(
 ) -> AsyncIterator[str]:
     serve.reading.set()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(None if serve.ignores_timeouts else timeout_s):
             await serve.activate(var)
             async for text in var.stream():
                 for start in range(0, len(text), serve.chunk_size):

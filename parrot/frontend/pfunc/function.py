@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parrot.frontend.pfunc.call import (
@@ -30,6 +31,7 @@ from parrot.frontend.pfunc.native_source import function_source
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.frontend.pfunc.session import Session
 from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.sampling import SamplingConfig
 
 __all__ = [
     "BasicCall",
@@ -194,7 +196,7 @@ class PyNativeFunction(BasicFunction):
         params: Sequence[Parameter],
         metadata: NativeFuncMetadata | None = None,
     ) -> None:
-        super().__init__(name, params)
+        super().__init__(name, [_without_sampling(name, param) for param in params])
         if not self.outputs:
             raise ValueError(f"native function `{name}` has no output")
         self.metadata = metadata or NativeFuncMetadata()
@@ -216,6 +218,12 @@ def session_of(call: BasicCall) -> Session | None:
             if isinstance(var, SemanticVariable) and var.session is not None:
                 return var.session
     return session
+
+
+def _without_sampling(name: str, param: Parameter) -> Parameter:
+    if param.sampling_config not in (None, SamplingConfig()):
+        raise ValueError(f"native function `{name}`: nothing is sampled for `{param.name}`")
+    return replace(param, sampling_config=None)
 
 
 def _locations(body: Sequence[FuncBodyPiece]) -> list[Parameter]:

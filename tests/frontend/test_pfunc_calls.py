@@ -1,0 +1,175 @@
+"""Binding arguments, and what is sent of a call. No server."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot import P
+from parrot.frontend.pfunc.function import SemanticCall
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.public import SemanticCallRequest
+
+
+@P.semantic_function()
+def f(a: P.Input, b: P.Input, n: int, y: P.Output, z: P.Output(P.SamplingConfig(top_k=1))):
+    """A {{a}} b {{b}} n {{n}} {{y}} then {{z}}"""
+
+
+@P.semantic_function()
+def with_default(a: P.Input, y: P.Output, n: int = 3):
+    """A {{a}} {{n}} {{y}}"""
+
+
+def payload_of(call: SemanticCall) -> dict[str, dict[str, Any]]:
+    return {p["name"]: p for p in call.to_request_payload()["parameters"]}
+
+
+def test_outside_a_session_the_call_itself_is_returned() -> None:
+    call = f("1", "2", 3)
+    assert isinstance(call, SemanticCall)
+    assert call.func is f
+    payload = call.to_request_payload()
+    assert payload["template"] == f.to_template_str()
+    assert payload["func_name"] == "f"
+    assert payload["models"] == []
+    assert payload["remove_pure_fill"] is True
+    assert payload_of(call) == {
+        "a": {"name": "a", "is_output": False, "value": "1"},
+        "b": {"name": "b", "is_output": False, "value": "2"},
+        "n": {"name": "n", "is_output": False, "value": "3"},
+        "y": {"name": "y", "is_output": True, "sampling_config": P.SamplingConfig()},
+        "z": {"name": "z", "is_output": True, "sampling_config": P.SamplingConfig(top_k=1)},
+    }
+    SemanticCallRequest(session_id=0, **payload)
+
+
+async def test_ainvoke_outside_a_session() -> None:
+    assert isinstance(await f.ainvoke("1", "2", 3), SemanticCall)
+
+
+def test_positions_skip_outputs_and_keywords_bind_anything() -> None:
+    @P.semantic_function()
+    def g(y: P.Output, a: P.Input, b: P.Input):
+        """x {{y}} {{a}} {{b}}"""
+
+    made = P.variable("made")
+    call = g("1", b="2", y=made)
+    assert call.bindings == {"a": "1", "b": "2", "y": made}
+    assert call.output_vars == [made]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "message"),
+    [
+        ((1, 2, 3, 4), {}, ValueError, "at most 3 positional"),
+        ((1, 2, 3), {"a": 1}, TypeError, "two values for `a`"),
+        ((1, 2, 3), {"q": 1}, TypeError, "no parameter `q`"),
+        ((1, 2), {}, TypeError, "misses a value for `n`"),
+        ((), {"b": 1, "n": 2}, TypeError, "misses a value for `a`"),
+        ((1, 2, 3), {"y": "text"}, TypeError, "output `y` takes a SemanticVariable, not str"),
+    ],
+)
+def test_wrong_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        f(*args, **kwargs)
+
+
+def test_one_variable_cannot_be_two_outputs() -> None:
+    made = P.variable()
+    with pytest.raises(TypeError, match="one variable for two outputs"):
+        f(1, 2, 3, y=made, z=made)
+
+
+def test_defaults_fill_in() -> None:
+    assert with_default("x").bindings["n"] == "3"
+    assert with_default("x", 5).bindings["n"] == "5"
+
+
+def test_a_parameter_may_be_called_self() -> None:
+    @P.semantic_function()
+    def g(self: P.Input, func: P.Input, y: P.Output):
+        """{{self}} {{func}} {{y}}"""
+
+    assert g(self="1", func="2").bindings["self"] == "1"
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8")))
+def test_values_are_never_parsed(text: str) -> None:
+    """Also when they look like a placeholder: they travel beside the template."""
+    call = f("{{b}}", "x", text)
+    assert payload_of(call)["a"]["value"] == "{{b}}"
+    assert payload_of(call)["n"]["value"] == text
+    assert call.to_request_payload()["template"] == f.to_template_str()
+
+
+def test_objects_are_rendered_with_str() -> None:
+    assert payload_of(f(1.5, [1, "a"], None))["b"]["value"] == "[1, 'a']"
+    assert payload_of(f(1.5, [1, "a"], None))["n"]["value"] == "None"
+
+
+def test_a_variable_with_a_value_travels_as_its_value() -> None:
+    known = P.variable("known", content="text")
+    assert payload_of(f(known, known, known))["n"]["value"] == "text"
+
+
+def test_an_unset_variable_of_no_session_cannot_travel() -> None:
+    with pytest.raises(InvalidRequest, match="has no value") as caught:
+        f(P.variable("loose"), 2, 3).to_request_payload()
+    assert caught.value.param == "a"
+
+
+def test_inputs_that_the_template_does_not_use_stay_here() -> None:
+    @P.semantic_function()
+    def g(a: P.Input, unused: P.Input, y: P.Output):
+        """{{a}} {{y}} {{unused}}"""
+
+    assert set(payload_of(g("1", "2"))) == {"a", "y"}
+
+
+def test_repr_names_the_function() -> None:
+    assert "f(a: INPUT_LOC, b: INPUT_LOC" in repr(f)
+    assert "SemanticCall(f" in repr(f(1, 2, 3))
+
+
+def test_variables_outside_a_session() -> None:
+    loose = P.variable("loose")
+    assert (loose.name, loose.id, loose.content) == ("loose", None, None)
+    assert not loose.is_registered
+    assert not loose.is_ready
+    with pytest.raises(InvalidRequest, match="belongs to no session"):
+        loose.get()
+    loose.set("text")
+    assert loose.is_ready
+    assert loose.get() == "text"
+    assert list(loose.stream()) == ["text"]
+    with pytest.raises(P.errors.AlreadySet):
+        loose.set("other")
+    assert P.variable().name != P.variable().name
+    assert list(P.variable(content="").stream()) == []
+
+
+async def test_async_reads_outside_a_session() -> None:
+    known = P.variable("known", "text")
+    assert await known.aget() == "text"
+    assert [piece async for piece in known.astream()] == ["text"]
+    with pytest.raises(InvalidRequest):
+        await P.variable().aget()
+
+
+def test_a_cancelled_variable_outside_a_session() -> None:
+    loose = P.variable("loose")
+    loose.cancel()
+    with pytest.raises(P.errors.Cancelled):
+        loose.get()
+    known = P.variable("known", "text")
+    known.cancel()
+    assert known.get() == "text"
+
+
+def test_only_text_can_be_set() -> None:
+    with pytest.raises(TypeError, match="int"):
+        P.variable().set(3)

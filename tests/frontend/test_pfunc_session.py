@@ -1,0 +1,573 @@
+"""Programs against a fake ServeCore, over real sockets."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import stamina
+
+from parrot import P
+from parrot.protocol.errors import (
+    AlreadySet,
+    AuthenticationFailed,
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    NoEngine,
+    SessionGone,
+    TimedOut,
+    Unavailable,
+    ValidationFailed,
+)
+from parrot.testing.fake_serve import FakeServe
+
+
+@P.semantic_function()
+def joke(topic: P.Input, style: str, joke: P.Output, why: P.Output):
+    """Tell a {{style}} joke about {{topic}}: {{joke}} Explain: {{why}}"""
+
+
+@P.semantic_function()
+def ask(question: P.Input, answer: P.Output):
+    """Q {{question}} A {{answer}}"""
+
+
+@P.semantic_function()
+def hang(question: P.Input, answer: P.Output):
+    """Q {{question}} A {{answer}}"""
+
+
+@P.semantic_function()
+def fail(question: P.Input, answer: P.Output):
+    """Q {{question}} A {{answer}}"""
+
+
+@pytest.fixture(autouse=True)
+def fast_retries() -> object:
+    with stamina.set_testing(True, attempts=3):
+        yield
+
+
+def test_a_program(vm: P.VirtualMachine, serve: FakeServe) -> None:
+    seen: list[str] = []
+
+    def program(topic: str) -> None:
+        text, why = joke(topic, "dry")
+        assert not text.is_ready
+        assert text.is_registered
+        assert vm.session_registered
+        seen.extend((text.get(), why.get(P.PerformanceCriteria.LATENCY)))
+        assert why.content == seen[1]
+
+    seconds = vm.run(program, args=["cats"])
+    assert seconds == vm.stat_run_time > 0
+    assert seen[0] == "<joke: Tell a dry joke about cats: >"
+    assert seen[1] == f"<why: Tell a dry joke about cats: {seen[0]} Explain: >"
+    assert not vm.session_registered
+    assert vm.session_id is None
+    assert len(serve.ended) == 1
+
+
+def test_an_async_program(vm: P.VirtualMachine, serve: FakeServe) -> None:
+    seen: list[str] = []
+
+    async def program() -> None:
+        answers = await asyncio.gather(*[ask.ainvoke(f"q{i}") for i in range(50)])
+        final = ask(answers[0])
+        seen.extend(await asyncio.gather(*[answer.aget() for answer in answers]))
+        seen.append(await final.aget("ttft"))
+
+    vm.run(program, timeit=True)
+    assert seen[:50] == [f"<answer: Q q{i} A >" for i in range(50)]
+    assert seen[50] == f"<answer: Q {seen[0]} A >"
+    assert len(serve.calls) == 51
+
+
+def test_a_coroutine_is_a_program_too(vm: P.VirtualMachine) -> None:
+    async def program() -> None:
+        assert await ask("x").aget() == "<answer: Q x A >"
+
+    vm.run(program())
+
+
+def test_values_that_look_like_placeholders_stay_text(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        text, _ = joke("{{why}}", "{{topic}}")
+        assert text.get() == "<joke: Tell a {{topic}} joke about {{why}}: >"
+
+
+def test_reads_are_cached(vm: P.VirtualMachine, serve: FakeServe) -> None:
+    with vm.running_scope():
+        answer = ask("x")
+        first = answer.get()
+        assert (answer.get(), list(answer.stream())) == (first, [first])
+    assert answer.get() == first
+    assert serve.num_requests["get"] == 1
+
+
+def test_calls_carry_what_the_function_says(vm: P.VirtualMachine, serve: FakeServe) -> None:
+    @P.semantic_function(models=["m"], cache_prefix=False, conversation_template=P.chat_template)
+    def f(y: P.Output(P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"]))):
+        """x {{y}}"""
+
+    with vm.running_scope():
+        f()
+    (call,) = serve.calls
+    assert (call.models, call.cache_prefix, call.chat) == (["m"], False, True)
+    config = call.parameters[0].sampling_config
+    assert config == P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"])
+
+
+class TestVariables:
+    def test_made_before_and_set_late(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            question = P.variable("question")
+            assert question.is_registered
+            answer = ask(question)
+            threading.Timer(0.05, question.set, ["late"]).start()
+            assert answer.get(timeout=10) == "<answer: Q late A >"
+
+    def test_made_with_content(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            question = P.variable("question", content="now")
+            assert question.get() == "now"
+            assert ask(question).get() == "<answer: Q now A >"
+
+    def test_can_be_set_once(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            question = P.variable("question")
+            question.set("a")
+            with pytest.raises(AlreadySet):
+                question.set("b")
+            answer = ask(question)
+            answer.get()
+            with pytest.raises(AlreadySet):
+                answer.set("mine")
+
+    def test_a_premade_output(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            middle = P.variable("middle")
+            last = ask(middle)
+            assert ask("x", answer=middle) is middle
+            assert last.get() == "<answer: Q <answer: Q x A > A >"
+
+    def test_made_outside_joins_with_the_first_call(self, vm: P.VirtualMachine) -> None:
+        middle = P.variable("middle")
+        with vm.running_scope():
+            last = ask(middle)
+            assert middle.is_registered
+            assert ask("x", answer=middle) is middle
+            assert last.get() == "<answer: Q <answer: Q x A > A >"
+
+    def test_an_object_parameter_takes_a_variable(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            text, _ = joke("cats", ask("x"))
+            assert "Tell a <answer: Q x A > joke" in text.get()
+
+    def test_values_cross_sessions_but_variables_do_not(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            known, unknown = ask("x"), ask("y")
+            known.get()
+        with vm.running_scope():
+            assert ask(known).get() == "<answer: Q <answer: Q x A > A >"
+            with pytest.raises(InvalidRequest, match="another session"):
+                ask(unknown)
+            with pytest.raises(InvalidRequest, match="another session"):
+                ask("x", answer=unknown)
+        with pytest.raises(SessionGone):
+            unknown.get()
+
+
+class TestStreams:
+    def test_stream(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            answer = ask("x")
+            pieces = list(answer.stream())
+            assert "".join(pieces) == answer.content == "<answer: Q x A >"
+            assert len(pieces) == -(-len(answer.content) // serve.chunk_size)
+
+    async def test_astream(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            answer = await ask.ainvoke("x")
+            pieces = [piece async for piece in answer.astream(timeout=10)]
+            assert "".join(pieces) == answer.content == "<answer: Q x A >"
+            assert len(pieces) > 2
+
+    def test_errors_end_a_stream(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope(), pytest.raises(EngineFailed, match="the engine failed"):
+            list(fail("x").stream())
+
+    def test_timeouts_end_a_stream(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope(), pytest.raises(TimedOut):
+            list(hang("x").stream(timeout=0.05))
+
+    async def test_errors_end_an_async_stream(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope(), pytest.raises(EngineFailed):
+            [_ async for _ in fail("x").astream()]
+
+    def test_a_broken_stream_goes_on_where_it_was(
+        self, vm: P.VirtualMachine, serve: FakeServe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from parrot.protocol.serve_client import ServeClient
+
+        whole = ServeClient.stream_var
+        num_calls = 0
+
+        async def breaking(self: ServeClient, *args: object) -> object:
+            nonlocal num_calls
+            num_calls += 1
+            num_left = 2 * num_calls if num_calls < 3 else None
+            async for piece in whole(self, *args):
+                if num_left == 0:
+                    raise Unavailable("broken")
+                if num_left is not None:
+                    num_left -= 1
+                yield piece
+
+        monkeypatch.setattr(ServeClient, "stream_var", breaking)
+        with vm.running_scope():
+            answer = ask("x")
+            assert "".join(answer.stream()) == "<answer: Q x A >"
+        assert num_calls == 3
+
+    def test_leaving_a_stream_withdraws_the_read(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            serve.chunk_size = 1
+            half, _ = joke("x", "y")
+            stream = half.stream()
+            next(stream)
+            stream.close()
+            assert not half.is_ready
+
+    def test_the_end_of_the_session_ends_a_pending_stream(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope(), ThreadPoolExecutor(1) as reader:
+            pending = reader.submit(next, hang("x").stream())
+            assert serve.reading.wait(10)
+            vm.unregister_session()
+            with pytest.raises(SessionGone):
+                pending.result(10)
+        assert serve.withdrawn.wait(10)
+
+
+class TestErrors:
+    def test_a_failed_call_fails_all_that_need_it(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            bad = fail("x")
+            for reader in (bad, ask(bad), ask(ask(bad))):
+                with pytest.raises(EngineFailed, match="the engine failed"):
+                    reader.get()
+
+    def test_a_read_times_out(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope(), pytest.raises(TimedOut):
+            hang("x").get(timeout=0.05)
+
+    def test_a_read_times_out_although_the_server_does_not_answer(
+        self, vm: P.VirtualMachine, serve: FakeServe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("parrot.frontend.pfunc.session._READ_MARGIN_S", 0.1)
+        serve.ignores_timeouts = True
+        with vm.running_scope(), pytest.raises(TimedOut, match="no value of `answer`"):
+            hang("x").get(timeout=0.05)
+
+    async def test_an_async_read_times_out(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope(), pytest.raises(TimedOut):
+            await hang("x").aget(timeout=0.05)
+
+    def test_cancel(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            answer = hang("x")
+            waiting = ThreadPoolExecutor(1)
+            pending = waiting.submit(answer.get)
+            answer.cancel()
+            with pytest.raises(Cancelled):
+                pending.result(10)
+            with pytest.raises(Cancelled):
+                ask(answer).get()
+            done = ask("x")
+            done.get()
+            done.cancel()
+            assert done.get() == "<answer: Q x A >"
+            waiting.shutdown()
+
+    async def test_cancelling_an_async_read_withdraws_it(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            task = asyncio.create_task(hang("x").aget())
+            await asyncio.to_thread(serve.reading.wait, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(serve.withdrawn.wait, 10)
+
+    def test_nobody_answers(self) -> None:
+        vm = P.VirtualMachine("http://127.0.0.1:9")
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"), vm.running_scope():
+            pytest.fail("the scope must not open")
+        assert not vm.session_registered
+        assert [t.name for t in threading.enumerate()].count("parrot-io") == 0
+
+    def test_a_refused_session(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            serve.errors["call"] = [AuthenticationFailed("no")]
+            with pytest.raises(AuthenticationFailed):
+                ask("x")
+            assert ask("x").get()
+
+    def test_text_that_is_no_unicode(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            with pytest.raises(ValidationFailed, match="value"):
+                ask("\ud800")
+            with pytest.raises(InvalidRequest, match="JSON"):
+                P.variable("x").set("\ud800")
+            with pytest.raises(InvalidRequest, match="JSON"):
+                P.variable("x", "\ud800")
+
+    def test_a_function_without_outputs_is_not_just_called(self, vm: P.VirtualMachine) -> None:
+        @P.semantic_function()
+        def start():
+            """You are a parrot."""
+
+        with vm.running_scope(), pytest.raises(InvalidRequest, match="invoke_statefully"):
+            start()
+
+
+class TestRetries:
+    def test_calls_and_reads_survive_a_broken_connection(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            serve.errors["call"] = [Unavailable("broken"), Unavailable("broken")]
+            answer = ask("x")
+            serve.errors["get"] = [Unavailable("broken")]
+            assert answer.get() == "<answer: Q x A >"
+        assert serve.num_requests == {"call": 3, "get": 2, "delete": 1}
+        assert len(serve.calls) == 1
+
+    def test_not_for_ever(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            serve.errors["call"] = [Unavailable("broken")] * 5
+            with pytest.raises(Unavailable):
+                ask("x")
+        assert serve.num_requests["call"] < 5
+
+    def test_answers_are_final(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            answer = ask("x")
+            serve.errors["get"] = [NoEngine("none")]
+            with pytest.raises(NoEngine):
+                answer.get()
+        assert serve.num_requests["get"] == 1
+
+    def test_setting_is_not_repeated(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            var = P.variable("x")
+            serve.errors["set"] = [Unavailable("broken")]
+            with pytest.raises(Unavailable):
+                var.set("a")
+            assert serve.num_requests["set"] == 1
+            var.set("a")
+            assert var.get() == "a"
+
+    def test_every_call_has_a_key_of_its_own(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            ask("x")
+            ask("x")
+        assert len({call.idempotency_key for call in serve.calls} - {None}) == 2
+
+
+class TestScopes:
+    def test_exceptions_pass_through_and_the_session_ends(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        def program() -> None:
+            ask("x")
+            raise ZeroDivisionError("mine")
+
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            vm.run(program)
+        assert serve.ended == [serve.calls[0].session_id]
+        assert not vm.session_registered
+
+    def test_async_exceptions_pass_through(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        async def program() -> None:
+            raise ZeroDivisionError("mine")
+
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            vm.run(program)
+        assert len(serve.ended) == 1
+
+    def test_the_end_of_a_session_never_hides_the_program(
+        self, vm: P.VirtualMachine, serve: FakeServe, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        serve.errors["delete"] = [Unavailable("gone")]
+        with vm.running_scope():
+            answer = ask("x").get()
+        assert answer
+        assert "was not ended" in caplog.text
+
+    def test_after_the_scope_calls_are_not_sent(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            ask("x")
+        ask("x").to_request_payload()
+        assert len(serve.calls) == 1
+
+    def test_scopes_of_one_machine_share_a_session(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            outer = vm.session_id
+            with vm.running_scope():
+                assert vm.session_id == outer
+            assert vm.session_registered
+            ask("x").get()
+        assert serve.ended == [outer]
+
+    def test_scopes_of_two_machines_nest(self, vm: P.VirtualMachine, url: str) -> None:
+        other = P.VirtualMachine(url)
+        with vm.running_scope():
+            with other.running_scope():
+                inner = ask("x")
+            assert ask("x").session is not inner.session
+
+    def test_the_global_environment(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        vm.set_global_env()
+        try:
+            assert ask("x").get()
+            assert vm.session_id is not None
+        finally:
+            vm.unset_global_env()
+        assert len(serve.ended) == 1
+        vm.unset_global_env()
+        assert len(serve.ended) == 1
+
+    def test_a_session_by_hand(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        vm.register_session()
+        session_id = vm.session_id
+        with vm.running_scope():
+            assert vm.session_id == session_id
+        assert vm.session_registered
+        vm.unregister_session()
+        vm.unregister_session()
+        assert serve.ended == [session_id]
+
+    def test_profile(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        runs: list[int] = []
+        seconds = vm.profile(lambda n: runs.append(n), warmups=1, trials=3, args=[7])
+        assert runs == [7] * 4
+        assert seconds > 0
+        assert len(serve.ended) == 4
+        with pytest.raises(ValueError, match="trials"):
+            vm.profile(lambda: None, trials=0)
+
+    def test_session_info(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            assert vm.session_info().session_id == vm.session_id
+        with pytest.raises(InvalidRequest, match="no session"):
+            vm.session_info()
+
+    def test_the_constructor_sends_nothing(self) -> None:
+        assert P.VirtualMachine().core_http_addr == "http://localhost:9000"
+        with pytest.raises(ValueError, match="mode"):
+            P.VirtualMachine(mode="verbose")
+
+    def test_debug_mode_logs_calls(self, url: str, caplog: pytest.LogCaptureFixture) -> None:
+        vm = P.VirtualMachine(url, mode="debug")
+        with vm.running_scope():
+            ask("x")
+        assert "SemanticCall(ask" in caplog.text
+
+    def test_no_thread_is_left(self, vm: P.VirtualMachine) -> None:
+        vm.run(lambda: ask("x").get())
+        assert "parrot-io" not in [thread.name for thread in threading.enumerate()]
+
+
+class TestThreads:
+    def test_many_threads_share_a_scope(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        def work(number: int) -> str:
+            with vm.running_scope():
+                return ask(ask(number)).get()
+
+        with vm.running_scope(), ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(work, range(40)))
+        assert answers == [f"<answer: Q <answer: Q {i} A > A >" for i in range(40)]
+        assert len({call.session_id for call in serve.calls}) == 1
+        assert len(serve.ended) == 1
+
+    def test_a_new_thread_follows_its_arguments(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope(), ThreadPoolExecutor(1) as pool:
+            first = ask("x")
+            assert pool.submit(lambda: ask(first).get()).result(10)
+            assert pool.submit(first.get).result(10)
+
+    async def test_to_thread_keeps_the_scope(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            assert await asyncio.to_thread(lambda: ask("x").get()) == "<answer: Q x A >"
+
+    def test_one_loose_variable_in_many_calls_at_once(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        loose = P.variable("loose")
+
+        async def program() -> None:
+            await asyncio.gather(*[ask.ainvoke(loose) for _ in range(20)])
+
+        vm.run(program)
+        assert serve.num_requests["create_var"] == 1
+
+
+CTRL_C = """
+import sys, threading
+from parrot import P
+@P.semantic_function()
+def hang(answer: P.Output):
+    '''Q {{answer}}'''
+vm = P.VirtualMachine(sys.argv[1])
+try:
+    with vm.running_scope():
+        answer = hang()
+        print("waiting", flush=True)
+        answer.get()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_a_blocking_read(url: str, serve: FakeServe) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CTRL_C, url], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        assert serve.reading.wait(10)
+        start = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stdout.read() == "interrupted\n"
+    assert process.returncode == 0
+    assert time.monotonic() - start < 3
+    assert serve.withdrawn.wait(10)
+    assert len(serve.ended) == 1
+
+
+def test_a_program_that_just_ends_leaves_no_session(url: str, serve: FakeServe) -> None:
+    code = (
+        "import sys; from parrot import P; vm = P.VirtualMachine(sys.argv[1]); vm.set_global_env()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, url], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(serve.ended) == 1
