@@ -118,6 +118,8 @@ class FakeEngine(EngineClient):
     async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
         if script.hang_after == num_chunks:
             await self.resume.wait()
+        else:
+            await asyncio.sleep(0)
 
     def _fill(self, fills: Sequence[FillPiece]) -> int:
         cached = 0
@@ -134,7 +136,7 @@ class FakeEngine(EngineClient):
                 else:
                     contents = []
                 self.contexts[piece.context_id] = contents
-            contents.extend(piece.text if piece.token_ids is None else piece.token_ids)
+            contents.extend(piece.token_ids or piece.text or ())
         return cached
 
     def _finish(
