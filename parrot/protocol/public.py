@@ -140,13 +140,29 @@ class EmptyResponse(BaseModel):
     pass
 
 
+class ErrorDetail(BaseModel):
+    type: str = Field(description="the error's class, see the error table")
+    message: str
+    param: str | None = Field(None, description="the field or parameter that is to blame")
+
+
+class ErrorResponse(BaseModel):
+    """The body of every answer with a status of 400 or above."""
+
+    error: ErrorDetail
+
+
 class CompletionInfo(BaseModel):
     """One row of the executed graph. Times are seconds since the session began; `null`: not yet."""
 
+    kind: Literal["semantic", "native"] = "semantic"
     request_id: int
     func_name: str
     output: str = Field(description="name of the output variable")
     output_var_id: str
+    outputs: list[str] = Field(
+        [], description="var_ids of all outputs (a native call's may be many)"
+    )
     state: str
     criteria: str | None = None
     depth: int | None = None
@@ -158,6 +174,7 @@ class CompletionInfo(BaseModel):
     computed_tokens: int = 0
     output_tokens: int = 0
     submitted_s: float | None = None
+    activated_s: float | None = None
     ready_s: float | None = None
     started_s: float | None = None
     finished_s: float | None = None
@@ -172,6 +189,7 @@ class GraphEdge(BaseModel):
 class SessionInfo(BaseModel):
     session_id: int
     state: Literal["active"]
+    apps: list[str] = []
     age_s: float
     expires_in_s: float
     vars: list[VarInfo]

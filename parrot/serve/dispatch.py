@@ -112,6 +112,18 @@ class Dispatcher:
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
+        if self._drop(completion) or not completion.state.is_final:
+            self._settle(completion, CompletionState.CANCELLED, error)
+
+    def withdraw(self, completion: Completion) -> None:
+        """Stop it without settling its output: nobody reads that any more. It may be submitted
+        again, and then begins anew. Safe in any state."""
+        if self._drop(completion):
+            completion.state = CompletionState.IDLE
+            self._wake()
+
+    def _drop(self, completion: Completion) -> bool:
+        """Forget all work on it; False if there is none."""
         if completion.id in self._queued:
             task = self._leave_queue(completion.id)
             self._scheduler.remove(task)
@@ -119,9 +131,9 @@ class Dispatcher:
             attempt = self._stop(completion.id)
             self._scheduler.ended(attempt.task, attempt.engine.id)
             self._restart(self._executor.abandon(attempt))
-        elif completion.state.is_final:
-            return
-        self._settle(completion, CompletionState.CANCELLED, error)
+        else:
+            return False
+        return True
 
     def release_session(self, session_id: int) -> None:
         """Free every context of the session, those in use when their run ends. Contexts of its

@@ -1,0 +1,266 @@
+"""ServeCore: every verb of the service, each from its request to its answer."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import ParrotError, SessionGone, TimedOut, Unavailable
+from parrot.protocol.internal import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    RegisterResponse,
+)
+from parrot.protocol.public import (
+    CallResponse,
+    ModelsResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    SessionCreateResponse,
+    SessionInfo,
+    VarGetRequest,
+    VarListResponse,
+)
+from parrot.serve.config import CoreConfig
+from parrot.serve.dispatch import Dispatcher
+from parrot.serve.graph.graph import GraphIds, SessionGraph
+from parrot.serve.graph.links import VariableNode
+from parrot.serve.lifecycle import SessionExpiry, time_limit
+from parrot.serve.metrics import CoreCollector, CoreMetrics
+from parrot.serve.native import NativeRunner, check_names
+from parrot.serve.running import TaskRunner
+from parrot.serve.session import Session, SessionRegistry, tenant_of
+from parrot.serve.views import session_view, variables_view
+from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.ids import IdCounter
+from parrot.utils.timers import TimerQueue
+
+# After a read has timed out, its work goes on for this long: a program that reads again and again
+# with short timeouts must not start it from the beginning each time.
+READ_GRACE_S = 0.25
+
+
+class ServeCore:
+    """One service. Use from one event loop; `close` when done.
+
+    Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
+    `AuthenticationFailed` first of all."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        *,
+        clock: Clock | None = None,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
+        self.config = config
+        self.is_closing = False
+        self._clock = clock or MonotonicClock()
+        self._timers = TimerQueue(self._clock)
+        self._sessions = SessionRegistry(config.max_sessions_num, self._clock)
+        self._dispatcher = dispatcher or Dispatcher(config, self._clock)
+        self._native = NativeRunner(config, self._clock)
+        self._metrics = CoreMetrics()
+        self._runner = TaskRunner(
+            self._clock, self._sessions, self._dispatcher, self._native, self._metrics
+        )
+        self._expiry = SessionExpiry(
+            self._timers, self._clock, config.session_life_span, self._expire
+        )
+        self._ids = GraphIds(IdCounter(1), IdCounter(1))
+        self._collector = CoreCollector(
+            self._metrics, self._sessions, self._dispatcher.engines, lambda: self.num_queued
+        )
+
+    # Sessions
+
+    def create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
+        """Raises `AuthenticationFailed`, `QuotaExceeded`."""
+        self._require_open()
+        tenant = tenant_of(request.api_key, self.config.api_keys)
+        session = self._sessions.create(
+            tenant, request.apps or (), lambda session_id: self._make_graph(session_id, tenant)
+        )
+        self._expiry.watch(session)
+        return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
+
+    def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
+        session = self._sessions.authenticate(session_id, session_auth)
+        return session_view(session, self._clock.now(), self._expiry.remaining_s(session))
+
+    def delete_session(self, session_id: int, session_auth: str | None) -> None:
+        session = self._sessions.authenticate(session_id, session_auth)
+        self._end(session, SessionGone(f"session {session_id} was deleted"))
+
+    # Calls
+
+    def submit_call(self, request: SemanticCallRequest) -> CallResponse:
+        """Raises `InvalidRequest`, `CyclicGraph`, `QuotaExceeded` and what bindings may raise."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        self._dispatcher.check_room(sum(p.is_output for p in request.parameters))
+        return session.graph.submit_semantic(request)
+
+    def submit_native(self, request: NativeCallRequest) -> CallResponse:
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        check_names(request)
+        return session.graph.submit_native(request)
+
+    def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
+        self._sessions.authenticate(session_id, session_auth).graph.cancel_call(request_id)
+
+    # Variables
+
+    def create_var(
+        self, session_id: int, session_auth: str | None, var_name: str, content: str | None
+    ) -> str:
+        session = self._sessions.authenticate(session_id, session_auth)
+        return session.graph.add_variable(var_name, content).variable.id
+
+    def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
+        session = self._sessions.authenticate(session_id, session_auth)
+        return VarListResponse(vars=variables_view(session))
+
+    def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
+        """Raises `AlreadySet`, or `Conflict` if a call makes the variable."""
+        session = self._sessions.authenticate(session_id, session_auth)
+        session.graph.set_variable(var_id, content)
+
+    def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
+        self._sessions.authenticate(session_id, session_auth).graph.cancel_variable(var_id)
+
+    def settled(self, request: VarGetRequest, var_id: str) -> str | None:
+        """The value if it is there, None if it has yet to come. Raises the variable's error."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        node = session.graph.node(var_id)
+        return node.variable.result() if node.is_settled else None
+
+    async def read(self, request: VarGetRequest, var_id: str) -> str:
+        """Wait for the value, and meanwhile want it. Raises the variable's error, or `TimedOut`.
+        Cancelling withdraws the read."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        node = session.graph.node(var_id)
+        if node.is_settled:
+            return node.variable.result()
+        deadline = self._deadline(request)
+        with self._reading(session, node, request.criteria, deadline):
+            async with time_limit(self._timers, deadline, f"reading `{node.variable.name}`"):
+                return await node.variable.wait()
+
+    def stream(self, request: VarGetRequest, var_id: str) -> AsyncIterator[str]:
+        """All the text in deltas, the past ones first. Raises at once what `read` raises before it
+        waits; the iterator raises the rest."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        return self._stream(session, session.graph.node(var_id), request)
+
+    # Engines and the service itself
+
+    async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
+        self._require_open()
+        engine_id = await self._dispatcher.register_engine(request.engine_config)
+        return RegisterResponse(engine_id=engine_id)
+
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        return self._dispatcher.heartbeat(request)
+
+    def models(self) -> ModelsResponse:
+        return self._dispatcher.models()
+
+    @property
+    def is_ready(self) -> bool:
+        """An engine is registered and the service is not going down."""
+        return not self.is_closing and bool(self._dispatcher.engines())
+
+    @property
+    def num_queued(self) -> int:
+        return self._dispatcher.num_queued
+
+    def metrics(self) -> bytes:
+        return self._collector.render()
+
+    def check_integrity(self) -> None:
+        """Recount every book. Only between events of the loop."""
+        for session in self._sessions:
+            session.graph.check_integrity()
+        self._dispatcher.check_integrity()
+
+    def shut_down(self) -> None:
+        """Admit nothing more, and end every session: open reads get `Unavailable` now."""
+        self.is_closing = True
+        for session in self._sessions:
+            self._end(session, Unavailable("ServeCore is shutting down"))
+
+    async def close(self) -> None:
+        self.shut_down()
+        await self._native.close()
+        await self._dispatcher.close()
+        await self._timers.close()
+
+    def _make_graph(self, session_id: int, tenant: str) -> SessionGraph:
+        return SessionGraph(
+            session_id, tenant, runner=self._runner, clock=self._clock, ids=self._ids
+        )
+
+    def _require_open(self) -> None:
+        if self.is_closing:
+            raise Unavailable("ServeCore is shutting down")
+
+    def _expire(self, session: Session) -> None:
+        self._end(session, SessionGone(f"session {session.id} has expired"))
+
+    def _end(self, session: Session, error: ParrotError) -> None:
+        self._expiry.forget(session)
+        session.graph.close(error)
+        self._dispatcher.release_session(session.id)
+        self._sessions.remove(session)
+        self._metrics.session_s.observe(self._clock.now() - session.created_at)
+
+    def _deadline(self, request: VarGetRequest) -> float | None:
+        return None if request.timeout is None else self._clock.now() + request.timeout
+
+    @contextmanager
+    def _reading(
+        self,
+        session: Session,
+        node: VariableNode,
+        criteria: PerformanceCriteria,
+        deadline: float | None,
+        *,
+        wants_stream: bool = False,
+    ) -> Iterator[None]:
+        """Be a reader of an unsettled variable."""
+        graph = session.graph
+        reader = graph.add_reader(node, criteria, deadline=deadline, wants_stream=wants_stream)
+        if deadline is not None:
+            session.timed_reads.add(reader)
+        grace_s = 0.0
+        try:
+            yield
+        except TimedOut:
+            grace_s = READ_GRACE_S
+            raise
+        finally:
+            session.timed_reads.discard(reader)
+            session.last_active = self._clock.now()
+            if grace_s:
+                end = self._clock.now() + grace_s
+                self._timers.call_at(end, lambda: graph.remove_reader(reader))
+            else:
+                graph.remove_reader(reader)
+
+    async def _stream(
+        self, session: Session, node: VariableNode, request: VarGetRequest
+    ) -> AsyncIterator[str]:
+        variable, deadline = node.variable, self._deadline(request)
+        if variable.is_settled:
+            if text := variable.result():
+                yield text
+            return
+        deltas = variable.stream()
+        with self._reading(session, node, request.criteria, deadline, wants_stream=True):
+            while True:
+                async with time_limit(self._timers, deadline, f"reading `{variable.name}`"):
+                    delta = await anext(deltas, None)
+                if delta is None:
+                    return
+                yield delta

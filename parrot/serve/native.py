@@ -1,0 +1,188 @@
+"""Native functions: source text from the program, run in a sandbox process."""
+
+import asyncio
+import keyword
+import logging
+from contextlib import AsyncExitStack
+from textwrap import dedent
+
+from pydantic_monty import AsyncMonty, MontyError, MontyRuntimeError, MontySyntaxError
+
+from parrot.protocol.errors import (
+    InternalError,
+    InvalidRequest,
+    NativeFunctionFailed,
+    ParrotError,
+    QuotaExceeded,
+)
+from parrot.protocol.public import MAX_TEXT, NativeCallRequest
+from parrot.serve.config import CoreConfig
+from parrot.serve.graph.nodes import CompletionState, NativeCall
+from parrot.utils.clock import Clock
+from parrot.utils.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE = 1000  # characters of a function's own error that are passed on
+
+# What the function sees besides the language: its outputs, and stand-ins for the decorator and the
+# annotations that its source may carry.
+_PRELUDE = """
+class _Output:
+    def __init__(self, name):
+        self._name = name
+        self._text = None
+
+    def set(self, text):
+        if not isinstance(text, str):
+            raise TypeError(f"output `{self._name}` takes str, not {type(text).__name__}")
+        if self._text is not None:
+            raise ValueError(f"output `{self._name}` is already set")
+        self._text = text
+
+    def get(self):
+        return self._text
+
+class _Namespace:
+    Input = str
+    Output = _Output
+
+    def native_function(self, *args, **kwargs):
+        return lambda function: function
+
+P = _Namespace()
+native_function = P.native_function
+
+"""
+
+
+def check_names(request: NativeCallRequest) -> None:
+    """The function and its parameters must have Python names. Raises `InvalidRequest`."""
+    for name in (request.func_name, *(parameter.name for parameter in request.parameters)):
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise InvalidRequest(f"`{name}` is not a Python name", param=name)
+
+
+class NativeRunner:
+    """Runs native calls in a pool of sandbox processes, `native_workers` at a time; further ones
+    wait. The pool begins with the first call. A process that crashes is replaced."""
+
+    def __init__(self, config: CoreConfig, clock: Clock) -> None:
+        self._clock = clock
+        self._num_workers = config.native_workers
+        self._max_memory = config.native_memory_mb * 2**20
+        self._max_waiting = config.global_scheduler.max_queue_size
+        self._slots = asyncio.Semaphore(config.native_workers)
+        self._opening = asyncio.Lock()
+        self._pool: AsyncMonty | None = None
+        self._exit = AsyncExitStack()
+        self._running: dict[int, asyncio.Task[None]] = {}  # by task id
+        self._tasks = TaskSet()
+
+    def start(self, call: NativeCall) -> None:
+        """Run it and settle its outputs. Raises `QuotaExceeded` if too many wait."""
+        if len(self._running) >= self._max_waiting:
+            raise QuotaExceeded(f"already {self._max_waiting} native functions wait")
+        running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
+        self._running[call.id] = running
+        running.add_done_callback(lambda done: self._forget(call.id, done))
+
+    def stop(self, call: NativeCall) -> None:
+        """Its outputs stay unsettled. Safe in any state."""
+        running = self._running.pop(call.id, None)
+        if running is not None:
+            running.cancel()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._exit.aclose()
+
+    def _forget(self, call_id: int, done: asyncio.Task[None]) -> None:
+        if self._running.get(call_id) is done:
+            del self._running[call_id]
+
+    async def _run(self, call: NativeCall) -> None:
+        try:
+            async with self._slots:
+                pool = await self._open_pool()
+                call.state = CompletionState.RUNNING
+                call.times.started = self._clock.now()
+                texts = await self._evaluate(pool, call)
+        except ParrotError as error:
+            _fail(call, error)
+        except Exception:
+            logger.exception("native function %s failed", call.func_name)
+            _fail(call, InternalError("internal error"))
+        else:
+            call.state = CompletionState.DONE
+            for (_, variable), text in zip(call.results, texts, strict=True):
+                variable.set(text)
+
+    async def _open_pool(self) -> AsyncMonty:
+        async with self._opening:
+            if self._pool is None:
+                self._pool = await self._exit.enter_async_context(
+                    AsyncMonty(max_processes=self._num_workers)
+                )
+            return self._pool
+
+    async def _evaluate(self, pool: AsyncMonty, call: NativeCall) -> list[str]:
+        """The outputs' texts, in order of `call.results`."""
+        checkout = pool.checkout(
+            script_name=f"{call.func_name}.py",
+            limits={
+                "max_feed_duration_secs": call.timeout_s,
+                "max_total_sleep_secs": call.timeout_s,
+                "max_memory": self._max_memory,
+            },
+        )
+        inputs = {f"_in_{n}": variable.text for n, (_, variable) in enumerate(call.arguments)}
+        try:
+            async with checkout as sandbox:
+                values = await sandbox.feed_run(
+                    _script(call), inputs=inputs, print_callback=_drop_output
+                )
+        except MontyError as error:
+            raise NativeFunctionFailed(_explain(call, error)) from None
+        return [
+            _checked(call, name, value)
+            for (name, _), value in zip(call.results, values, strict=True)
+        ]
+
+
+def _script(call: NativeCall) -> str:
+    """The prelude, the function, one call of it, and the outputs as the script's value."""
+    arguments = [f"{name}=_in_{n}" for n, (name, _) in enumerate(call.arguments)]
+    arguments += [f"{name}=_out_{n}" for n, (name, _) in enumerate(call.results)]
+    outputs = "".join(f"_out_{n} = _Output({name!r})\n" for n, (name, _) in enumerate(call.results))
+    values = ", ".join(f"_out_{n}.get()" for n in range(len(call.results)))
+    source = dedent(call.source)
+    return f"{_PRELUDE}{source}\n{outputs}{call.func_name}({', '.join(arguments)})\n[{values}]\n"
+
+
+def _checked(call: NativeCall, name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise NativeFunctionFailed(f"`{call.func_name}` never set its output `{name}`", param=name)
+    if len(value) > MAX_TEXT:
+        raise NativeFunctionFailed(f"`{call.func_name}` set `{name}` to too long a text")
+    return value
+
+
+def _explain(call: NativeCall, error: MontyError) -> str:
+    """One line for the program's author."""
+    if isinstance(error, MontyRuntimeError | MontySyntaxError):
+        reason = error.display(format="type-msg")
+    else:
+        reason = f"the sandbox died, most likely of its time or memory limit ({error})"
+    return f"native function `{call.func_name}` failed: {reason[:_MAX_MESSAGE]}"
+
+
+def _fail(call: NativeCall, error: ParrotError) -> None:
+    call.state = CompletionState.FAILED
+    for _, variable in call.results:
+        if not variable.is_settled:
+            variable.fail(error)
+
+
+def _drop_output(stream: str, text: str) -> None:
+    """What functions print goes nowhere: it is not the server's to show."""

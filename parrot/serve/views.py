@@ -1,0 +1,84 @@
+"""What a program may see of its own session: variables, calls, edges and timings."""
+
+from collections.abc import Iterator
+
+from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo, VarInfo
+from parrot.serve.graph.links import TaskNode, VariableNode
+from parrot.serve.graph.nodes import Completion, RunStats, Timeline
+from parrot.serve.session import Session
+
+_NO_RUN = RunStats()
+
+
+def session_view(session: Session, now: float, expires_in_s: float) -> SessionInfo:
+    tasks = [task for call in session.graph.calls.values() for task in call.tasks]
+    return SessionInfo(
+        session_id=session.id,
+        state="active",
+        apps=list(session.apps),
+        age_s=now - session.created_at,
+        expires_in_s=expires_in_s,
+        vars=variables_view(session),
+        calls=[_task_view(task, session.created_at) for task in tasks],
+        edges=[edge for task in tasks for edge in _edges(task)],
+    )
+
+
+def variables_view(session: Session) -> list[VarInfo]:
+    return [_variable_view(node) for node in session.graph.variables.values()]
+
+
+def _variable_view(node: VariableNode) -> VarInfo:
+    variable = node.variable
+    return VarInfo(
+        var_id=variable.id,
+        var_name=variable.name,
+        state=variable.state.value,
+        producer=None if node.producer is None else node.producer.task.request_id,
+        consumers=sorted({consumer.task.request_id for consumer in node.consumers}),
+        error=None if variable.error is None else variable.error.to_payload()["error"],
+    )
+
+
+def _task_view(node: TaskNode, began: float) -> CompletionInfo:
+    """A native call with several outputs is one row, known by its first."""
+    task = node.task
+    is_semantic = isinstance(task, Completion)
+    stats = task.stats if isinstance(task, Completion) else _NO_RUN
+    output = node.outputs[0].variable
+    objective = task.objective
+    return CompletionInfo(
+        kind="semantic" if is_semantic else "native",
+        request_id=task.request_id,
+        func_name=task.func_name,
+        output=output.name,
+        output_var_id=output.id,
+        outputs=[other.variable.id for other in node.outputs],
+        state=task.state.value,
+        criteria=None if objective is None else objective.criteria.value,
+        depth=None if objective is None else objective.depth,
+        task_group=None if objective is None else objective.task_group,
+        engine=stats.engine_name,
+        model=stats.model,
+        attempts=stats.attempts,
+        cached_tokens=stats.cached_tokens,
+        computed_tokens=stats.computed_tokens,
+        output_tokens=stats.output_tokens,
+        **_seconds(task.times, began),
+    )
+
+
+def _seconds(times: Timeline, began: float) -> dict[str, float | None]:
+    return {
+        f"{name}_s": None if (at := getattr(times, name)) is None else at - began
+        for name in ("submitted", "activated", "ready", "started", "finished")
+    }
+
+
+def _edges(task: TaskNode) -> Iterator[GraphEdge]:
+    """From each producing task to this one, once for each variable between them."""
+    target = task.outputs[0].variable.id
+    for node in task.inputs:
+        if node.producer is not None:
+            source = node.producer.outputs[0].variable.id
+            yield GraphEdge(source=source, target=target, variable=node.variable.name)
