@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parrot.frontend.pfunc.call import (
     BasicCall,
@@ -29,9 +29,11 @@ from parrot.frontend.pfunc.metadata import (
 )
 from parrot.frontend.pfunc.native_source import function_source
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
-from parrot.frontend.pfunc.session import Session
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from parrot.frontend.pfunc.session import Session
 
 __all__ = [
     "BasicCall",
@@ -88,7 +90,7 @@ class BasicFunction(ABC):
     def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BasicCall: ...
 
     @abstractmethod
-    async def _submit(self, session: Session, call: Any) -> Returned: ...
+    async def _submit(self, session: "Session", call: Any) -> Returned: ...
 
 
 class SemanticFunction(BasicFunction):
@@ -147,7 +149,7 @@ class SemanticFunction(BasicFunction):
         session = self._stateful_session(call, context_successor)
         return await session.arun(self._submit(session, call, context_successor))
 
-    def _stateful_session(self, call: BasicCall, successor: object) -> Session:
+    def _stateful_session(self, call: BasicCall, successor: object) -> "Session":
         if not isinstance(successor, SemanticFunction):
             raise TypeError("context_successor must be a semantic function")
         session = session_of(call)
@@ -165,7 +167,7 @@ class SemanticFunction(BasicFunction):
 
     async def _submit(
         self,
-        session: Session,
+        session: "Session",
         call: SemanticCall,
         successor: "SemanticFunction | None" = None,
     ) -> Returned:
@@ -205,12 +207,12 @@ class PyNativeFunction(BasicFunction):
     def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyNativeCall:
         return PyNativeCall(self, args, kwargs)
 
-    async def _submit(self, session: Session, call: PyNativeCall) -> Returned:
+    async def _submit(self, session: "Session", call: PyNativeCall) -> Returned:
         await session.submit_native(call)
         return call.returned
 
 
-def session_of(call: BasicCall) -> Session | None:
+def session_of(call: BasicCall) -> "Session | None":
     """The current session; outside any (for example in a new thread) that of its arguments."""
     session = current_session.get()
     if session is None:

@@ -1,6 +1,5 @@
 """A program's handle of a semantic variable: text that is there now or will be later."""
 
-import asyncio
 import queue
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -138,6 +137,8 @@ class SemanticVariable:
             if self._content:
                 yield self._content
             return
+        import asyncio
+
         session = self._live_session()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         put = _from_other_thread(pieces.put_nowait)
@@ -173,7 +174,9 @@ def _from_other_thread(
     put: Callable[[str | None], None],
 ) -> Callable[[str | None], None]:
     """`put`, to be called from outside the running event loop."""
-    loop = asyncio.get_running_loop()
+    from asyncio import get_running_loop
+
+    loop = get_running_loop()
 
     def put_threadsafe(piece: str | None) -> None:
         with suppress(RuntimeError):  # the reader's loop is closed: nobody listens any more

@@ -1,6 +1,8 @@
-"""The virtual machine: a program's way to a ServeCore."""
+"""The virtual machine: a program's way to a ServeCore.
 
-import asyncio
+What needs asyncio or the network is imported when a session is opened: `from parrot import P` stays
+fast, also where nothing is ever run."""
+
 import importlib
 import inspect
 import logging
@@ -8,14 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from parrot.frontend.pfunc.function import BasicFunction, Parameter, SemanticFunction
 from parrot.frontend.pfunc.semantic_variable import current_session
-from parrot.frontend.pfunc.session import Session
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.public import SessionInfo
 from parrot.utils.ids import IdCounter
+
+if TYPE_CHECKING:
+    from parrot.frontend.pfunc.session import Session
+    from parrot.protocol.public import SessionInfo
 
 logger = logging.getLogger("parrot.frontend.pfunc")
 
@@ -97,6 +101,8 @@ class VirtualMachine:
         self, program: Callable[..., Any], timeit: bool = False, args: Sequence[Any] = ()
     ) -> float:
         """Run a program, a function or a coroutine function, in a scope; returns its seconds."""
+        import asyncio
+
         with self.running_scope(timeit):
             if inspect.iscoroutine(program):
                 asyncio.run(program)
@@ -144,14 +150,16 @@ class VirtualMachine:
             )
         return func
 
-    def session_info(self) -> SessionInfo:
+    def session_info(self) -> "SessionInfo":
         """The session's variables, calls (with engine, tokens and times) and graph so far."""
         session = self._session
         if session is None:
             raise InvalidRequest("no session: use it inside vm.running_scope() or vm.run()")
         return session.run(session.info())
 
-    def _enter(self) -> Session:
+    def _enter(self) -> "Session":
+        from parrot.frontend.pfunc.session import Session
+
         with self._lock:
             if self._session is None:
                 self._session = Session.open(self.core_http_addr, self._api_key)
