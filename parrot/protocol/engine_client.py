@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from parrot.protocol.errors import Unavailable, error_from_payload
 from parrot.protocol.http import HttpClient
 from parrot.protocol.internal import (
+    FillPiece,
     FillRequest,
     FillResponse,
     FreeContextResponse,
@@ -35,9 +37,10 @@ class EngineClient:
         )
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        body = request.model_dump(mode="json", exclude_defaults=True)
         return GenerateResponse.model_validate(
-            await self._http.request("POST", "/generate", body=body, timeout_s=None)
+            await self._http.request(
+                "POST", "/generate", body=_generate_body(request), timeout_s=None
+            )
         )
 
     async def generate_stream(
@@ -45,7 +48,7 @@ class EngineClient:
     ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
         """Chunks as they are generated, then the whole as a GenerateResponse, always last. Close
         it to abort."""
-        body = request.model_dump(mode="json", exclude_defaults=True)
+        body = _generate_body(request)
         async with aclosing(self._http.stream("POST", "/generate_stream", body=body)) as events:
             async for event, data in events:
                 if event == "chunk":
@@ -69,3 +72,26 @@ class EngineClient:
 
     async def tokenizer(self) -> TokenizerResponse:
         return TokenizerResponse.model_validate(await self._http.request("GET", "/tokenizer"))
+
+
+def _generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """What `model_dump` would give, ten to a hundred times faster: it visits every token id."""
+    return _fork_body(request) | {
+        "session_id": request.session_id,
+        "task_id": request.task_id,
+        "priority": request.priority,
+        "end_flag": request.end_flag,
+        "fills": [
+            _fork_body(fill) | {"token_ids": fill.token_ids, "text": fill.text}
+            for fill in request.fills
+        ],
+        "sampling_config": request.sampling_config.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def _fork_body(request: GenerateRequest | FillPiece) -> dict[str, Any]:
+    return {
+        "context_id": request.context_id,
+        "parent_context_id": request.parent_context_id,
+        "parent_len": request.parent_len,
+    }

@@ -1,0 +1,55 @@
+"""The engine client's fast encoding says the same as pydantic's."""
+
+import pytest
+
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.http import HttpClient
+from parrot.protocol.internal import FillPiece, GenerateRequest
+from parrot.protocol.sampling import SamplingConfig
+
+
+class Recorder(HttpClient):
+    def __init__(self) -> None:
+        super().__init__("http://nowhere")
+        self.body: object = None
+
+    async def request(self, method: str, path: str, **kwargs: object) -> object:  # type: ignore[override]
+        self.body = kwargs["body"]
+        return {"generated_text": "", "generated_ids": [], "finish_reason": "stop", "usage": {}}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GenerateRequest(context_id=3),
+        GenerateRequest(
+            session_id=4,
+            task_id=5,
+            priority=-6,
+            context_id=7,
+            parent_context_id=2,
+            parent_len=9,
+            end_flag=True,
+            fills=[
+                FillPiece(context_id=2, token_ids=[1, 2, 3]),
+                FillPiece(context_id=7, parent_context_id=2, parent_len=0, text="hello"),
+            ],
+            sampling_config=SamplingConfig(temperature=0.0, stop_str="x", logit_bias={5: 1.0}),
+        ),
+    ],
+)
+async def test_the_body_means_the_request(request_: GenerateRequest) -> None:
+    http = Recorder()
+    await EngineClient(http).generate(request_)
+    assert GenerateRequest.model_validate(http.body) == request_
+
+
+def test_every_field_is_sent() -> None:
+    """A field added to the payload must be added to the client as well."""
+    assert set(GenerateRequest.model_fields) == {
+        *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
+        *("end_flag", "fills", "sampling_config"),
+    }
+    assert set(FillPiece.model_fields) == {
+        *("context_id", "parent_context_id", "parent_len", "token_ids", "text")
+    }
