@@ -1,0 +1,37 @@
+"""What the examples share: where the cluster is, and an end without a traceback."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from parrot import P
+
+DEFAULT_CORE = "http://localhost:9000"
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--core", default=DEFAULT_CORE, metavar="URL", help="ServeCore's address")
+    return parser
+
+
+def run(vm: P.VirtualMachine, program: Callable[..., Any], *args: Any) -> None:
+    """Run `program` in a session; `args` are its arguments."""
+    try:
+        seconds = vm.run(program, args=args)
+    except P.errors.ParrotError as error:
+        sys.exit(f"{type(error).__name__}: {error.message}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"\n[{seconds:.1f} s]")
+
+
+def show(title: str, variable: P.SemanticVariable) -> None:
+    """Print a variable while it is generated."""
+    print(f"\n--- {title} ---")
+    for piece in variable.stream():
+        print(piece, end="", flush=True)
+    print()

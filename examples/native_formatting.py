@@ -1,0 +1,40 @@
+"""A native function between two semantic ones: plain Python that runs inside the service, so that
+the text need not come back to the program on its way."""
+
+from common import make_parser, run, show
+
+from parrot import P
+
+SHORT = P.SamplingConfig(temperature=0, max_gen_length=48)
+
+
+@P.semantic_function(conversation_template=P.chat_template)
+def list_animals(count: int, animals: P.Output(SHORT)):
+    """List {{count}} animals, one per line, with nothing else. {{animals}}"""
+
+
+@P.native_function()
+def to_bullets(text: P.Input, bullets: P.Output):
+    lines = [line.strip(" -*.0123456789") for line in text.split("\n")]
+    names = [line for line in lines if line]
+    bullets.set("\n".join("* " + name.lower() for name in names[:3]))
+
+
+@P.semantic_function(formatter=P.allowing_newline, conversation_template=P.chat_template)
+def tell(bullets: P.Input, story: P.Output(SHORT)):
+    """Write a story of two sentences in which these animals meet.
+
+    {{bullets}} {{story}}"""
+
+
+def main() -> None:
+    animals = list_animals(3)
+    bullets = to_bullets(animals)
+    story = tell(bullets)
+    show("Story", story)
+    show("As the model listed them", animals)
+    show("As the story got them", bullets)
+
+
+if __name__ == "__main__":
+    run(P.VirtualMachine(make_parser(__doc__).parse_args().core), main)
