@@ -1,0 +1,137 @@
+"""What a placement costs with many queued tasks and many engines.
+
+    python benchmark/serve/bench_scheduler.py --tasks 10000 --engines 512
+
+Fills the queue, then lets tasks end in random order, one at a time, each end followed by a round of
+the scheduler, until the queue is empty: every round is an event of its own, as in a busy service.
+Times are of the CPU, so a busy machine does not spoil them.
+"""
+
+import argparse
+import json
+import platform
+import random
+import sys
+import time
+from pathlib import Path
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.serve.context_index import Boundary, Context, PrefixIndex
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.prefix import PrefixHasher, Segment, SegmentKind
+from parrot.serve.scheduler.scheduler import Scheduler
+from parrot.serve.scheduler.task import CompletionTask, Placement
+from parrot.utils.clock import MonotonicClock
+
+RESULTS = Path(__file__).parents[1] / "results"
+NUM_APPS, NUM_TEMPLATES = 200, 50
+
+
+def make_task(number: int, rng: random.Random, hasher: PrefixHasher) -> CompletionTask:
+    """One of 200 apps, some with task groups, with one of 50 templates of about 1,000 tokens."""
+    session = rng.randrange(NUM_APPS)
+    is_map = rng.random() < 0.7
+    objective = Objective(
+        PerformanceCriteria.THROUGHPUT if is_map else PerformanceCriteria.LATENCY,
+        depth=int(is_map),
+        remaining_path_s=rng.random() * 20,
+        task_group=f"reduce {session}" if is_map else None,
+    )
+    completion = Completion(
+        id=number,
+        request_id=number,
+        session_id=session,
+        options=CallOptions("f", tenant=f"tenant {session % 4}"),
+        fill=(),
+        output=SemanticVariable(f"v{number}", "out", session),
+        sampling=SamplingConfig(max_gen_length=200),
+        objective=objective,
+    )
+    template = f"template {rng.randrange(NUM_TEMPLATES)} " * 250
+    segments = [
+        Segment(SegmentKind.CONSTANT, template),
+        Segment(SegmentKind.VALUE, f"value {number} " * 20),
+        Segment(SegmentKind.CONSTANT, "Answer:", None, True),
+    ]
+    keys = hasher.keys(completion.options.tenant, False, segments)
+    return CompletionTask(completion, segments, keys, number * 1e-4)
+
+
+def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: random.Random) -> None:
+    """Every tenth task's template is cached on some engine."""
+    for i, task in enumerate(tasks[::10]):
+        engine_id = rng.randrange(engines)
+        context = Context(i, engine_id, "tenant", None, 0, task.lengths[0], 0, 0.0)
+        index.publish(context, Boundary(task.keys[0], task.lengths[0], 0))
+
+
+def measure(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
+    rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
+    scheduler = Scheduler(GlobalSchedulerConfig(), MonotonicClock(), index)
+    for engine_id in range(num_engines):
+        scheduler.add_engine(engine_id, "model", slots, 200_000)
+    tasks = [make_task(i, rng, hasher) for i in range(num_tasks)]
+    warm(index, tasks, num_engines, rng)
+
+    started = time.process_time()
+    for task in tasks:
+        scheduler.add(task)
+    add_s = time.process_time() - started
+
+    started = time.process_time()
+    running: list[Placement] = scheduler.schedule()
+    first_s, num_first = time.process_time() - started, len(running)
+
+    rounds: list[float] = []
+    while scheduler.num_queued:
+        position = rng.randrange(len(running))
+        running[position], running[-1] = running[-1], running[position]
+        ended = running.pop()
+        started = time.process_time()
+        scheduler.ended(ended.task, ended.engine_id)
+        running += scheduler.schedule()
+        rounds.append(time.process_time() - started)
+    scheduler.check_integrity()
+    rounds.sort()
+    num_placed = num_tasks - num_first
+    return {
+        "tasks": num_tasks,
+        "engines": num_engines,
+        "slots_per_engine": slots,
+        "add_us": round(add_s / num_tasks * 1e6, 1),
+        "first_round": {"placed": num_first, "us_each": round(first_s / num_first * 1e6, 1)},
+        "later_rounds": {
+            "placed": num_placed,
+            "us_each": round(sum(rounds) / max(1, num_placed) * 1e6, 1),
+            "p50_us": round(rounds[len(rounds) // 2] * 1e6, 1) if rounds else None,
+            "p99_us": round(rounds[int(len(rounds) * 0.99)] * 1e6, 1) if rounds else None,
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tasks", type=int, default=10_000)
+    parser.add_argument("--engines", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=4, help="tasks that an engine runs at once")
+    parser.add_argument("--save", action="store_true", help="write benchmark/results/")
+    args = parser.parse_args()
+    result = {
+        "command": "python benchmark/serve/bench_scheduler.py " + " ".join(sys.argv[1:]),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **measure(args.tasks, args.engines, args.slots),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.save:
+        RESULTS.mkdir(exist_ok=True)
+        name = f"scheduler_{args.tasks}x{args.engines}.json"
+        (RESULTS / name).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
