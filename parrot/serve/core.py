@@ -1,6 +1,6 @@
 """ServeCore: every verb of the service, each from its request to its answer."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -147,7 +147,7 @@ class ServeCore:
             async with time_limit(self._timers, deadline, f"reading `{node.variable.name}`"):
                 return await node.variable.wait()
 
-    def stream(self, request: VarGetRequest, var_id: str) -> AsyncIterator[str]:
+    def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first. Raises at once what `read` raises before it
         waits; the iterator raises the rest."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
@@ -250,7 +250,7 @@ class ServeCore:
 
     async def _stream(
         self, session: Session, node: VariableNode, request: VarGetRequest
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         variable, deadline = node.variable, self._deadline(request)
         if variable.is_settled:
             if text := variable.result():

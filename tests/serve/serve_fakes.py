@@ -4,8 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parrot.protocol.errors import ParrotError
-from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
+from parrot.protocol.errors import ParrotError, QuotaExceeded
+from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
+from parrot.protocol.public import (
+    CallResponse,
+    ModelsResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+)
+from parrot.serve.engines import EngineView
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.utils.clock import ManualClock
@@ -128,3 +135,49 @@ def link_call(graph: SessionGraph, output: str, inputs: Sequence[str], **fields:
         semantic(template, *parameters, made(output, max_gen_length=10), **fields)
     )
     return var_ids(response)[output]
+
+
+class FakeDispatcher(FakeRunner):
+    """The placement half of ServeCore without engines: completions wait for the test, or are
+    finished at once by `on_start`."""
+
+    def __init__(self, *, instant: bool = False) -> None:
+        super().__init__()
+        self.released: list[int] = []
+        self.engine_views: list[Any] = []
+        self.max_queue_size = 1000
+        if instant:
+            self.on_start = lambda task: self.finish(task)
+
+    def submit(self, completion: Completion) -> None:
+        completion.times.started = completion.times.ready
+        self.start(completion)
+
+    def check_room(self, num_completions: int) -> None:
+        if len(self.started) + num_completions > self.max_queue_size:
+            raise QuotaExceeded("the queue is full")
+
+    def release_session(self, session_id: int) -> None:
+        self.released.append(session_id)
+
+    async def register_engine(self, info: EngineInfo) -> int:
+        view = EngineView(len(self.engine_views), info, None, 0, 0, 0, 0.5)
+        self.engine_views.append(view)
+        return view.id
+
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        return HeartbeatResponse(state="ok" if request.engine_id == 0 else "unknown")
+
+    def engines(self) -> list[EngineView]:
+        return self.engine_views
+
+    def models(self) -> ModelsResponse:
+        return ModelsResponse(data=[], models=[])
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.started)
+
+    def check_integrity(self) -> None: ...
+
+    async def close(self) -> None: ...

@@ -47,8 +47,8 @@ class TaskNode:
 
     `missing` counts its unsettled inputs, `demand` the readers of its outputs plus its wanted
     consumers (one for each of their unsettled inputs that it produces). `is_started`: it is with
-    the dispatcher or the sandbox now; `is_ended`: its end was handled. The last group of fields belongs to deduction and means
-    something only while the task is wanted."""
+    the dispatcher or the sandbox now; `is_ended`: its end was handled. The last group of fields
+    belongs to deduction and means something only while the task is wanted."""
 
     task: Task
     inputs: tuple[VariableNode, ...]  # distinct

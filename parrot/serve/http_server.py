@@ -1,0 +1,187 @@
+"""ServeCore's process: the app from its parts, and the command that serves it.
+
+`python3 -m parrot.serve.http_server --config_path core.json`
+"""
+
+import argparse
+import ipaddress
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+
+from parrot.protocol.errors import NoEngine, Unavailable
+from parrot.protocol.internal import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    RegisterResponse,
+)
+from parrot.protocol.public import EmptyResponse
+from parrot.protocol.server import (
+    create_base_app,
+    json_response,
+    parse_payload,
+    read_json,
+    require_cluster_token,
+)
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.metrics import CONTENT_TYPE
+from parrot.serve.openapi import describe, install_schema
+from parrot.serve.routes import v1_router
+from parrot.utils.config import ConfigError, load_config
+from parrot.utils.logging import setup_logging
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_GRACE_S = 5
+
+
+def create_app(core: ServeCore) -> FastAPI:
+    """The app of one ServeCore, which it closes when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await core.close()
+
+    app = create_base_app(
+        "Parrot ServeCore", max_body_size=core.config.max_body_size, lifespan=lifespan
+    )
+    app.include_router(v1_router(core))
+    _add_engine_routes(app, core)
+    _add_service_routes(app, core)
+    install_schema(app)
+    return app
+
+
+def _add_engine_routes(app: FastAPI, core: ServeCore) -> None:
+    token = core.config.cluster_token
+
+    @app.post(
+        "/register_engine",
+        **describe(
+            "An engine joins (Bearer: the cluster token)",
+            request=RegisterRequest,
+            response=RegisterResponse,
+            errors=(401, 429, 503),
+        ),
+    )
+    async def register_engine(request: Request) -> Response:
+        require_cluster_token(request, token)
+        fields = parse_payload(RegisterRequest, await read_json(request))
+        return json_response(await core.register_engine(fields))
+
+    @app.post(
+        "/engine_heartbeat",
+        **describe(
+            "An engine is alive (Bearer: the cluster token)",
+            request=HeartbeatRequest,
+            response=HeartbeatResponse,
+            errors=(401,),
+        ),
+    )
+    async def engine_heartbeat(request: Request) -> Response:
+        require_cluster_token(request, token)
+        fields = parse_payload(HeartbeatRequest, await read_json(request))
+        return json_response(core.heartbeat(fields))
+
+
+def _add_service_routes(app: FastAPI, core: ServeCore) -> None:
+    @app.get("/health", **describe("The process answers", response=EmptyResponse))
+    async def health() -> Response:
+        return json_response(EmptyResponse())
+
+    @app.get("/ready", **describe("An engine is there", response=EmptyResponse, errors=(503,)))
+    async def ready() -> Response:
+        if core.is_closing:
+            raise Unavailable("ServeCore is shutting down")
+        if not core.is_ready:
+            raise NoEngine("no engine is registered")
+        return json_response(EmptyResponse())
+
+    @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
+    async def metrics() -> Response:
+        return Response(core.metrics(), media_type=CONTENT_TYPE)
+
+
+class CoreServer(uvicorn.Server):
+    """Ends open reads before it waits for connections, so that shutting down takes no longer than
+    it must."""
+
+    def __init__(self, core: ServeCore) -> None:
+        self._core = core
+        config = uvicorn.Config(
+            create_app(core),
+            host=core.config.host,
+            port=core.config.port,
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._core.shut_down()
+        await super().shutdown(sockets)
+
+
+async def serve(config: CoreConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    if not _is_loopback(config.host) and not config.api_keys:
+        logger.warning(
+            "binding %s without api_keys: whoever reaches this address may use the service",
+            config.host,
+        )
+    await CoreServer(ServeCore(config)).serve()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run Parrot's ServeCore.")
+    parser.add_argument("--config_path", help="JSON config file; without it, the defaults")
+    parser.add_argument("--host", help="address to bind, instead of the config's")
+    parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
+    parser.add_argument("--log_dir", help="also write the log to a file in this folder")
+    parser.add_argument("--log_filename", default="core_server.log")
+    parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
+    return parser.parse_args(argv)
+
+
+def _configure(args: argparse.Namespace) -> CoreConfig:
+    config = load_config(CoreConfig, args.config_path) if args.config_path else CoreConfig()
+    given = {key: getattr(args, key) for key in ("host", "port") if getattr(args, key) is not None}
+    return CoreConfig.model_validate(config.model_dump() | given)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse_args(argv)
+    try:
+        config = _configure(args)
+    except (ConfigError, ValidationError) as error:
+        sys.exit(f"error: {error}")
+    level = logging.WARNING if args.release_mode else logging.INFO
+    setup_logging(level, args.log_dir, args.log_filename)
+    import uvloop
+
+    uvloop.run(serve(config))
+
+
+if __name__ == "__main__":
+    main()
