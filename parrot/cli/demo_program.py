@@ -6,7 +6,7 @@ from itertools import pairwise
 from parrot import P
 from parrot.frontend.pfunc.function import SemanticFunction
 
-WORDS_PER_PART = 220
+WORDS_PER_PART = 180
 _PARTS_AT_ONCE = 8
 _PART_TOKENS, _FINAL_TOKENS = 48, 96
 
@@ -37,8 +37,9 @@ def _combine(summaries: Sequence[P.SemanticVariable], max_tokens: int) -> P.Sema
 
 
 def _prompt(name: str, body: str, num_inputs: int, max_tokens: int) -> SemanticFunction:
-    """A chat whose answer is the output. Greedy, so that each run gives the same text."""
-    sampling = P.SamplingConfig(temperature=0, max_gen_length=max_tokens)
+    """A chat whose answer is the output. Greedy, so that each run gives the same text; without the
+    penalty a model of this size repeats itself."""
+    sampling = P.SamplingConfig(temperature=0, max_gen_length=max_tokens, repetition_penalty=1.1)
     inputs = [P.Parameter(f"text_{i}", P.ParamType.INPUT_LOC) for i in range(num_inputs)]
     output = P.Parameter("summary", P.ParamType.OUTPUT_LOC, sampling)
     return P.chat_template.transform(SemanticFunction(name, [*inputs, output], body))
@@ -54,5 +55,5 @@ summarize_part = _prompt(
 
 def _combiner(num_inputs: int, max_tokens: int) -> SemanticFunction:
     points = "\n".join(f"- {{{{text_{i}}}}}" for i in range(num_inputs))
-    body = "These are notes on the parts of a document. Write a short summary of the document."
+    body = "Write a summary of the document from these notes."
     return _prompt("combine", f"{body}\n\n{points}{{{{summary}}}}", num_inputs, max_tokens)
