@@ -142,9 +142,11 @@ class RequestDesk:
     # -- opening -----------------------------------------------------------------------------
 
     def open_forks(self) -> None:
-        """Carry out the forks whose parents have got far enough."""
-        for context in list(self._forks):
-            if context in self._forks:  # an earlier one may have failed and taken it along
+        """Carry out the forks whose parents have got far enough. One may let another follow."""
+        num_before = -1
+        while len(self._forks) != num_before:
+            num_before = len(self._forks)
+            for context in list(self._forks):
                 self._try_fork(context)
 
     def _try_fork(self, context: Context) -> None:
@@ -334,14 +336,16 @@ class RequestDesk:
         """`parent` is about to be forgotten: `child` takes what it can of it now, or fails."""
         fork = child.fork
         assert fork is not None, f"context {child.context_id} is forked already"
+        known = len(parent.token_ids) if parent.fork is None else parent.fork.length or 0
         length = fork.length
-        if parent.fork is None and length is not None and length <= len(parent.token_ids):
-            self._carry_out_fork(child, length)
-        elif parent.fork is not None and length is not None and length <= (parent.fork.length or 0):
-            child.fork = replace(parent.fork, length=length, after=None)
-        else:
+        if length is None or length > known:
             error = NotFound(f"context {parent.context_id} was freed before it could be forked")
             self.fail_all(self._requests_on(child), error)
+            length = known
+        if parent.fork is None:
+            self._carry_out_fork(child, length)
+        else:
+            child.fork = Fork(parent.fork.parent, length, None)
 
     def check_integrity(self) -> None:
         num_open = 0

@@ -143,14 +143,12 @@ class LocalScheduler:
         by_key = sorted(victims, key=lambda context: victims[context].key, reverse=True)
         contexts = [*self.idle, *by_key]
         changed = drop_kv(self._tree, contexts, num_blocks)
-        is_enough = self._tree.num_free_blocks >= num_blocks
-        if not is_enough:
+        unshared = set()
+        if self._tree.num_free_blocks < num_blocks:
             unshared = self._tree.unshare_tail(job.context, contexts)
-            changed |= unshared
-            is_enough = bool(unshared)
-        for context in changed:
+        for context in changed | unshared:
             self._gave_way(context, victims.get(context))
-        return is_enough
+        return bool(unshared) or self._tree.num_free_blocks >= num_blocks
 
     def _gave_way(self, context: Context, job: Job | None) -> None:
         """`context` has lost KV; if it has a job, that job has to be admitted again."""
