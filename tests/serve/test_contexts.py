@@ -1,0 +1,357 @@
+"""The context ledger: by examples, and recounted after every step of random histories."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from parrot.serve.context_index import Boundary, Context, Owner
+from parrot.serve.contexts import ContextLedger
+from parrot.utils.clock import ManualClock
+
+
+class Book(ContextLedger):
+    """A ledger on virtual time that counts its notices."""
+
+    def __init__(self, timeout_s: float = 100.0) -> None:
+        self.clock = ManualClock(50.0)
+        self.notices = 0
+        super().__init__(self.clock, timeout_s, self._note)
+
+    def _note(self) -> None:
+        self.notices += 1
+
+    def later(self, seconds: float) -> None:
+        self.clock._now += seconds
+
+    def add(
+        self,
+        key: str,
+        size: int,
+        parent: Context | None = None,
+        *,
+        at: int | None = None,
+        owner: Owner = 1,
+        reserved: int = 0,
+    ) -> Context:
+        parent_len = 0 if parent is None else parent.length if at is None else at
+        length = parent_len + size
+        boundary = Boundary(key.encode(), length, 0)
+        return self.open(
+            7,
+            owner,
+            [boundary],
+            length=length,
+            reserved=reserved,
+            parent=parent,
+            parent_len=parent_len,
+        )
+
+
+@pytest.fixture
+def book() -> Book:
+    book = Book()
+    book.add_engine(7, 100)
+    return book
+
+
+def freed(book: Book) -> list[int]:
+    return book.take_frees().get(7, [])
+
+
+def test_the_longest_match_wins(book: Book) -> None:
+    a = book.add("a", 10)
+    ab = book.add("ab", 5, a)
+    keys = [b"a", b"ab", b"abc"]
+    match = book.index.match(7, keys)
+    assert match is not None
+    assert (match.num_covered, match.context, match.boundary.length) == (2, ab, 15)
+    assert book.index.match(7, [b"a", b"x"]) == (1, a, Boundary(b"a", 10, 0))
+    assert book.index.match(7, [b"x"]) is None
+    assert book.index.match(8, keys) is None
+    assert list(book.index.holders(keys, 5)) == [7, 7]
+    assert list(book.index.holders(keys, 1)) == [7]
+
+
+def test_shared_tokens_count_once(book: Book) -> None:
+    root = book.add("r", 40)
+    for i in range(5):
+        book.add(f"r{i}", 5, root)
+    assert book.num_tokens(7) == 65
+    assert book.num_contexts(7) == 6
+
+
+def test_sizes_are_in_blocks() -> None:
+    book = Book()
+    book.add_engine(7, 1000, block_size=16)
+    root = book.add("r", 20)
+    assert book.num_tokens(7) == 32
+    book.add("s", 1, root)  # inside the second block: copied
+    assert book.num_tokens(7) == 48
+    book.add("t", 1, root, at=16)
+    assert book.num_tokens(7) == 64
+
+
+def test_room_is_made_least_recently_used_first(book: Book) -> None:
+    contexts = [book.add(str(i), 30) for i in range(3)]
+    book.add("new", 30)
+    assert book.make_room(7)
+    assert freed(book) == [contexts[0].id]
+    assert book.notices == 1
+    book.pin(contexts[1])
+    book.unpin(contexts[1])  # used just now
+    book.add("newer", 30)
+    assert book.make_room(7)
+    assert freed(book) == [contexts[2].id]
+    book.check_integrity({})
+
+
+def test_expected_contexts_are_evicted_last(book: Book) -> None:
+    wanted, other = book.add("wanted", 40), book.add("other", 40)
+    book.expect([b"wanted"])
+    book.expect([b"wanted"])
+    book.unexpect([b"wanted"])
+    book.add("new", 40)
+    assert book.make_room(7)
+    assert freed(book) == [other.id]
+    book.unexpect([b"wanted"])
+    book.add("newer", 40)
+    assert book.make_room(7)
+    assert freed(book) == [wanted.id]
+
+
+def test_what_is_used_is_never_evicted(book: Book) -> None:
+    root = book.add("r", 60)
+    leaf = book.add("l", 30, root)
+    book.pin(leaf)
+    big = book.add("big", 50)
+    book.pin(big)
+    assert not book.make_room(7)
+    assert freed(book) == []
+    book.check_integrity({leaf.id: 1, big.id: 1})
+    book.unpin(leaf)
+    assert book.make_room(7)
+    assert freed(book) == [leaf.id, root.id]  # leaves before what they were forked from
+
+
+def test_settling_keeps_what_was_generated(book: Book) -> None:
+    context = book.add("p", 10, reserved=50)
+    book.pin(context)
+    assert book.num_tokens(7) == 60
+    book.settle(context, 25, Boundary(b"po", 24, 9))
+    book.unpin(context)
+    assert book.num_tokens(7) == 25
+    assert book.index.match(7, [b"p", b"po"]) == (2, context, Boundary(b"po", 24, 9))
+
+
+def test_computed_goes_up_the_chain(book: Book) -> None:
+    root = book.add("r", 10)
+    leaf = book.add("l", 10, root)
+    other = book.add("o", 10, root)
+    book.mark_computed(leaf)
+    assert (root.is_computed, leaf.is_computed, other.is_computed) == (True, True, False)
+
+
+def test_dropping_takes_the_forks_along(book: Book) -> None:
+    top = book.add("top", 5, owner="acme")
+    root = book.add("r", 10, top)
+    used, idle = book.add("u", 10, root), book.add("i", 10, root)
+    book.pin(used)
+    assert book.drop(root) == [used]
+    assert set(freed(book)) == {root.id, used.id, idle.id}
+    assert book.index.match(7, [b"u"]) is None
+    book.check_integrity({})
+    assert book.num_tokens(7) == 5
+
+
+def test_a_session_takes_its_contexts_but_not_those_in_use(book: Book) -> None:
+    constant = book.add("c", 10, owner="acme")
+    idle, busy = book.add("i", 10, constant), book.add("b", 10, constant)
+    other = book.add("o", 5, idle, owner=2)  # another session continues it
+    book.pin(busy)
+    book.release_session(1)
+    assert freed(book) == []
+    assert book.index.match(7, [b"c", b"i"]) == (1, constant, Boundary(b"c", 10, 0))
+    book.check_integrity({busy.id: 1})
+    book.unpin(busy)
+    assert freed(book) == [busy.id]
+    book.release_session(2)
+    assert freed(book) == [other.id, idle.id]
+    book.release_session(2)
+    book.check_integrity({})
+    assert book.num_contexts(7) == 1
+
+
+def test_constants_expire_unless_used(book: Book) -> None:
+    constant, busy = book.add("c", 10, owner="acme"), book.add("d", 10, owner="acme")
+    assert book.next_expiry() == 150.0
+    leaf = book.add("l", 5, busy)
+    book.later(60)
+    book.add("m", 1, constant)
+    book.release_session(1)
+    assert set(freed(book)) == {leaf.id, leaf.id + 1}
+    book.later(50)  # 110 after the first use, 50 after the second
+    book.expire()
+    assert freed(book) == [busy.id]
+    book.later(60)
+    book.expire()
+    assert freed(book) == [constant.id]
+    assert book.next_expiry() is None
+
+
+def test_a_constant_with_forks_does_not_expire(book: Book) -> None:
+    constant = book.add("c", 10, owner="acme")
+    leaf = book.add("l", 5, constant)
+    book.later(1000)
+    book.expire()
+    assert freed(book) == []
+    book.drop(leaf)
+    book.later(1000)
+    book.expire()
+    assert constant.id in freed(book)
+
+
+def test_a_lost_engine_takes_everything(book: Book) -> None:
+    book.add_engine(8, 100)
+    root = book.add("r", 10, owner="acme")
+    leaf = book.add("l", 10, root)
+    book.pin(leaf)
+    assert set(book.forget_engine(7)) == {root.id, leaf.id}
+    assert book.take_frees() == {}
+    assert book.index.match(7, [b"r"]) is None
+    assert len(book.index) == 0
+    book.check_integrity({})
+    book.release_session(1)
+
+
+def test_evict_idle(book: Book) -> None:
+    root = book.add("r", 10)
+    used = book.add("u", 10, root)
+    book.pin(used)
+    idle = book.add("i", 10, root)
+    book.evict_idle(7)
+    assert freed(book) == [idle.id]
+
+
+ENGINES = (7, 8)
+KEYS = [bytes([c]) for c in range(12)]
+
+
+class Histories(RuleBasedStateMachine):
+    """Random programs: what the executor and the core may do, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Book()
+        self.running: list[Context] = []
+        self.freed: set[int] = set()
+        self.opened: set[int] = set()
+        self.gone: set[int] = set()  # with their engine
+        for engine_id in ENGINES:
+            self.book.add_engine(engine_id, 300, block_size=4)
+
+    @rule(
+        engine_id=st.sampled_from(ENGINES),
+        owner=st.sampled_from([1, 2, 3, "acme", "rival"]),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
+        size=st.integers(1, 60),
+        reserved=st.integers(0, 40),
+    )
+    def start(
+        self, engine_id: int, owner: Owner, keys: list[bytes], size: int, reserved: int
+    ) -> None:
+        book = self.book
+        match = book.index.match(engine_id, keys)
+        parent, parent_len = None, 0
+        if match is not None:
+            assert keys[match.num_covered - 1] == match.boundary.key
+            parent, parent_len = match.context, match.boundary.length
+        context = book.open(
+            engine_id,
+            owner,
+            [Boundary(keys[-1], parent_len + size, 0)],
+            length=parent_len + size,
+            reserved=reserved,
+            parent=parent,
+            parent_len=parent_len,
+        )
+        self.opened.add(context.id)
+        book.pin(context)
+        if not book.make_room(engine_id):
+            assert not book._accounts[engine_id].idle
+        self.running.append(context)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), output=st.integers(1, 50), key=st.sampled_from(KEYS))
+    def finish(self, data: st.DataObject, output: int, key: bytes) -> None:
+        context = data.draw(st.sampled_from(self.running))
+        self.running.remove(context)
+        length = context.length + min(output, context.reserved)
+        self.book.settle(context, length, Boundary(key, length, 0))
+        self.book.unpin(context)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        context = data.draw(st.sampled_from(self.running))
+        broken = self.book.drop(context)
+        assert context in broken
+        self.running = [other for other in self.running if other not in broken]
+
+    @rule(session=st.sampled_from([1, 2, 3]))
+    def release(self, session: int) -> None:
+        self.book.release_session(session)
+        left = self.book._by_session.get(session, {}).values()
+        assert all(context.is_doomed for context in left)
+
+    @rule(engine_id=st.sampled_from(ENGINES))
+    def lose_engine(self, engine_id: int) -> None:
+        self.collect()
+        self.gone.update(self.book.forget_engine(engine_id))
+        self.running = [c for c in self.running if c.engine_id != engine_id]
+        self.book.add_engine(engine_id, 300, block_size=4)
+
+    @rule(engine_id=st.sampled_from(ENGINES))
+    def evict(self, engine_id: int) -> None:
+        self.book.evict_idle(engine_id)
+
+    @rule(seconds=st.integers(1, 200))
+    def wait(self, seconds: int) -> None:
+        self.book.later(seconds)
+        self.book.expire()
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def expect(self, keys: list[bytes]) -> None:
+        self.book.expect(keys)
+        if len(keys) % 2:
+            self.book.unexpect(keys)
+
+    def collect(self) -> None:
+        for context_ids in self.book.take_frees().values():
+            assert not self.freed & set(context_ids), "freed twice"
+            self.freed.update(context_ids)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.collect()
+        self.book.check_integrity(Counter(context.id for context in self.running))
+        live = {c for e in ENGINES for c in self.book._accounts[e].contexts}
+        assert live | self.freed | self.gone == self.opened
+        assert not live & (self.freed | self.gone)
+
+    def teardown(self) -> None:
+        for context in self.running:
+            self.book.unpin(context)
+        for session in (1, 2, 3):
+            self.book.release_session(session)
+        for engine_id in ENGINES:
+            self.book.evict_idle(engine_id)
+            assert self.book.num_tokens(engine_id) == 0
+            assert self.book.num_contexts(engine_id) == 0
+        assert len(self.book.index) == 0
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
