@@ -1,0 +1,155 @@
+"""Runs the steps of the huggingface engine: transformers computes, our pool keeps the KV."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from parrot.engine.huggingface.paged_cache import PagedCache, Slots
+from parrot.engine.plan import BlockCopy, RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.sampler import sample
+from parrot.protocol.errors import ParrotError
+from parrot.utils.config import ConfigError
+
+_MIB = 2**20
+_MAX_ROWS = 64
+_PROBE_TOKENS = 12
+
+
+class HuggingFaceRunner:
+    """`Runner` over any model that takes its past as keys and values of all layers.
+
+    Sequences with equally many new tokens, which is all that decode, run in one forward pass;
+    others one after the other."""
+
+    def __init__(self, model: Any, *, num_blocks: int, block_size: int, max_seq_len: int) -> None:
+        """Raises `ConfigError` for a model that has state outside its KV."""
+        config = model.config.get_text_config(decoder=True)
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._block_size = block_size
+        self._cache = PagedCache(config.num_hidden_layers, num_blocks * block_size)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        vocab_size = self._probe(num_blocks, config.vocab_size)
+        self._info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_seq_len=max_seq_len,
+            vocab_size=vocab_size,
+            model_mem=sum(p.nbytes for p in model.parameters()) / _MIB,
+            cache_mem=self._cache.num_bytes / _MIB,
+        )
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        for copy in plan.copies:
+            self._copy(copy)
+        tokens: dict[int, int] = {}
+        errors: dict[int, ParrotError] = {}
+        for batch in _batches(plan.sequences):
+            logits = self._forward(batch)
+            wanted = [(row, s.sample) for row, s in enumerate(batch) if s.sample is not None]
+            if wanted:
+                rows = logits[[row for row, _ in wanted]].float()
+                result = sample(rows, [spec for _, spec in wanted])
+                tokens |= result.tokens
+                errors |= result.errors
+        return StepResult(tokens, errors)
+
+    def _forward(self, batch: Sequence[SequenceStep]) -> torch.Tensor:
+        """Logits [rows, vocab] after the last token of each."""
+        num_new = len(batch[0].token_ids)
+        table, mask = self._slots(batch)
+        self._cache.place(Slots(self._tensor(table), num_new))
+        options: dict[str, Any] = dict(self._options)
+        if self._takes_positions:
+            starts = np.array([[s.start] for s in batch])
+            options["position_ids"] = self._tensor(starts + np.arange(num_new))
+        output = self._model(
+            input_ids=self._tensor(np.array([s.token_ids for s in batch], dtype=np.int64)),
+            attention_mask=self._tensor(mask),
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _slots(self, batch: Sequence[SequenceStep]) -> tuple[Any, Any]:
+        """Slots and attention mask, int64 [rows, longest context], padded on the left."""
+        longest = max(s.end for s in batch)
+        table = np.full((len(batch), longest), self._cache.zero_slot, dtype=np.int64)
+        mask = np.zeros((len(batch), longest), dtype=np.int64)
+        within = np.arange(self._block_size)
+        for row, sequence in enumerate(batch):
+            blocks = np.asarray(sequence.block_ids, dtype=np.int64)[:, None]
+            slots = (blocks * self._block_size + within).reshape(-1)
+            table[row, longest - sequence.end :] = slots[: sequence.end]
+            mask[row, longest - sequence.end :] = 1
+        return table, mask
+
+    def _copy(self, copy: BlockCopy) -> None:
+        within = torch.arange(copy.num_tokens, device=self._device)
+        self._cache.copy(
+            within + copy.source * self._block_size, within + copy.target * self._block_size
+        )
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    @torch.inference_mode()
+    def _probe(self, num_blocks: int, vocab_size: int) -> int:
+        """Compare a prompt computed in three parts with the same prompt without a cache; also
+        makes the pools. Returns the width of the logits."""
+        num_tokens = min(_PROBE_TOKENS, num_blocks * self._block_size)
+        token_ids = [(7 * i + 1) % vocab_size for i in range(num_tokens)]
+        blocks = range(-(-num_tokens // self._block_size))
+        cuts = sorted({0, num_tokens // 2, num_tokens - 1, num_tokens})
+        try:
+            for start, end in pairwise(cuts):
+                part = SequenceStep(0, token_ids[start:end], start, blocks, None)
+                logits = self._forward([part])
+        except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError) as error:
+            raise self._unsuitable(str(error)) from error
+        ids = self._tensor(np.array([token_ids], dtype=np.int64))
+        expected = self._model(input_ids=ids, use_cache=False).logits[:, -1].double()
+        difference = (logits.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
+        if not all(layer.pools for layer in self._cache.layers):
+            raise self._unsuitable("some layers keep no keys and values")
+        if not difference <= tolerance:
+            raise self._unsuitable(f"in parts, its logits differ by {float(difference):.1%}")
+        return int(logits.shape[-1])
+
+    def _unsuitable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self._model).__name__} cannot be served by the huggingface engine, which needs "
+            f"a model whose only state is the keys and values of its layers: {reason[:300]}"
+        )
+
+
+def _batches(sequences: Iterable[SequenceStep]) -> Iterator[list[SequenceStep]]:
+    """Equally many new tokens in a batch, and at most half of it padding."""
+
+    def size(sequence: SequenceStep) -> tuple[int, int]:
+        return len(sequence.token_ids), sequence.end
+
+    ordered = sorted((s for s in sequences if len(s.token_ids)), key=size)
+    for _, equal in groupby(ordered, key=lambda s: len(s.token_ids)):
+        batch: list[SequenceStep] = []
+        for sequence in equal:
+            if batch and (len(batch) == _MAX_ROWS or sequence.end > 2 * batch[0].end):
+                yield batch
+                batch = []
+            batch.append(sequence)
+        if batch:
+            yield batch
