@@ -56,7 +56,7 @@ def launch(
     launch_and_wait(configs, log_dir, ready_timeout)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
     program: Annotated[Path, typer.Argument(help="A Python program that uses parrot.")],

@@ -129,9 +129,9 @@ def test_run_passes_arguments_and_the_exit_code_on(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
-    result = parrot("run", "--core", url(core), str(program), "a", "--flag", "-x")
+    result = parrot("run", "--core", url(core), str(program), "a", "--core", "-x")
     assert result.returncode == 7
-    assert result.stdout == "['a', '--flag', '-x']\n"
+    assert result.stdout == "['a', '--core', '-x']\n"
 
 
 def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:
 
 def test_launch_names_what_is_wrong(tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
-    config.write_text('{"engine_type": "sim", "modle": "x"}')
+    config.write_text('{"engine_type": "sim", "hots": "x"}')
     result = parrot("launch", str(config))
     assert result.returncode == 1
-    assert "engine.json: unknown key `modle`; allowed: " in result.stderr
+    assert "engine.json: unknown key `hots`; allowed: " in result.stderr
     assert not (tmp_path / "logs").exists()
 
 
