@@ -61,7 +61,7 @@ def test_a_config_of_the_original_loads_unchanged(tmp_path: Path) -> None:
         ({"global_scheduler": [1]}, ["`global_scheduler`"]),
         ({"api_keys": [1]}, ["`api_keys.0`", "string"]),
         ({"session_life_span": 0}, ["`session_life_span`", "greater than 0"]),
-        ("[1", ["Invalid JSON"]),
+        ("[1", ["not valid JSON"]),
         ("[1]", ["object"]),
     ],
 )

@@ -1,0 +1,440 @@
+"""Every verb of ServeCore on virtual time, with a fake in place of the dispatcher."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    SessionGone,
+    TimedOut,
+    Unavailable,
+)
+from parrot.protocol.internal import EngineInfo, EngineType, RegisterRequest
+from parrot.protocol.public import (
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    VarGetRequest,
+)
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import READ_GRACE_S, ServeCore
+from parrot.utils.clock import ManualClock
+from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
+
+
+class World:
+    """A core, one session in it, and shorthands for its requests."""
+
+    def __init__(self, **config: Any) -> None:
+        self.clock = ManualClock(start=1000)
+        self.dispatcher = FakeDispatcher()
+        self.core = ServeCore(
+            CoreConfig(**({"session_life_span": 60.0} | config)),
+            clock=self.clock,
+            dispatcher=self.dispatcher,  # type: ignore[arg-type]
+        )
+        api_key = config["api_keys"][0] if "api_keys" in config else None
+        session = self.core.create_session(SessionCreateRequest(api_key=api_key))
+        self.scope: dict[str, Any] = session.model_dump()
+
+    def call(self, output: str, *inputs: str, **fields: Any) -> str:
+        """Submit a call that takes these variables; returns its output's id."""
+        parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
+        template = "f" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + f"{{{{{output}}}}}"
+        body = self.scope | {"template": template, "parameters": [*parameters, made(output)]}
+        request = SemanticCallRequest.model_validate(body | fields)
+        return var_ids(self.core.submit_call(request))[output]
+
+    def variable(self, name: str = "x", content: str | None = None) -> str:
+        return self.core.create_var(*self.scope.values(), name, content)
+
+    def request(self, **fields: Any) -> VarGetRequest:
+        return VarGetRequest.model_validate(self.scope | fields)
+
+    def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
+        return asyncio.ensure_future(self.core.read(self.request(**fields), var_id))
+
+    async def settle(self) -> None:
+        await self.clock.advance(0)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    yield world
+    world.core.check_integrity()
+    await world.core.close()
+
+
+async def test_a_read_activates_waits_and_gets_the_value(world: World) -> None:
+    y = world.call("y", world.call("x"))
+    reading = world.read(y, criteria="latency")
+    await world.settle()
+    assert world.dispatcher.names() == ["x"]
+    world.dispatcher.finish(world.dispatcher.started[0])
+    world.dispatcher.finish(world.dispatcher.started[0], "the value")
+    assert await reading == "the value"
+    assert await world.core.read(world.request(), y) == "the value"
+    assert world.core.settled(world.request(), y) == "the value"
+
+
+async def test_an_error_reaches_every_reader_now_and_later(world: World) -> None:
+    y = world.call("y", world.call("x"))
+    readers = [world.read(y) for _ in range(3)]
+    await world.settle()
+    world.dispatcher.fail(world.dispatcher.started[0], EngineFailed("it broke"))
+    for reader in [*readers, world.read(y)]:
+        with pytest.raises(EngineFailed, match="needs `x`, which failed: it broke"):
+            await reader
+    with pytest.raises(EngineFailed):
+        world.core.settled(world.request(), y)
+
+
+async def test_a_timeout_ends_the_read_and_then_the_work(world: World) -> None:
+    y = world.call("y")
+    reading = world.read(y, timeout=5)
+    await world.clock.advance(4.9)
+    assert not reading.done()
+    await world.clock.advance(0.2)
+    with pytest.raises(TimedOut, match="`y`"):
+        await reading
+    assert world.dispatcher.names() == ["y"]  # for a moment: programs poll
+    await world.clock.advance(READ_GRACE_S)
+    assert world.dispatcher.names() == []
+    reading = world.read(y)
+    await world.settle()
+    world.dispatcher.finish(world.dispatcher.started[0], "after all")
+    assert await reading == "after all"
+
+
+async def test_polling_does_not_start_the_work_again(world: World) -> None:
+    y = world.call("y")
+    for _ in range(5):
+        reading = world.read(y, timeout=1)
+        await world.clock.advance(1)
+        with pytest.raises(TimedOut):
+            await reading
+    assert world.dispatcher.withdrawn == []
+    reading = world.read(y, timeout=1)
+    await world.settle()
+    world.dispatcher.finish(world.dispatcher.started[0], "done")
+    assert await reading == "done"
+
+
+async def test_the_timeout_is_a_deadline_for_the_scheduler(world: World) -> None:
+    reading = world.read(world.call("y"), timeout=5)
+    await world.settle()
+    objective = world.dispatcher.started[0].objective
+    assert objective is not None
+    assert objective.deadline == 1005
+    reading.cancel()
+
+
+async def test_a_reader_that_goes_takes_its_work_along(world: World) -> None:
+    y = world.call("y", world.call("x"))
+    reading, other = world.read(y), world.read(y)
+    await world.settle()
+    reading.cancel()
+    await world.settle()
+    assert world.dispatcher.names() == ["x"]
+    other.cancel()
+    await world.settle()
+    assert world.dispatcher.names() == []
+
+
+async def test_a_read_that_nobody_will_answer_ends_with_the_session(world: World) -> None:
+    empty = world.variable()
+    y = world.call("y", empty)
+    readings = [world.read(empty), world.read(y)]
+    await world.clock.advance(59)
+    assert not any(reading.done() for reading in readings)
+    await world.clock.advance(2)
+    for reading in readings:
+        with pytest.raises(SessionGone, match="expired"):
+            await reading
+    with pytest.raises(SessionGone):
+        world.variable()
+    assert world.dispatcher.released == [world.scope["session_id"]]
+
+
+async def test_a_read_with_its_own_timeout_outlives_the_life_span(world: World) -> None:
+    reading = world.read(world.variable(), timeout=300)
+    await world.clock.advance(299)
+    assert not reading.done()
+    await world.clock.advance(1)
+    with pytest.raises(TimedOut):
+        await reading
+    await world.clock.advance(61)
+    with pytest.raises(SessionGone):
+        world.variable()
+
+
+async def test_long_work_keeps_its_session(world: World) -> None:
+    y = world.call("y", world.call("x"))
+    reading = world.read(y)
+    for _ in range(2):
+        await world.clock.advance(500)
+        world.dispatcher.finish(world.dispatcher.started[0], "slow")
+    assert await reading == "slow"
+
+
+async def test_deleting_a_session_ends_its_reads_and_work(world: World) -> None:
+    y = world.call("y")
+    reading = world.read(y)
+    await world.settle()
+    session_id, auth = world.scope.values()
+    world.core.delete_session(session_id, auth)
+    with pytest.raises(SessionGone, match="deleted"):
+        await reading
+    assert world.dispatcher.started == []
+    assert len(world.dispatcher.cancelled) == 1
+    assert world.dispatcher.released == [session_id]
+    with pytest.raises(SessionGone):
+        world.core.session_info(session_id, auth)
+
+
+async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
+    y = world.call("y")
+    early = world.core.stream(world.request(), y)
+    first = asyncio.ensure_future(anext(early))
+    await world.settle()
+    completion = world.dispatcher.started[0]
+    assert completion.wants_stream  # type: ignore[union-attr]
+    variable = next(iter(completion.outputs()))
+    variable.append("one ")
+    assert await first == "one "
+    variable.append("two ")
+    late = world.core.stream(world.request(), y)
+    assert await anext(late) == "one two "
+    world.dispatcher.finish(completion, "one two three")
+    assert [delta async for delta in early] == ["two three"]
+    assert [delta async for delta in late] == ["three"]
+    after = world.core.stream(world.request(), y)
+    assert [delta async for delta in after] == ["one two three"]
+
+
+async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
+    y, z = world.call("y"), world.call("z")
+    failing = asyncio.ensure_future(anext(world.core.stream(world.request(), y)))
+    slow = asyncio.ensure_future(anext(world.core.stream(world.request(timeout=3), z)))
+    await world.settle()
+    world.dispatcher.fail(world.dispatcher.started[0], EngineFailed("it broke"))
+    with pytest.raises(EngineFailed):
+        await failing
+    await world.clock.advance(3)
+    with pytest.raises(TimedOut):
+        await slow
+    with pytest.raises(NotFound):
+        world.core.stream(world.request(), "nowhere")
+
+
+async def test_a_closed_stream_takes_its_work_along(world: World) -> None:
+    y = world.call("y")
+    stream = world.core.stream(world.request(), y)
+    first = asyncio.ensure_future(anext(stream))
+    await world.settle()
+    next(iter(world.dispatcher.started[0].outputs())).append("text")
+    assert await first == "text"
+    await stream.aclose()
+    assert world.dispatcher.started == []
+    assert len(world.dispatcher.withdrawn) == 1
+
+
+async def test_cancel(world: World) -> None:
+    x = world.call("x")
+    y = world.call("y", x)
+    reading = world.read(y)
+    await world.settle()
+    world.core.cancel_var(*world.scope.values(), x)
+    with pytest.raises(Cancelled):
+        await reading
+    session_id, auth = world.scope.values()
+    info = world.core.session_info(session_id, auth)
+    assert [call.state for call in info.calls] == ["cancelled", "failed"]
+    world.core.cancel_call(session_id, auth, info.calls[0].request_id)
+    with pytest.raises(NotFound):
+        world.core.cancel_call(session_id, auth, 999)
+
+
+async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
+    x = world.call("x")
+    body = world.scope | {
+        "func_name": "shout",
+        "func_source": "def shout(a, out):\n    out.set(a.upper())",
+        "parameters": [taken("a", x), made("out")],
+    }
+    shouted = var_ids(world.core.submit_native(NativeCallRequest.model_validate(body)))["out"]
+    y = world.call("y", shouted)
+    reading, shouting = world.read(y), world.read(shouted)
+    await world.settle()
+    world.dispatcher.finish(world.dispatcher.started[0], "hello")
+    assert await shouting == "HELLO"
+    world.dispatcher.finish(world.dispatcher.started[0], "end")
+    assert await reading == "end"
+    info = world.core.session_info(*world.scope.values())
+    assert [(call.kind, call.func_name, call.state) for call in info.calls] == [
+        ("semantic", "call_1", "done"),
+        ("native", "shout", "done"),
+        ("semantic", "call_3", "done"),
+    ]
+    assert [(edge.source, edge.target, edge.variable) for edge in info.edges] == [
+        (x, shouted, "x"),
+        (shouted, y, "out"),
+    ]
+    bad = NativeCallRequest.model_validate(body | {"func_name": "not a name"})
+    with pytest.raises(InvalidRequest):
+        world.core.submit_native(bad)
+
+
+async def test_a_native_call_can_be_cancelled(world: World) -> None:
+    body = world.scope | {
+        "func_name": "spin",
+        "func_source": "def spin(out):\n    while True:\n        pass",
+        "parameters": [made("out")],
+        "timeout": 60,
+        "output_criteria": "latency",
+    }
+    response = world.core.submit_native(NativeCallRequest.model_validate(body))
+    reading = world.read(var_ids(response)["out"])
+    await world.settle()
+    world.core.cancel_call(*world.scope.values(), response.request_id)
+    with pytest.raises(Cancelled):
+        await reading
+
+
+async def test_session_info_tells_the_story(world: World) -> None:
+    x = world.call("x", func_name="first")
+    y = world.call("y", x, func_name="second")
+    await world.clock.advance(1)
+    reading = world.read(y, criteria="TTFT")
+    await world.clock.advance(1)
+    world.dispatcher.finish(world.dispatcher.started[0])
+    await world.clock.advance(1)
+    world.dispatcher.finish(world.dispatcher.started[0])
+    await reading
+    info = world.core.session_info(*world.scope.values())
+    assert info.age_s == 3
+    assert info.expires_in_s == 60
+    first, second = info.calls
+    assert (first.func_name, first.criteria, first.depth) == ("first", "latency", 1)
+    assert (second.func_name, second.criteria, second.depth) == ("second", "TTFT", 0)
+    times = (second.submitted_s, second.activated_s, second.ready_s, second.finished_s)
+    assert times == (0, 1, 2, 3)
+    variables = world.core.list_vars(*world.scope.values()).vars
+    assert [(v.var_name, v.state, v.consumers) for v in variables] == [
+        ("x", "ready", [second.request_id]),
+        ("y", "ready", []),
+    ]
+
+
+async def test_nothing_of_a_session_is_reachable_from_another(world: World) -> None:
+    secret = world.variable("secret", "42")
+    stranger = world.core.create_session(SessionCreateRequest())
+    theirs = VarGetRequest(**stranger.model_dump())
+    with pytest.raises(NotFound):
+        await world.core.read(theirs, secret)
+    request = SemanticCallRequest.model_validate(
+        stranger.model_dump()
+        | {"template": "{{a}}{{b}}", "parameters": [taken("a", secret), made("b")]}
+    )
+    with pytest.raises(NotFound):
+        world.core.submit_call(request)
+    mixed = VarGetRequest(session_id=world.scope["session_id"], session_auth=stranger.session_auth)
+    with pytest.raises(AuthenticationFailed):
+        await world.core.read(mixed, secret)
+
+
+async def test_limits_are_enforced() -> None:
+    world = World(max_sessions_num=1)
+    with pytest.raises(QuotaExceeded):
+        world.core.create_session(SessionCreateRequest())
+    world.dispatcher.max_queue_size = 1
+    world.call("a", output_criteria="latency")
+    with pytest.raises(QuotaExceeded):
+        world.call("b")
+    world.core.delete_session(*world.scope.values())
+    world.core.create_session(SessionCreateRequest())
+    await world.core.close()
+
+
+async def test_api_keys_guard_sessions_and_separate_tenants() -> None:
+    world = World(api_keys=("one", "two"))
+    with pytest.raises(AuthenticationFailed):
+        world.core.create_session(SessionCreateRequest())
+    with pytest.raises(AuthenticationFailed):
+        world.core.create_session(SessionCreateRequest(api_key="three"))
+    world.call("x", output_criteria="latency")
+    other = world.core.create_session(SessionCreateRequest(api_key="two"))
+    world.scope = other.model_dump()
+    world.call("x", output_criteria="latency")
+    tenants = {task.options.tenant for task in world.dispatcher.started}  # type: ignore[union-attr]
+    assert len(tenants) == 2
+    assert not tenants & {"one", "two"}
+    await world.core.close()
+
+
+async def test_closing_ends_open_reads(world: World) -> None:
+    reading = world.read(world.call("y"))
+    await world.settle()
+    world.core.shut_down()
+    with pytest.raises(Unavailable):
+        await reading
+    with pytest.raises(Unavailable):
+        world.core.create_session(SessionCreateRequest())
+    assert not world.core.is_ready
+
+
+async def test_metrics_count_what_happened(world: World) -> None:
+    info = EngineInfo(
+        engine_type=EngineType.SIM,
+        engine_name="e0",
+        model="m",
+        host="localhost",
+        port=1,
+        max_seq_len=10,
+        tokens_capacity=10,
+    )
+    assert not world.core.is_ready
+    await world.core.register_engine(RegisterRequest(engine_config=info))
+    assert world.core.is_ready
+    world.dispatcher.on_start = world.dispatcher.finish
+    reading = world.read(world.call("y"))
+    assert await reading
+    world.variable()
+    text = world.core.metrics().decode()
+    for line in (
+        "parrot_sessions 1.0",
+        'parrot_variables{state="ready"} 1.0',
+        'parrot_variables{state="empty"} 1.0',
+        'parrot_calls_total{kind="semantic",state="done"} 1.0',
+        'parrot_call_queue_seconds_bucket{le="+Inf"} 1.0',
+        'parrot_engine_up{engine="e0",model_name="m"} 1.0',
+        'parrot_engine_heartbeat_age_seconds{engine="e0",model_name="m"} 0.5',
+    ):
+        assert line in text, text
+
+
+async def test_one_thousand_reads_leave_nothing_behind(world: World) -> None:
+    """Withdrawn readers, timers and callbacks are all gone."""
+    y = world.call("y", world.call("x"))
+    for _ in range(20):
+        readings = [world.read(y, timeout=50) for _ in range(50)]
+        await world.settle()
+        for reading in readings:
+            reading.cancel()
+        await world.settle()
+    session = world.core._sessions.find(world.scope["session_id"])
+    assert session is not None
+    assert not session.timed_reads
+    node = session.graph.node(y)
+    assert not node.readers
+    assert not node.variable._watchers
+    assert len(world.core._timers) == 1  # the session's expiry
