@@ -96,7 +96,7 @@ class _Row:
 def build_batch(plan: StepPlan, block_size: int, min_saved_tokens: int) -> Batch:
     """Flatten a plan. A common prefix becomes a shared span when that saves reading at least
     `min_saved_tokens` tokens of KV (sharers beyond the first, times length)."""
-    sequences = [s for s in plan.sequences if s.token_ids]
+    sequences = [s for s in plan.sequences if len(s.token_ids)]
     counts = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
     firsts = np.cumsum(counts) - counts
     tables = [np.asarray(s.block_ids, dtype=np.int64) for s in sequences]
