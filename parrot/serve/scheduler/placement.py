@@ -8,6 +8,7 @@ from parrot.serve.scheduler.task import CompletionTask
 
 _MAX_HOLDERS = 8  # engines proposed per policy; a warm prefix may be on all of them
 _GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
+_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
 
 
@@ -96,8 +97,8 @@ class GraphGroup(PlacementPolicy):
 
 
 class LatencyBound(PlacementPolicy):
-    """Latency tasks bound the batch of the engine they sit on, and what a newcomer takes from each
-    of them counts as its own cost."""
+    """Latency tasks bound the batch of the engine they sit on. What a newcomer takes from each of
+    them counts as its own cost, and throughput work has to go far out of its way to avoid that."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -112,4 +113,5 @@ class LatencyBound(PlacementPolicy):
     def extra_s(self, task: CompletionTask, engine: EngineLoad, output: int) -> float:
         growth_s = self._cost.decode_step_s(1, task.prompt_len) - self._cost.step_s
         prefill_s = task.prompt_len * self._cost.prefill_s
-        return engine.num_latency * (output * growth_s + prefill_s)
+        weight = 1.0 if task.is_latency else _HARM_WEIGHT
+        return weight * engine.num_latency * (output * growth_s + prefill_s)

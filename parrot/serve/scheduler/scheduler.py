@@ -16,6 +16,7 @@ _LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per q
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
 _LEAST_LOADED = 2  # engines considered for their load alone
 _OUTPUT_SHARE = 0.5  # of max_gen_length that an output is expected to have
+_WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
 _MAX_PRIORITY = 2**31 - 1
 
 Models = tuple[str, ...]
@@ -190,7 +191,7 @@ class Scheduler:
             extra_s += policy.extra_s(task, load, output)
             reused = max(reused, policy.reused_len(task, load))
         wait_s = max(0.0, load.prefill_until - now)
-        prefill_s = (task.prompt_len - reused) * self._cost.prefill_s
+        prefill_s = (task.prompt_len - reused) * self._cost.prefill_s * _WORK_WEIGHT
         step_s = self._cost.decode_step_s(load.num_tasks + 1, load.num_tokens + new_tokens)
         return wait_s + prefill_s + output * step_s + extra_s
 

@@ -1,0 +1,467 @@
+"""The global scheduler: order, placement, capacity, and that nothing starves or leaks."""
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.serve.context_index import Boundary, Context, PrefixIndex
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.prefix import PrefixHasher, Segment, SegmentKind
+from parrot.serve.scheduler.scheduler import Scheduler
+from parrot.serve.scheduler.task import CompletionTask
+from parrot.utils.clock import ManualClock
+
+HASHER = PrefixHasher(b"x" * 32)
+LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT
+
+
+class Bench:
+    """A scheduler on virtual time."""
+
+    def __init__(self, **config: object) -> None:
+        self.clock = ManualClock()
+        self.index = PrefixIndex()
+        self.scheduler = Scheduler(
+            GlobalSchedulerConfig.model_validate(config), self.clock, self.index
+        )
+        self._ids = count()
+
+    def engines(
+        self, number: int, *, slots: int = 100, tokens: int = 1_000_000, model: str = "m"
+    ) -> None:
+        for _ in range(number):
+            self.scheduler.add_engine(next(self._ids), model, slots, tokens)
+
+    def task(
+        self,
+        text: str | None = None,
+        *,
+        session: int = 1,
+        criteria: PerformanceCriteria = LATENCY,
+        path: float = 0.0,
+        group: str | None = None,
+        output: int = 100,
+        models: tuple[str, ...] = (),
+        prefix_len: int = 10,
+    ) -> CompletionTask:
+        """A prompt of `prefix_len` tokens of the constant `text`, and one of its own."""
+        number = next(self._ids)
+        text = f"own {number}" if text is None else text
+        completion = Completion(
+            id=number,
+            request_id=number,
+            session_id=session,
+            options=CallOptions("f", models=models),
+            fill=(),
+            output=SemanticVariable(str(number), "v", session),
+            sampling=SamplingConfig(max_gen_length=output),
+            objective=Objective(criteria, 0, path, group),
+        )
+        tokens = TokenizedText("t", tuple(range(prefix_len)))
+        segments = [
+            Segment(SegmentKind.CONSTANT, text, tokens),
+            Segment(SegmentKind.VALUE, str(number), TokenizedText("t", (1,)), True),
+        ]
+        keys = HASHER.keys("tenant", False, segments)
+        return CompletionTask(completion, segments, keys, self.clock.now())
+
+    def add(self, *tasks: CompletionTask) -> None:
+        for task in tasks:
+            self.scheduler.add(task)
+
+    def run(self) -> dict[CompletionTask, int]:
+        placements = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        return {placement.task: placement.engine_id for placement in placements}
+
+    def order(self) -> list[CompletionTask]:
+        """Let tasks run one at a time until none is queued."""
+        done: list[CompletionTask] = []
+        while self.scheduler.num_queued:
+            for task, engine_id in self.run().items():
+                done.append(task)
+                self.scheduler.ended(task, engine_id)
+        return done
+
+    def later(self, seconds: float) -> None:
+        self.clock._now += seconds
+
+
+# Order
+
+
+def test_latency_before_throughput_and_longest_path_first() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    slow = bench.task(criteria=THROUGHPUT, path=50)
+    short, long = bench.task(path=1), bench.task(path=9)
+    bench.add(slow, short, long)
+    assert bench.order() == [long, short, slow]
+
+
+def test_fifo_policy_ignores_the_path() -> None:
+    bench = Bench(policy="fifo")
+    bench.engines(1, slots=1)
+    short = bench.task(path=1)
+    bench.later(0.1)
+    long = bench.task(path=9)
+    bench.add(long, short)
+    assert bench.order() == [short, long]
+
+
+def test_older_apps_finish_first() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    first = [bench.task(session=1)]
+    bench.add(*first)
+    bench.later(1)
+    second = [bench.task(session=2, path=30) for _ in range(2)]
+    bench.add(*second)
+    bench.later(1)
+    first += [bench.task(session=1) for _ in range(2)]
+    bench.add(*first[1:])
+    assert bench.order()[:3] == first
+
+
+def test_without_app_fifo_only_tasks_count() -> None:
+    bench = Bench(app_fifo=False, policy="fifo")
+    bench.engines(1, slots=1)
+    tasks = []
+    for session in (1, 2, 1, 2):
+        tasks.append(bench.task(session=session))
+        bench.add(tasks[-1])
+        bench.later(1)
+    assert bench.order() == tasks
+
+
+@pytest.mark.parametrize("app_fifo", [True, False])
+def test_nobody_starves(app_fifo: bool) -> None:
+    """An old app floods the only slot with urgent work for ever; a later one still gets through."""
+    bench = Bench(app_fifo=app_fifo)
+    bench.engines(1, slots=1)
+    flood = [bench.task(session=1, path=60) for _ in range(3)]
+    bench.add(*flood)
+    bench.later(1)
+    victim = bench.task(session=2, criteria=THROUGHPUT)
+    bench.add(victim)
+    for _ in range(2000):
+        placed = bench.run()
+        if victim in placed:
+            return
+        bench.later(1)
+        for task, engine_id in placed.items():
+            bench.scheduler.ended(task, engine_id)
+        bench.add(bench.task(session=1, path=60, output=200))
+    pytest.fail("starved")
+
+
+def test_an_app_that_paused_starts_anew() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    bench.add(bench.task(session=1))
+    bench.order()
+    bench.later(60)
+    newer = bench.task(session=2)
+    bench.add(newer)
+    bench.later(1)
+    again = bench.task(session=1, path=50)
+    bench.add(again)
+    assert bench.order() == [newer, again]
+
+
+def test_update_moves_a_task() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    one, two = bench.task(criteria=THROUGHPUT), bench.task(criteria=THROUGHPUT)
+    bench.add(one, two)
+    two.completion.objective = Objective(LATENCY, 0, 0.0)
+    bench.scheduler.update(two)
+    assert bench.order() == [two, one]
+
+
+def test_requeued_tasks_keep_their_age() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    old = bench.task()
+    bench.add(old)
+    ((_, engine_id),) = bench.run().items()
+    bench.later(5)
+    young = bench.task()
+    bench.add(young)
+    bench.scheduler.requeue(old, engine_id)
+    assert bench.order() == [old, young]
+
+
+def test_priorities_follow_the_order_of_apps() -> None:
+    bench = Bench()
+    bench.engines(1)
+    early = bench.task(session=1)
+    bench.add(early)
+    bench.later(5)
+    late = bench.task(session=2)
+    batch = bench.task(session=2, criteria=THROUGHPUT)
+    bench.add(late, batch)
+    priority = {p.task: p.priority for p in bench.scheduler.schedule()}
+    assert priority[early] < priority[late] < priority[batch]
+
+
+# Capacity
+
+
+def test_slots_and_tokens_are_respected() -> None:
+    bench = Bench()
+    bench.engines(1, slots=3)
+    bench.add(*[bench.task() for _ in range(5)])
+    assert len(bench.run()) == 3
+    assert bench.scheduler.num_queued == 2
+    bench = Bench()
+    bench.engines(1, tokens=300)
+    bench.add(*[bench.task() for _ in range(5)])  # 111 tokens each
+    assert len(bench.run()) == 2
+
+
+def test_shared_tokens_count_once() -> None:
+    bench = Bench()
+    bench.engines(1, tokens=1500)
+    bench.add(*[bench.task("shared", prefix_len=1000) for _ in range(6)])  # 1000 + 6 * 101
+    assert len(bench.run()) == 4
+
+
+def test_a_task_that_exceeds_an_engine_runs_alone_on_it() -> None:
+    bench = Bench()
+    bench.engines(1, tokens=100)
+    big, small = bench.task(prefix_len=500), bench.task(output=5)
+    bench.add(big, small)
+    placed = bench.run()
+    assert list(placed) == [big]
+    bench.scheduler.ended(big, placed[big])
+    assert list(bench.run()) == [small]
+
+
+def test_smaller_tasks_pass_one_that_does_not_fit_but_not_for_ever() -> None:
+    bench = Bench()
+    bench.engines(1, tokens=1000)
+    filler = bench.task(output=500)
+    bench.add(filler)
+    bench.run()
+    bench.later(1)
+    big = bench.task(output=900)
+    bench.add(big)
+    passed = 0
+    for _ in range(200):
+        bench.later(0.01)
+        bench.add(bench.task(output=50))
+        placed = bench.run()
+        passed += len(placed)
+        for task, engine_id in placed.items():
+            assert task is not big
+            bench.scheduler.ended(task, engine_id)
+    assert 10 < passed < 100
+
+
+def test_models() -> None:
+    bench = Bench()
+    bench.engines(1, model="a")
+    bench.engines(1, model="b")
+    on_a, on_b = bench.task(models=("a",)), bench.task(models=("b", "x"))
+    nowhere, anywhere = bench.task(models=("c",)), bench.task()
+    bench.add(on_a, on_b, nowhere, anywhere)
+    placed = bench.run()
+    assert (placed[on_a], placed[on_b]) == (0, 1)
+    assert anywhere in placed
+    assert nowhere not in placed
+    assert bench.scheduler.unserved() == [("c",)]
+    assert bench.scheduler.queued(("c",)) == [nowhere]
+    assert bench.scheduler.is_served(("c", "a"))
+    bench.scheduler.remove(nowhere)
+    assert bench.scheduler.unserved() == []
+
+
+def test_order_holds_across_sets_of_models() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    first = bench.task(models=("m",))
+    bench.add(first)
+    bench.later(1)
+    second = bench.task(session=2)
+    bench.add(second)
+    bench.later(1)
+    third = bench.task(session=3, models=("m", "n"))
+    bench.add(third)
+    assert bench.order() == [first, second, third]
+
+
+def test_a_removed_engine_gets_nothing() -> None:
+    bench = Bench()
+    bench.engines(2)
+    bench.scheduler.remove_engine(0)
+    bench.add(*[bench.task() for _ in range(4)])
+    assert set(bench.run().values()) == {1}
+
+
+# Placement
+
+
+def test_load_is_spread() -> None:
+    bench = Bench()
+    bench.engines(4)
+    bench.add(*[bench.task(f"t{i}", session=i) for i in range(20)])
+    placed = list(bench.run().values())
+    assert {placed.count(engine) for engine in range(4)} == {5}
+
+
+def cache(bench: Bench, task: CompletionTask, engine_id: int, length: int) -> None:
+    context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0)
+    bench.index.publish(context, Boundary(task.keys[0], length, 0))
+
+
+@pytest.mark.parametrize("ctx_aware", [True, False])
+def test_a_cached_prefix_attracts(ctx_aware: bool) -> None:
+    bench = Bench(ctx_aware=ctx_aware)
+    bench.engines(50)
+    task = bench.task("system", prefix_len=2000)
+    cache(bench, task, 33, 2000)
+    bench.add(task)
+    assert (bench.run()[task] == 33) is ctx_aware
+
+
+def test_a_cached_prefix_does_not_outweigh_the_load() -> None:
+    bench = Bench(ctx_group=False)
+    bench.engines(2, slots=1000)
+    example = bench.task("system", prefix_len=500)
+    cache(bench, example, 0, 500)
+    tasks = [bench.task("system", prefix_len=500, session=i) for i in range(300)]
+    bench.add(*tasks)
+    placed = list(bench.run().values())
+    assert placed[0] == 0
+    assert 0 < placed.count(1) < 150
+
+
+@pytest.mark.parametrize("ctx_group", [True, False])
+def test_siblings_gather_before_any_cache_is_warm(ctx_group: bool) -> None:
+    bench = Bench(ctx_group=ctx_group, graph_group=False)
+    bench.engines(4)
+    tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT) for _ in range(8)]
+    bench.add(*tasks)
+    assert len(set(bench.run().values())) == (1 if ctx_group else 4)
+
+
+@pytest.mark.parametrize("graph_group", [True, False])
+def test_task_groups_gather(graph_group: bool) -> None:
+    bench = Bench(graph_group=graph_group)
+    bench.engines(4)
+    tasks = [bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)]
+    bench.add(*tasks)
+    assert len(set(bench.run().values())) == (1 if graph_group else 4)
+
+
+def test_task_groups_split_when_they_do_not_fit() -> None:
+    bench = Bench()
+    bench.engines(4, slots=3)
+    bench.add(*[bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)])
+    placed = list(bench.run().values())
+    assert len(placed) == 8
+    assert len(set(placed)) == 3
+
+
+def test_throughput_work_keeps_away_from_latency_work() -> None:
+    bench = Bench()
+    bench.engines(2)
+    chat = bench.task(session=1)
+    bench.add(chat)
+    chat_engine = bench.run()[chat]
+    batch = [bench.task(session=2, criteria=THROUGHPUT) for _ in range(8)]
+    bench.add(*batch)
+    assert chat_engine not in set(bench.run().values())
+
+
+def test_latency_tasks_bound_the_batch_they_sit_in() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    chat = bench.task(session=1)
+    bench.add(chat)
+    engine_id = bench.run()[chat]
+    batch = [bench.task(session=2, criteria=THROUGHPUT) for _ in range(500)]
+    bench.add(*batch)
+    placed = len(bench.run())
+    assert 10 < placed < 200
+    bench.scheduler.ended(chat, engine_id)
+    assert len(bench.run()) == 500 - placed
+
+
+def test_engines_that_failed_with_a_task_are_avoided() -> None:
+    bench = Bench()
+    bench.engines(3)
+    task = bench.task()
+    task.avoided.update({0, 1})
+    bench.add(task)
+    assert bench.run()[task] == 2
+    bench = Bench()
+    bench.engines(1)
+    task = bench.task()
+    task.avoided.add(0)
+    bench.add(task)
+    assert bench.run()[task] == 0  # better than nothing
+
+
+# Everything at once
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.booleans(), st.booleans())
+def test_random_histories_leave_nothing_behind(seed: int, app_fifo: bool, grouped: bool) -> None:
+    rng = random.Random(seed)
+    bench = Bench(app_fifo=app_fifo, ctx_group=grouped, graph_group=grouped)
+    bench.engines(3, slots=3, tokens=900)
+    running: dict[CompletionTask, int] = {}
+    queued: set[CompletionTask] = set()
+    for _ in range(60):
+        bench.later(rng.random())
+        action = rng.randrange(6)
+        if action < 3:
+            task = bench.task(
+                rng.choice(["a", "b", None]),
+                session=rng.randrange(3),
+                criteria=rng.choice([LATENCY, THROUGHPUT]),
+                path=rng.random() * 20,
+                group=rng.choice(["g", "h", None]),
+                output=rng.randrange(1, 400),
+                models=rng.choice([(), ("m",), ("m", "z")]),
+            )
+            bench.add(task)
+            queued.add(task)
+        elif action == 3 and running:
+            task = rng.choice(list(running))
+            bench.scheduler.ended(task, running.pop(task))
+        elif action == 4 and running:
+            task = rng.choice(list(running))
+            task.completion.objective = Objective(LATENCY, 0, 1.0)
+            bench.scheduler.requeue(task, running.pop(task))
+            queued.add(task)
+        elif queued:
+            task = rng.choice(sorted(queued, key=lambda t: t.completion.id))
+            if rng.random() < 0.5:
+                bench.scheduler.remove(task)
+                queued.remove(task)
+            else:
+                task.completion.objective = Objective(rng.choice([LATENCY, THROUGHPUT]), 0, 2.0)
+                bench.scheduler.update(task)
+        placed = bench.run()
+        assert queued.issuperset(placed)
+        queued -= set(placed)
+        running.update(placed)
+        assert bench.scheduler.num_queued == len(queued)
+        assert not queued or running, "work waits while every engine is idle"
+    for task, engine_id in running.items():
+        bench.scheduler.ended(task, engine_id)
+    assert set(bench.order()) == queued
+    bench.scheduler.check_integrity()
+    for session in range(3):
+        bench.scheduler.forget_session(session)
