@@ -26,10 +26,12 @@ class SchedulerConfig(ConfigModel):
     """Limits of one step. `max_total_tokens` bounds the context tokens of a step's sequences (null:
     only the KV pool does); one sequence alone may always run."""
 
-    max_batch_size: PositiveInt = 256
-    max_num_batched_tokens: PositiveInt = 2048
+    max_batch_size: PositiveInt = Field(256, description="Sequences in one step.")
+    max_num_batched_tokens: PositiveInt = Field(2048, description="Tokens computed in one step.")
     max_total_tokens: PositiveInt | None = None
-    policy: Literal["priority", "fcfs"] = "priority"
+    policy: Literal["priority", "fcfs"] = Field(
+        "priority", description="By ServeCore's priorities, or by arrival."
+    )
 
 
 class ServeCoreAddress(ConfigModel):
@@ -107,18 +109,28 @@ class EngineConfig(ConfigModel):
 
     engine_type: Literal["builtin", "openai", "huggingface", "sim"]
     model: str = Field(min_length=1)
-    tokenizer: str = ""
-    host: str = "localhost"
+    tokenizer: str = Field("", description="Where its tokenizer is, if not with the model.")
+    host: str = Field("localhost", description="Address to bind.")
     port: int = Field(9001, ge=1, le=65535)
-    engine_name: str = ""
-    random_seed: int = Field(0, ge=0, lt=2**63)
+    engine_name: str = Field("", description="Unique in the cluster.")
+    random_seed: int = Field(0, ge=0, lt=2**63, description="Of outputs that give none.")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    fill_chunk_size: PositiveInt | None = None
-    tasks_capacity: PositiveInt = 256
-    tokens_capacity: PositiveInt | None = None
-    heartbeat_interval: float = Field(3.0, gt=0.0)
-    cluster_token: str | None = Field(None, min_length=1, repr=False)
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
+    )
+    fill_chunk_size: PositiveInt | None = Field(
+        None, description="Prompt tokens of one job in one step, at most."
+    )
+    tasks_capacity: PositiveInt = Field(
+        256, description="Completions that ServeCore may place here at once."
+    )
+    tokens_capacity: PositiveInt | None = Field(
+        None, description="Tokens of KV that ServeCore may use here."
+    )
+    heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
+    cluster_token: str | None = Field(
+        None, min_length=1, repr=False, description="Shared with ServeCore, if it has one."
+    )
     serve_core: ServeCoreAddress = ServeCoreAddress()
     scheduler: SchedulerConfig = SchedulerConfig()
 
