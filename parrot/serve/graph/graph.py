@@ -227,7 +227,10 @@ class SessionGraph:
 
     def _register(self, node: VariableNode) -> None:
         self.variables[node.variable.id] = node
-        node.variable.on_settled(self._on_settled)
+        if node.is_settled:  # born with its value: those who need it never waited for it
+            self._flow.num_settled[node.variable.state] += 1
+        else:
+            node.variable.on_settled(self._on_settled)
 
     def _on_settled(self, variable: SemanticVariable) -> None:
         self._flow.settled(self.variables[variable.id])
