@@ -123,7 +123,7 @@ class SemanticVariable:
         try:
             while (piece := pieces.get()) is not None:
                 yield piece
-            future.result()
+            session.result(future)
         finally:
             future.cancel()
 
@@ -147,7 +147,7 @@ class SemanticVariable:
         try:
             while (piece := await pieces.get()) is not None:
                 yield piece
-            future.result()
+            session.result(future)
         finally:
             future.cancel()
 

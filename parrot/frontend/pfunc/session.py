@@ -4,7 +4,7 @@ import asyncio
 import atexit
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,19 +102,33 @@ class Session:
         if self._is_closed:
             coro.close()
             raise SessionGone(f"session {self.session_id} has ended")
-        return self._loop.start(self._until_closed(coro))
+        return self._loop.start(coro)
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """Wait for the result. An interrupt (Ctrl-C) ends the wait at once, and the coroutine."""
         future = self.start(coro)
         try:
-            return future.result()
+            return self.result(future)
         finally:
             future.cancel()
 
     async def arun(self, coro: Coroutine[Any, Any, T]) -> T:
         """The same for a caller with an event loop. Cancelling the caller cancels the coroutine."""
-        return await asyncio.wrap_future(self.start(coro))
+        future = self.start(coro)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            return self.result(future)
+
+    def result(self, future: Future[T]) -> T:
+        """What `start` gave, waited for if need be. Only the end of the session cancels it."""
+        try:
+            return future.result()
+        except CancelledError:
+            raise SessionGone(f"session {self.session_id} has ended") from None
 
     async def submit_semantic(
         self, call: SemanticCall, *, successor_of: int | None = None, keep_tail: bool = False
@@ -228,14 +242,6 @@ class Session:
                 var.attach(self, info.var_id)
         logger.debug("session %d: request %d is %s", self.session_id, response.request_id, call)
         return response.request_id
-
-    async def _until_closed(self, coro: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await coro
-        except asyncio.CancelledError:
-            if self._is_closed:
-                raise SessionGone(f"session {self.session_id} has ended") from None
-            raise
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The first attempt is made plainly: it is the hot path, and all but always succeeds."""

@@ -1,0 +1,141 @@
+"""Programs against the real ServeCore, with a scripted engine behind it."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from parrot import P
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.dispatch import Dispatcher
+from parrot.serve.http_server import create_app
+from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
+from parrot.testing.fake_serve import running_in_thread
+from parrot.utils.clock import MonotonicClock
+
+
+@P.semantic_function()
+def ask(question: P.Input, answer: P.Output):
+    """Q {{question}} A {{answer}}"""
+
+
+@P.semantic_function()
+def begin(name: str):
+    """You are {{name}}."""
+
+
+@P.semantic_function()
+def chat(human: P.Input, bot: P.Output):
+    """| H {{human}} B {{bot}}"""
+
+
+@P.semantic_function()
+def two(first: P.Output, second: P.Output(P.SamplingConfig(logit_bias={3: 1.0}))):
+    """One {{first}} two {{second}}"""
+
+
+@P.native_function()
+def shout(text: P.Input, loud: P.Output, length: P.Output):
+    import re
+
+    letters = re.sub("[^a-zA-Z]", "", text)
+    loud.set(letters.upper())
+    length.set(str(len(letters)))
+
+
+@P.native_function()
+def divide(text: P.Input, out: P.Output):
+    out.set(str(1 / int(text)))
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return fake_engine(script=Script(text=lambda prompt: f"[{prompt}]"))
+
+
+@pytest.fixture
+def core(engine: FakeEngine) -> ServeCore:
+    config, clock = CoreConfig(), MonotonicClock()
+    return ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
+
+
+@pytest.fixture
+def vm(core: ServeCore, engine: FakeEngine) -> Iterator[P.VirtualMachine]:
+    with running_in_thread(create_app(core)) as url:
+        asyncio.run(register(url, engine))
+        yield P.VirtualMachine(url)
+        core.check_integrity()
+
+
+async def register(url: str, engine: FakeEngine) -> None:
+    async with HttpClient(url) as http:
+        await ServeClient(http).register_engine(engine.info)
+
+
+def test_calls_feed_each_other(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        question = P.variable("question")
+        last = ask(ask(question))
+        question.set("{{x}}")
+        assert last.get("latency", timeout=20) == "[Q [Q {{x}} A ] A ]"
+
+
+def test_streams_and_two_outputs(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        first, second = two()
+        assert "".join(second.stream()) == "[One [One ] two ]"
+        assert first.get() == "[One ]"
+        info = vm.session_info()
+    assert [call.output for call in info.calls] == ["first", "second"]
+
+
+async def test_async_program(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        answers = await asyncio.gather(*[ask.ainvoke(i) for i in range(30)])
+        texts = await asyncio.gather(*[answer.aget() for answer in answers])
+        pieces = [piece async for piece in answers[0].astream()]
+    assert texts == [f"[Q {i} A ]" for i in range(30)]
+    assert pieces == [texts[0]]
+
+
+def test_a_chat_remembers(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    with vm.running_scope():
+        begin.invoke_statefully(chat, "Polly")
+        assert chat.invoke_statefully(chat, human="hi").get() == "[You are Polly.| H hi B ]"
+        chat.invoke_statefully(chat, human="and?").get()
+    first, second = (prompt.replace("</s>", "") for prompt in engine.prompts)
+    assert second.startswith(f"{first}[{first}]")
+    assert second.endswith("| H and? B ")
+
+
+def test_native_functions(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        loud, length = shout(ask("hey"))
+        assert (loud.get(timeout=20), length.get(timeout=20)) == ("QHEYA", "5")
+        with pytest.raises(P.errors.NativeFunctionFailed, match="ZeroDivisionError"):
+            ask(divide(0)).get(timeout=20)
+
+
+def test_errors_are_typed(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        lonely = P.variable("lonely")
+        with pytest.raises(P.errors.TimedOut):
+            ask(lonely).get(timeout=0.1)
+        known = P.variable("known", content="x")
+        with pytest.raises(P.errors.AlreadySet):
+            ask("x", answer=known)
+        answer = P.variable("answer")
+        with pytest.raises(P.errors.CyclicGraph):
+            ask(answer, answer=answer)
+
+
+def test_cancel(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    engine.script = Script(hang_after=0)
+    with vm.running_scope():
+        answer = ask("x")
+        answer.cancel()
+        with pytest.raises(P.errors.Cancelled):
+            answer.get(timeout=20)
