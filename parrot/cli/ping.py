@@ -19,19 +19,26 @@ def show_health(core: str) -> None:
     if ask(*address, "GET", "/health", timeout_s=5.0) is None:
         fail(f"no ServeCore answers at {core}")
     milliseconds = 1e3 * (time.perf_counter() - begin)
+    ready = _ask_ready(core, address)
+    OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms; {ready.num_queued} queued")
+    OUT.print(engine_table(ready.engines) if ready.engines else "no engine is registered")
+    sys.exit(0 if ready.engines else 1)
+
+
+def _ask_ready(core: str, address: tuple[str, int]) -> ReadyResponse:
+    """Without engines where the server says that it is not ready."""
     answer = ask(*address, "GET", "/ready", timeout_s=5.0)
+    if answer is not None and answer[0] == 503:
+        return ReadyResponse(engines=[])
     try:
-        ready = ReadyResponse.model_validate(answer and answer[1])
+        return ReadyResponse.model_validate(answer and answer[1])
     except ValidationError:
         fail(f"{core} answers, but it is not a ServeCore")
-    OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms; {ready.num_queued} queued")
-    OUT.print(engine_table(ready.engines))
-    sys.exit(0 if ready.ready else 1)
 
 
 def engine_table(engines: list[EngineStatus]) -> Table:
     table = Table()
-    for column in ("engine", "type", "model", "address", "state"):
+    for column in ("engine", "type", "model", "address"):
         table.add_column(column)
     table.add_column("running", justify="right")
     table.add_column("KV tokens used", justify="right")
@@ -41,7 +48,6 @@ def engine_table(engines: list[EngineStatus]) -> Table:
             engine.engine_type,
             engine.model,
             f"{engine.host}:{engine.port}",
-            "[green]up[/]" if engine.live else "[red]down[/]",
             str(engine.num_running),
             f"{engine.used_tokens} / {engine.tokens_capacity}",
         )

@@ -229,12 +229,10 @@ class Cluster:
     def _registered_ids(self, only: str | None = None) -> dict[str, int]:
         """Engine ids by name of the engines (or that one) that ServeCore believes to be live."""
         answer = self._ask(CORE, "GET", "/ready") if CORE in self.configs else None
-        if answer is None:
+        if answer is None or "error" in answer:
             return {}
         engines = ReadyResponse.model_validate(answer).engines
-        return {
-            e.engine_name: e.engine_id for e in engines if e.live and only in (None, e.engine_name)
-        }
+        return {e.engine_name: e.engine_id for e in engines if only in (None, e.engine_name)}
 
     def _ask(self, name: str, method: str, path: str) -> Any:
         """The decoded answer of one of our servers, None when there is none (yet)."""

@@ -216,7 +216,7 @@ class ModelsResponse(BaseModel):
 
 
 class EngineStatus(BaseModel):
-    """A registered engine as ServeCore sees it."""
+    """A live engine as ServeCore sees it; one that is lost is forgotten."""
 
     engine_id: int
     engine_name: str
@@ -224,16 +224,14 @@ class EngineStatus(BaseModel):
     model: str
     host: str
     port: int
-    live: bool = Field(description="false: its heartbeats stopped or a call to it failed")
     num_running: int = Field(0, description="completions placed there now")
     used_tokens: int = Field(0, description="tokens of KV in contexts there")
     tokens_capacity: int = 0
 
 
 class ReadyResponse(BaseModel):
-    """Answer of `/ready`: status 200 when a live engine is registered, else 503, same body."""
+    """Answer of `/ready` when a live engine is registered; else it is the error `no_engine`."""
 
-    ready: bool
     num_queued: int = 0
     engines: list[EngineStatus]
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import ParrotError, SessionGone, TimedOut, Unavailable
+from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, TimedOut, Unavailable
 from parrot.protocol.internal import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -15,6 +15,7 @@ from parrot.protocol.public import (
     CallResponse,
     ModelsResponse,
     NativeCallRequest,
+    ReadyResponse,
     SemanticCallRequest,
     SessionCreateRequest,
     SessionCreateResponse,
@@ -31,7 +32,7 @@ from parrot.serve.metrics import CoreCollector, CoreMetrics
 from parrot.serve.native import NativeRunner, check_names
 from parrot.serve.running import TaskRunner
 from parrot.serve.session import Session, SessionRegistry, tenant_of
-from parrot.serve.views import session_view, variables_view
+from parrot.serve.views import engine_view, session_view, variables_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.ids import IdCounter
 from parrot.utils.timers import TimerQueue
@@ -170,6 +171,15 @@ class ServeCore:
     def is_ready(self) -> bool:
         """An engine is registered and the service is not going down."""
         return not self.is_closing and bool(self._dispatcher.engines())
+
+    def readiness(self) -> ReadyResponse:
+        """Raises `NoEngine`, or `Unavailable` when the service is going down."""
+        self._require_open()
+        if not (engines := self._dispatcher.engines()):
+            raise NoEngine("no engine is registered")
+        return ReadyResponse(
+            num_queued=self.num_queued, engines=[engine_view(engine) for engine in engines]
+        )
 
     @property
     def num_queued(self) -> int:

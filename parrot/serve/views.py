@@ -1,8 +1,15 @@
-"""What a program may see of its own session: variables, calls, edges and timings."""
+"""What others may see: a program its session, anybody the engines."""
 
 from collections.abc import Iterator
 
-from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo, VarInfo
+from parrot.protocol.public import (
+    CompletionInfo,
+    EngineStatus,
+    GraphEdge,
+    SessionInfo,
+    VarInfo,
+)
+from parrot.serve.engines import EngineView
 from parrot.serve.graph.links import TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, RunStats, Timeline
 from parrot.serve.session import Session
@@ -21,6 +28,21 @@ def session_view(session: Session, now: float, expires_in_s: float) -> SessionIn
         vars=variables_view(session),
         calls=[_task_view(task, session.created_at) for task in tasks],
         edges=[edge for task in tasks for edge in _edges(task)],
+    )
+
+
+def engine_view(engine: EngineView) -> EngineStatus:
+    info = engine.info
+    return EngineStatus(
+        engine_id=engine.id,
+        engine_name=info.engine_name,
+        engine_type=info.engine_type,
+        model=info.model,
+        host=info.host,
+        port=info.port,
+        num_running=engine.num_running,
+        used_tokens=engine.num_tokens,
+        tokens_capacity=info.tokens_capacity,
     )
 
 

@@ -159,10 +159,9 @@ def test_engine_table() -> None:
         model="m",
         host="h",
         port=1,
-        live=False,
         used_tokens=5,
         tokens_capacity=10,
     )
     text = rendered(engine_table([engine]))
-    assert "down" in text
+    assert "h:1" in text
     assert "5 / 10" in text

@@ -18,7 +18,6 @@ from parrot.cli.app import app
 from parrot.cluster.ports import free_port
 
 READY = {
-    "ready": True,
     "num_queued": 3,
     "engines": [
         {
@@ -28,7 +27,6 @@ READY = {
             "model": "m",
             "host": "localhost",
             "port": 9001,
-            "live": True,
         }
     ],
 }
@@ -105,8 +103,10 @@ def test_ping(core: ThreadingHTTPServer) -> None:
 
 
 def test_ping_without_engines_or_core(core: ThreadingHTTPServer) -> None:
-    core.RequestHandlerClass.answers["/ready"] = (503, {"ready": False, "engines": []})
-    assert parrot("ping", "--core", url(core)).returncode == 1
+    core.RequestHandlerClass.answers["/ready"] = (503, {"error": {"type": "no_engine"}})
+    result = parrot("ping", "--core", url(core))
+    assert result.returncode == 1
+    assert "no engine is registered" in result.stdout
     core.RequestHandlerClass.answers["/ready"] = (200, {"hello": "world"})
     result = parrot("ping", "--core", url(core))
     assert result.returncode == 1

@@ -22,7 +22,7 @@ engine_ids = itertools.count()
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer({"ready": bool(engines), "engines": engines})
+        self._answer({"engines": engines} if engines else {"error": {"type": "no_engine"}})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -47,7 +47,6 @@ def say_hello() -> None:
         **{key: config[key] for key in ("engine_name", "host", "port")},
         "engine_type": "sim",
         "model": "m",
-        "live": True,
     }
     request = urllib.request.Request(
         f"http://{core['host']}:{core['port']}/hello", data=json.dumps(body).encode()
