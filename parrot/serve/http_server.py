@@ -15,14 +15,13 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 
-from parrot.protocol.errors import NoEngine, Unavailable
 from parrot.protocol.internal import (
     HeartbeatRequest,
     HeartbeatResponse,
     RegisterRequest,
     RegisterResponse,
 )
-from parrot.protocol.public import EmptyResponse
+from parrot.protocol.public import EmptyResponse, ReadyResponse
 from parrot.protocol.server import (
     create_base_app,
     json_response,
@@ -34,7 +33,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.metrics import CONTENT_TYPE
 from parrot.serve.openapi import describe, install_schema
-from parrot.serve.routes import v1_router
+from parrot.serve.routes import add_v1_routes
 from parrot.utils.config import ConfigError, load_config
 from parrot.utils.logging import setup_logging
 
@@ -56,7 +55,7 @@ def create_app(core: ServeCore) -> FastAPI:
     app = create_base_app(
         "Parrot ServeCore", max_body_size=core.config.max_body_size, lifespan=lifespan
     )
-    app.include_router(v1_router(core))
+    add_v1_routes(app, core)
     _add_engine_routes(app, core)
     _add_service_routes(app, core)
     install_schema(app)
@@ -100,13 +99,9 @@ def _add_service_routes(app: FastAPI, core: ServeCore) -> None:
     async def health() -> Response:
         return json_response(EmptyResponse())
 
-    @app.get("/ready", **describe("An engine is there", response=EmptyResponse, errors=(503,)))
+    @app.get("/ready", **describe("An engine is there", response=ReadyResponse, errors=(503,)))
     async def ready() -> Response:
-        if core.is_closing:
-            raise Unavailable("ServeCore is shutting down")
-        if not core.is_ready:
-            raise NoEngine("no engine is registered")
-        return json_response(EmptyResponse())
+        return json_response(core.readiness())
 
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
     async def metrics() -> Response:

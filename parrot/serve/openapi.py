@@ -6,7 +6,7 @@ our own error table. What they accept and answer is declared here, beside each r
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -60,21 +60,20 @@ def describe(
 
 def install_schema(app: FastAPI) -> None:
     """Generate the description once all routes are there; `/openapi.json` and `/docs` serve it."""
-    schema = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
-    )
-    models: dict[str, type[BaseModel]] = {}
-    for path in schema["paths"].values():
-        for method, operation in path.items():
-            model = operation.pop(_REQUEST_KEY, None)
-            if model is not None:
-                models[model.__name__] = model
-                _describe_request(operation, method, model)
+    requests = {
+        (route.path, method.lower()): model
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.openapi_extra
+        if (model := route.openapi_extra.pop(_REQUEST_KEY, None)) is not None
+        for method in route.methods or ()
+    }
+    schema = app.openapi()  # which keeps it, so it can be completed in place
+    for (path, method), model in requests.items():
+        _describe_request(schema["paths"][path][method], method, model)
     _, definitions = models_json_schema(
-        [(model, "validation") for model in models.values()], ref_template=_REF
+        [(model, "validation") for model in set(requests.values())], ref_template=_REF
     )
     schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-    app.openapi_schema = schema
 
 
 def _describe_request(operation: dict[str, Any], method: str, model: type[BaseModel]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from parrot.protocol.public import (
@@ -47,23 +47,20 @@ _EVENTS = (
 )
 
 
-def v1_router(core: ServeCore) -> APIRouter:
-    router = APIRouter(prefix="/v1")
-    _add_session_routes(router, core)
-    _add_call_routes(router, core)
-    _add_variable_routes(router, core)
-    _add_read_routes(router, core)
+def add_v1_routes(app: FastAPI, core: ServeCore) -> None:
+    _add_session_routes(app, core)
+    _add_call_routes(app, core)
+    _add_variable_routes(app, core)
+    _add_read_routes(app, core)
 
-    @router.get("/models", **describe("Models that are served now", response=ModelsResponse))
+    @app.get("/v1/models", **describe("Models that are served now", response=ModelsResponse))
     async def models() -> Response:
         return json_response(core.models())
 
-    return router
 
-
-def _add_session_routes(router: APIRouter, core: ServeCore) -> None:
-    @router.post(
-        "/session",
+def _add_session_routes(app: FastAPI, core: ServeCore) -> None:
+    @app.post(
+        "/v1/session",
         **describe(
             "Begin a session",
             request=SessionCreateRequest,
@@ -75,8 +72,8 @@ def _add_session_routes(router: APIRouter, core: ServeCore) -> None:
         fields = await read_fields(request, bearer="api_key")
         return json_response(core.create_session(parse_payload(SessionCreateRequest, fields)))
 
-    @router.get(
-        "/session/{session_id}",
+    @app.get(
+        "/v1/session/{session_id}",
         **describe(
             "State, variables, calls, graph and timings of a session",
             request=SessionScoped,
@@ -88,8 +85,8 @@ def _add_session_routes(router: APIRouter, core: ServeCore) -> None:
         scope = await _read_scope(request, session_id)
         return json_response(core.session_info(session_id, scope.session_auth))
 
-    @router.delete(
-        "/session/{session_id}",
+    @app.delete(
+        "/v1/session/{session_id}",
         **describe(
             "End a session: work is cancelled, contexts freed, open reads get an error",
             request=SessionScoped,
@@ -103,9 +100,9 @@ def _add_session_routes(router: APIRouter, core: ServeCore) -> None:
         return json_response(_EMPTY)
 
 
-def _add_call_routes(router: APIRouter, core: ServeCore) -> None:
-    @router.post(
-        "/semantic_call",
+def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
+    @app.post(
+        "/v1/semantic_call",
         **describe(
             "Submit a semantic call; it runs on demand",
             request=SemanticCallRequest,
@@ -117,8 +114,8 @@ def _add_call_routes(router: APIRouter, core: ServeCore) -> None:
         fields = await read_fields(request)
         return json_response(core.submit_call(parse_payload(SemanticCallRequest, fields)))
 
-    @router.post(
-        "/py_native_call",
+    @app.post(
+        "/v1/py_native_call",
         **describe(
             "Submit a native function's call; it runs on demand, in a sandbox",
             request=NativeCallRequest,
@@ -130,8 +127,8 @@ def _add_call_routes(router: APIRouter, core: ServeCore) -> None:
         fields = await read_fields(request)
         return json_response(core.submit_native(parse_payload(NativeCallRequest, fields)))
 
-    @router.post(
-        "/request/{request_id}/cancel",
+    @app.post(
+        "/v1/request/{request_id}/cancel",
         **describe(
             "Cancel every output of a call",
             request=SessionScoped,
@@ -145,9 +142,9 @@ def _add_call_routes(router: APIRouter, core: ServeCore) -> None:
         return json_response(_EMPTY)
 
 
-def _add_variable_routes(router: APIRouter, core: ServeCore) -> None:
-    @router.post(
-        "/semantic_var",
+def _add_variable_routes(app: FastAPI, core: ServeCore) -> None:
+    @app.post(
+        "/v1/semantic_var",
         **describe(
             "Create a variable",
             request=VarCreateRequest,
@@ -162,8 +159,8 @@ def _add_variable_routes(router: APIRouter, core: ServeCore) -> None:
         )
         return json_response(VarCreateResponse(var_id=var_id))
 
-    @router.get(
-        "/semantic_var",
+    @app.get(
+        "/v1/semantic_var",
         **describe(
             "All variables of a session",
             request=SessionScoped,
@@ -175,8 +172,8 @@ def _add_variable_routes(router: APIRouter, core: ServeCore) -> None:
         scope = parse_payload(SessionScoped, await read_fields(request))
         return json_response(core.list_vars(scope.session_id, scope.session_auth))
 
-    @router.post(
-        "/semantic_var/{var_id}",
+    @app.post(
+        "/v1/semantic_var/{var_id}",
         **describe(
             "Set a variable, once",
             request=VarSetRequest,
@@ -189,8 +186,8 @@ def _add_variable_routes(router: APIRouter, core: ServeCore) -> None:
         core.set_var(fields.session_id, fields.session_auth, var_id, fields.content)
         return json_response(_EMPTY)
 
-    @router.post(
-        "/semantic_var/{var_id}/cancel",
+    @app.post(
+        "/v1/semantic_var/{var_id}/cancel",
         **describe(
             "Stop making a variable",
             request=SessionScoped,
@@ -204,9 +201,9 @@ def _add_variable_routes(router: APIRouter, core: ServeCore) -> None:
         return json_response(_EMPTY)
 
 
-def _add_read_routes(router: APIRouter, core: ServeCore) -> None:
-    @router.get(
-        "/semantic_var/{var_id}",
+def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
+    @app.get(
+        "/v1/semantic_var/{var_id}",
         **describe(
             "Wait for a variable's value (long poll), which makes its work run",
             request=VarGetRequest,
@@ -221,8 +218,8 @@ def _add_read_routes(router: APIRouter, core: ServeCore) -> None:
             content = await run_until_disconnect(request, core.read(fields, var_id))
         return json_response(VarGetResponse(content=content))
 
-    @router.get(
-        "/semantic_var/{var_id}/stream",
+    @app.get(
+        "/v1/semantic_var/{var_id}/stream",
         **describe(
             "A variable's text as it is made", request=VarGetRequest, errors=_READ, events=_EVENTS
         ),

@@ -10,7 +10,7 @@ from parrot.protocol.errors import CyclicGraph, EngineFailed, SessionGone
 from parrot.serve.graph.links import Reader, VariableNode
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.graph.variable import VariableState
-from tests.serve.serve_fakes import FakeRunner, made, make_graph, native, semantic, taken
+from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, native, semantic, taken
 
 CRITERIA = st.sampled_from(list(PerformanceCriteria))
 
@@ -51,7 +51,10 @@ class GraphMachine(RuleBasedStateMachine):
         parameters, template = [], "t"
         nodes = self.nodes()
         for n in range(num_inputs if nodes else 0):
-            parameters.append(taken(f"i{n}", self.pick(data, nodes).variable.id))
+            if data.draw(st.booleans()):
+                parameters.append(taken(f"i{n}", self.pick(data, nodes).variable.id))
+            else:
+                parameters.append(given(f"i{n}", "value"))
             template += f"{{{{i{n}}}}}"
         free = [v for v in nodes if v.producer is None and not v.is_settled]
         for n in range(num_outputs):

@@ -1,0 +1,413 @@
+"""ServeCore's REST API over real sockets, with a fake in place of the dispatcher."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.protocol.public import MAX_TEXT
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.http_server import create_app
+from parrot.testing.app_server import serve_app
+from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
+
+ENGINE = {
+    "engine_type": "sim",
+    "engine_name": "e0",
+    "model": "m",
+    "host": "localhost",
+    "port": 1,
+    "max_seq_len": 10,
+    "tokens_capacity": 10,
+}
+
+
+@dataclass
+class Site:
+    """A served core and a client of it."""
+
+    core: ServeCore
+    dispatcher: FakeDispatcher
+    http: aiohttp.ClientSession
+
+    async def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.http.request(method, path, **options) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Any:
+        status, answer = await self.send("POST", path, json=body, **options)
+        assert status == 200, answer
+        return answer
+
+    async def get(self, path: str, **params: Any) -> Any:
+        status, answer = await self.send("GET", path, params=params)
+        assert status == 200, answer
+        return answer
+
+    async def session(self) -> dict[str, Any]:
+        scope: dict[str, Any] = await self.post("/v1/session", {})
+        return scope
+
+    async def call(self, scope: dict[str, Any], output: str, *inputs: str) -> str:
+        parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
+        template = "f" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + f"{{{{{output}}}}}"
+        body = scope | {"template": template, "parameters": [*parameters, made(output)]}
+        answer = await self.post("/v1/semantic_call", body)
+        var_id: str = answer["param_info"][-1]["var_id"]
+        return var_id
+
+    async def started(self, number: int = 1) -> None:
+        """Wait until so many completions are started."""
+        async with asyncio.timeout(5):
+            while len(self.dispatcher.started) != number:  # noqa: ASYNC110 - a fake's state
+                await asyncio.sleep(0.005)
+
+
+async def open_site(config: CoreConfig) -> AsyncIterator[Site]:
+    dispatcher = FakeDispatcher()
+    core = ServeCore(config, dispatcher=dispatcher)  # type: ignore[arg-type]
+    async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
+        yield Site(core, dispatcher, http)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async for site in open_site(CoreConfig()):
+        yield site
+        site.core.check_integrity()
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[Site]:
+    async for site in open_site(CoreConfig(api_keys=("k1", "k2"), cluster_token="inside")):
+        yield site
+
+
+async def test_the_journey_of_a_program(site: Site) -> None:
+    scope = await site.session()
+    x = (await site.post("/v1/semantic_var", scope | {"var_name": "x"}))["var_id"]
+    body = scope | {
+        "template": "{{a}} and {{x}} make {{y}}",
+        "parameters": [given("a", "{{y}}"), taken("x", x), made("y", max_gen_length=5)],
+        "func_name": "joiner",
+    }
+    answer = await site.post("/v1/semantic_call", body)
+    assert [p["var_name"] for p in answer["param_info"]] == ["a", "x", "y"]
+    y = answer["param_info"][2]["var_id"]
+    reading = asyncio.ensure_future(site.get(f"/v1/semantic_var/{y}", **scope, criteria="latency"))
+    assert await site.post(f"/v1/semantic_var/{x}", scope | {"content": "text"}) == {}
+    await site.started()
+    site.dispatcher.finish(site.dispatcher.started[0], "value \u00e9\U0001f99c")
+    assert await reading == {"content": "value \u00e9\U0001f99c"}
+    variables = (await site.get("/v1/semantic_var", **scope))["vars"]
+    assert {v["var_name"]: v["state"] for v in variables} == dict.fromkeys("axy", "ready")
+    info = await site.get(f"/v1/session/{scope['session_id']}", session_auth=scope["session_auth"])
+    assert info["calls"][0]["func_name"] == "joiner"
+    assert info["calls"][0]["kind"] == "semantic"
+    path = f"/v1/session/{scope['session_id']}"
+    status, answer = await site.send("DELETE", path, json={"session_auth": scope["session_auth"]})
+    assert (status, answer) == (200, {})
+    status, answer = await site.send("GET", f"/v1/semantic_var/{y}", params=scope)
+    assert (status, answer["error"]["type"]) == (410, "session_gone")
+
+
+async def test_get_takes_a_body_a_query_and_a_bearer(site: Site) -> None:
+    scope = await site.session()
+    x = await site.post("/v1/semantic_var", scope | {"var_name": "x", "content": "1"})
+    path = f"/v1/semantic_var/{x['var_id']}"
+    bearer = {"Authorization": f"Bearer {scope['session_auth']}"}
+    query = {"session_id": scope["session_id"]}
+    expected = (200, {"content": "1"})
+    assert await site.send("GET", path, params=scope) == expected
+    assert await site.send("GET", path, json=scope) == expected
+    assert await site.send("GET", path, params=query, headers=bearer) == expected
+    assert await site.send("GET", path, json=query, headers=bearer) == expected
+    status, _ = await site.send(
+        "POST", "/v1/semantic_var", json=query | {"var_name": "y"}, headers=bearer
+    )
+    assert status == 200
+
+
+async def test_a_native_call_over_http(site: Site) -> None:
+    scope = await site.session()
+    body = scope | {
+        "func_name": "shout",
+        "func_source": "def shout(a, out):\n    out.set(a.upper())",
+        "parameters": [given("a", "hey"), made("out")],
+    }
+    answer = await site.post("/v1/py_native_call", body)
+    out = answer["param_info"][1]["var_id"]
+    assert await site.get(f"/v1/semantic_var/{out}", **scope) == {"content": "HEY"}
+
+
+ERRORS: list[tuple[str, str, dict[str, Any], int, str]] = [
+    ("GET", "/v1/semantic_var/nowhere", {}, 404, "not_found"),
+    ("GET", "/v1/semantic_var/nowhere/stream", {}, 404, "not_found"),
+    ("POST", "/v1/semantic_var/nowhere", {"content": "x"}, 404, "not_found"),
+    ("POST", "/v1/semantic_var/nowhere/cancel", {}, 404, "not_found"),
+    ("POST", "/v1/request/77/cancel", {}, 404, "not_found"),
+    ("POST", "/v1/request/abc/cancel", {}, 422, "validation_failed"),
+    ("POST", f"/v1/request/{'9' * 5000}/cancel", {}, 422, "validation_failed"),
+    ("GET", "/v1/session/abc", {}, 422, "validation_failed"),
+    ("GET", f"/v1/session/{'9' * 30}", {}, 404, "not_found"),
+    ("GET", f"/v1/session/{'9' * 5000}", {}, 422, "validation_failed"),
+    ("GET", "/v1/semantic_var/x", {"timeout": 0}, 422, "validation_failed"),
+    ("GET", "/v1/semantic_var/x", {"criteria": "soon"}, 422, "validation_failed"),
+    (
+        "POST",
+        "/v1/semantic_call",
+        {"template": "a {{y}}", "parameters": []},
+        400,
+        "invalid_request",
+    ),
+    ("POST", "/v1/semantic_call", {"template": 5, "parameters": []}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_call", {"parameters": []}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_call", {"color": 1}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_var", {"var_name": ""}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_var", {"var_name": "x", "content": 1}, 422, "validation_failed"),
+    ("GET", "/v1/nowhere", {}, 404, "not_found"),
+    ("PUT", "/v1/semantic_var", {}, 405, "method_not_allowed"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "fields", "status", "kind"), ERRORS)
+async def test_each_mistake_gets_its_documented_error(
+    site: Site, method: str, path: str, fields: dict[str, Any], status: int, kind: str
+) -> None:
+    scope = await site.session()
+    found, answer = await site.send(method, path, json=scope | fields)
+    assert (found, answer["error"]["type"]) == (status, kind), answer
+    assert answer["error"]["message"]
+
+
+async def test_set_twice_and_cycles_are_conflicts(site: Site) -> None:
+    scope = await site.session()
+    x = await site.post("/v1/semantic_var", scope | {"var_name": "x", "content": "1"})
+    path = f"/v1/semantic_var/{x['var_id']}"
+    status, answer = await site.send("POST", path, json=scope | {"content": "2"})
+    assert (status, answer["error"]["type"]) == (409, "already_set")
+    loop = (await site.post("/v1/semantic_var", scope | {"var_name": "loop"}))["var_id"]
+    body = scope | {
+        "template": "{{i}} {{o}}",
+        "parameters": [taken("i", loop), made("o", loop)],
+    }
+    status, answer = await site.send("POST", "/v1/semantic_call", json=body)
+    assert (status, answer["error"]["type"]) == (409, "cyclic_graph")
+    assert "`loop`" in answer["error"]["message"]
+
+
+HOSTILE = [
+    b"{",
+    b"[]",
+    b'"text"',
+    b"\xff\xfe",
+    b'{"session_id": NaN}',
+    b'{"session_id": 1e999}',
+    b'{"session_auth": "\\ud800"}',
+    b"[" * 100_000 + b"]" * 100_000,
+    b'{"session_id": ' + b"9" * 5000 + b"}",
+]
+
+
+@pytest.mark.parametrize("raw", HOSTILE, ids=lambda raw: raw[:12].decode("latin-1"))
+async def test_hostile_json_is_refused_on_every_route(site: Site, raw: bytes) -> None:
+    for route in create_app(site.core).openapi()["paths"]:
+        path = route.replace("{session_id}", "1").replace("{request_id}", "1")
+        if path == "/metrics":
+            continue
+        for method in ("POST", "GET", "DELETE"):
+            status, answer = await site.send(method, path.replace("{var_id}", "v"), data=raw)
+            is_open = method == "GET" and path in ("/health", "/v1/models")
+            assert is_open or 400 <= status < 504, (method, path, answer)
+            assert is_open or set(answer["error"]) >= {"type", "message"}
+
+
+async def test_large_bodies(site: Site) -> None:
+    scope = await site.session()
+    for size, expected in ((MAX_TEXT, 200), (MAX_TEXT + 1, 422), (50_000_000, 413)):
+        body = json.dumps(scope | {"var_name": "big", "content": "x" * size}).encode()
+        status, answer = await site.send("POST", "/v1/semantic_var", data=io.BytesIO(body))
+        assert status == expected, answer
+    assert answer["error"]["type"] == "payload_too_large"
+    assert await site.get("/health") == {}
+
+
+async def scoped_requests(site: Site) -> list[tuple[str, str, dict[str, Any]]]:
+    """A valid request, less its scope, to every route that takes `session_auth`."""
+    call = {"template": "a {{y}}", "parameters": [made("y")]}
+    native = {"func_name": "f", "func_source": "", "parameters": [made("y")]}
+    bodies = {
+        "/v1/semantic_call": call,
+        "/v1/py_native_call": native,
+        "/v1/semantic_var": {"var_name": "x"},
+        "/v1/semantic_var/{var_id}": {"content": "x"},
+    }
+    found = []
+    for route, operations in create_app(site.core).openapi()["paths"].items():
+        for method, operation in operations.items():
+            if not route.startswith("/v1") or 410 not in map(int, operation["responses"]):
+                continue
+            fields = bodies.get(route, {}) if method == "post" else {}
+            found.append((method.upper(), route, fields))
+    return found
+
+
+@pytest.mark.parametrize("wrong", ["", "wrong", None, "\u00e9"])
+async def test_a_wrong_session_auth_is_401_on_every_route(site: Site, wrong: str | None) -> None:
+    scope = await site.session()
+    x = await site.post("/v1/semantic_var", scope | {"var_name": "x"})
+    requests = await scoped_requests(site)
+    assert len(requests) == 11
+    for method, route, fields in requests:
+        path = route.format(session_id=scope["session_id"], var_id=x["var_id"], request_id=1)
+        body = fields | {"session_id": scope["session_id"], "session_auth": wrong}
+        if "{session_id}" in route:
+            del body["session_id"]
+        status, answer = await site.send(method, path, json=body)
+        assert (status, answer["error"]["type"]) == (401, "authentication_failed"), (method, route)
+    variables = (await site.get("/v1/semantic_var", **scope))["vars"]
+    assert [(v["var_name"], v["state"]) for v in variables] == [("x", "empty")]
+
+
+async def test_api_keys_and_the_cluster_token(guarded: Site) -> None:
+    for options in (
+        {"json": {}},
+        {"json": {"api_key": "k3"}},
+        {"headers": {"Authorization": "k1"}},
+    ):
+        status, answer = await guarded.send("POST", "/v1/session", **options)
+        assert (status, answer["error"]["type"]) == (401, "authentication_failed")
+    await guarded.post("/v1/session", {"api_key": "k1", "apps": ["demo"]})
+    await guarded.post("/v1/session", {}, headers={"Authorization": "Bearer k2"})
+    beat = {"engine_id": 0, "engine_name": "e0", "runtime_info": {}}
+    for path, body in (
+        ("/register_engine", {"engine_config": ENGINE}),
+        ("/engine_heartbeat", beat),
+    ):
+        for headers in ({}, {"Authorization": "Bearer outside"}):
+            status, _ = await guarded.send("POST", path, json=body, headers=headers)
+            assert status == 401
+        await guarded.post(path, body, headers={"Authorization": "Bearer inside"})
+
+
+async def test_readiness_follows_the_engines(site: Site) -> None:
+    status, answer = await site.send("GET", "/ready")
+    assert (status, answer["error"]["type"]) == (503, "no_engine")
+    assert await site.post("/register_engine", {"engine_config": ENGINE}) == {"engine_id": 0}
+    assert [engine["engine_name"] for engine in (await site.get("/ready"))["engines"]] == ["e0"]
+    body = {"engine_id": 5, "engine_name": "e0", "runtime_info": {}}
+    assert await site.post("/engine_heartbeat", body) == {"state": "unknown"}
+    async with site.http.get("/metrics") as response:
+        text = await response.text()
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert 'parrot_engine_up{engine="e0",model_name="m"} 1.0' in text
+    assert (await site.get("/v1/models"))["object"] == "list"
+
+
+async def test_a_read_times_out_with_504(site: Site) -> None:
+    scope = await site.session()
+    x = await site.post("/v1/semantic_var", scope | {"var_name": "x"})
+    path = f"/v1/semantic_var/{x['var_id']}"
+    status, answer = await site.send("GET", path, params=scope | {"timeout": "0.05"})
+    assert (status, answer["error"]["type"]) == (504, "timed_out")
+
+
+@pytest.mark.parametrize("suffix", ["", "/stream"])
+async def test_a_client_that_disconnects_takes_its_work_along(site: Site, suffix: str) -> None:
+    scope = await site.session()
+    y = await site.call(scope, "y", await site.call(scope, "x"))
+    reading = asyncio.ensure_future(site.send("GET", f"/v1/semantic_var/{y}{suffix}", params=scope))
+    await site.started(1)
+    reading.cancel()
+    await site.started(0)
+    assert len(site.dispatcher.withdrawn) == 1
+    reading = asyncio.ensure_future(site.send("GET", f"/v1/semantic_var/{y}", params=scope))
+    await site.started(1)
+    site.dispatcher.finish(site.dispatcher.started[0])
+    site.dispatcher.finish(site.dispatcher.started[0], "again")
+    assert await reading == (200, {"content": "again"})
+
+
+async def read_events(response: aiohttp.ClientResponse) -> list[tuple[str, Any]]:
+    events = []
+    for block in (await response.text()).strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[0] != ":")
+        if fields:
+            events.append((fields["event"], json.loads(fields["data"])))
+    return events
+
+
+async def test_a_stream_ends_with_done_for_early_and_late_readers(site: Site) -> None:
+    scope = await site.session()
+    y = await site.call(scope, "y")
+    path = f"/v1/semantic_var/{y}/stream"
+    async with site.http.get(path, params=scope) as early:
+        assert early.headers["Content-Type"].startswith("text/event-stream")
+        await site.started()
+        next(iter(site.dispatcher.started[0].outputs())).append("one ")
+        assert b"one " in await early.content.readuntil(b"\n\n")
+        site.dispatcher.finish(site.dispatcher.started[0], "one {{two}}\n")
+        events = await read_events(early)
+    assert events == [("delta", {"text": "{{two}}\n"}), ("done", {"content": "one {{two}}\n"})]
+    async with site.http.get(path, params=scope) as late:
+        events = await read_events(late)
+    assert [name for name, _ in events] == ["delta", "done"]
+    assert events[1][1] == {"content": "one {{two}}\n"}
+
+
+async def test_a_stream_ends_with_an_error(site: Site) -> None:
+    scope = await site.session()
+    y = await site.call(scope, "y")
+    async with site.http.get(f"/v1/semantic_var/{y}/stream", params=scope) as response:
+        await site.started()
+        await site.post(f"/v1/semantic_var/{y}/cancel", scope)
+        ((name, data),) = await read_events(response)
+    assert (name, data["error"]["type"]) == ("error", "cancelled")
+
+
+async def test_shutting_down_answers_open_reads(site: Site) -> None:
+    scope = await site.session()
+    y = await site.call(scope, "y")
+    reading = asyncio.ensure_future(site.send("GET", f"/v1/semantic_var/{y}", params=scope))
+    await site.started()
+    site.core.shut_down()
+    status, answer = await reading
+    assert (status, answer["error"]["type"]) == (503, "unavailable")
+    assert (await site.send("GET", "/ready"))[0] == 503
+
+
+async def test_the_openapi_page_documents_every_route(site: Site) -> None:
+    description = await site.get("/openapi.json")
+    paths = description["paths"]
+    app = create_app(site.core)
+    documented = {(path, method.upper()) for path in paths for method in paths[path]}
+    for route in app.routes:
+        for method in getattr(route, "methods", None) or ():
+            if method != "HEAD" and not route.path.startswith(("/openapi", "/docs", "/redoc")):
+                assert (route.path, method) in documented
+    assert len(documented) == 18
+    for path, method in documented:
+        operation = paths[path][method.lower()]
+        assert operation["summary"]
+        if path == "/metrics":
+            continue
+        assert operation["responses"]["200"]["content"]
+        assert "ErrorResponse" in json.dumps(operation["responses"]["400"])
+        if method == "POST":
+            assert "$ref" in operation["requestBody"]["content"]["application/json"]["schema"]
+    text = json.dumps(description)
+    assert "x-parrot-request" not in text
+    names = set(description["components"]["schemas"])
+    for reference in text.split('"#/components/schemas/')[1:]:
+        assert reference.split('"')[0] in names
+    query = {p["name"]: p for p in paths["/v1/semantic_var/{var_id}"]["get"]["parameters"]}
+    assert set(query) == {"var_id", "session_id", "session_auth", "criteria", "timeout"}
+    assert query["session_id"]["required"]
+    async with site.http.get("/docs") as response:
+        assert response.status == 200
