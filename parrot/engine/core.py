@@ -6,15 +6,16 @@ Not thread-safe: a driver (driver.py) calls everything here, and only between st
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from parrot.engine.admission import OrderLimits
 from parrot.engine.block_pool import BlockPool
 from parrot.engine.config import EngineConfig
 from parrot.engine.context import ContextTree
 from parrot.engine.jobs import Job, Order
-from parrot.engine.output import TextRules
+from parrot.engine.output import Language
 from parrot.engine.plan import Runner, RunnerInfo, StepPlan, StepResult
 from parrot.engine.requests import Delivery, RequestDesk
 from parrot.engine.scheduler.policy import POLICIES
@@ -42,12 +43,13 @@ class EngineCore:
     """One model's requests, contexts and steps."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, rules: TextRules, clock: Clock
+        self, config: EngineConfig, runner: Runner, language: Language, clock: Clock
     ) -> None:
         info = runner.info
         num_blocks = info.num_blocks
         if config.tokens_capacity is not None:
             num_blocks = min(num_blocks, -(-config.tokens_capacity // info.block_size))
+        self.language = language
         self._runner = runner
         self._info = info
         self._clock = clock
@@ -62,7 +64,7 @@ class EngineCore:
         self._desk = RequestDesk(
             self._tree,
             self._scheduler,
-            rules,
+            language,
             OrderLimits(self.max_context_len, info.vocab_size),
             clock,
             max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
@@ -99,6 +101,10 @@ class EngineCore:
 
     def fail_everything(self, error: ParrotError) -> None:
         self._desk.fail_everything(error)
+
+    def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Add a call to the outcomes, to be made where they are delivered."""
+        self._desk.deliver_later(call, argument)
 
     def take_outcomes(self) -> list[Delivery]:
         return self._desk.take_outcomes()
@@ -181,7 +187,7 @@ class EngineCore:
         if request.prompt_done_at is None:
             request.prompt_done_at = now
         if request.stream and (chunk := generation.take_chunk()) is not None:
-            self._desk.stream(request, chunk)
+            self._desk.deliver_later(request.sink.chunk, chunk)
         if generation.finish_reason is not None:
             self._desk.finish(job)
         else:

@@ -1,12 +1,13 @@
 """From sampled tokens to text: incremental detokenising, stop rules, streaming deltas."""
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from parrot.protocol.internal import FinishReason, StreamChunk
+from parrot.protocol.internal import FinishReason, StreamChunk, TokenizerResponse
 from parrot.protocol.sampling import SamplingConfig
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
@@ -83,16 +84,24 @@ class StopStrings:
 
 
 @dataclass(frozen=True, slots=True)
-class TextRules:
-    """What ends and renders a generation on one engine: its tokenizer and end-of-text ids."""
+class Language:
+    """What a model reads and writes: its tokenizer, as it travels and as it works."""
 
+    response: TokenizerResponse
     tokenizer: Tokenizer
-    eos_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, response: TokenizerResponse) -> "Language":
+        return cls(response, Tokenizer.from_str(response.tokenizer_json))
+
+    @property
+    def tokenizer_id(self) -> str:
+        return hashlib.sha256(self.response.tokenizer_json.encode()).hexdigest()
 
     def stop_ids(self, sampling: SamplingConfig) -> Collection[int]:
         if sampling.ignore_tokenizer_eos:
             return sampling.stop_token_ids
-        return self.eos_ids.union(sampling.stop_token_ids)
+        return (*self.response.special_ids.eos, *sampling.stop_token_ids)
 
 
 class Generation:
@@ -101,16 +110,18 @@ class Generation:
     Text is rendered token by token only when somebody needs it so (streaming, stop strings);
     otherwise once, at the end."""
 
-    def __init__(self, sampling: SamplingConfig, seed: int, rules: TextRules, stream: bool) -> None:
+    def __init__(
+        self, sampling: SamplingConfig, seed: int, language: Language, stream: bool
+    ) -> None:
         self.sampling = sampling
         self.seed = seed
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.max_tokens = sampling.max_gen_length
-        self._rules = rules
-        self._stop_ids = rules.stop_ids(sampling)
+        self._language = language
+        self._stop_ids = language.stop_ids(sampling)
         self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
-        self._detokenizer = Detokenizer(rules.tokenizer) if stream or self._stops else None
+        self._detokenizer = Detokenizer(language.tokenizer) if stream or self._stops else None
         self._pieces: list[str] = []
         self._delta: list[str] = []
         self._num_streamed_ids = 0
@@ -156,4 +167,4 @@ class Generation:
         ids = self.output_ids
         if self.finish_reason is FinishReason.STOP:
             ids = ids[:-1]
-        return decode(self._rules.tokenizer, ids)
+        return decode(self._language.tokenizer, ids)

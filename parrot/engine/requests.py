@@ -8,7 +8,7 @@ from typing import Any
 from parrot.engine.admission import OrderLimits, check_order, fork_too_long
 from parrot.engine.context import Context, ContextTree, Fork
 from parrot.engine.jobs import Job, JobLines, Order, Piece, Request
-from parrot.engine.output import Generation, TextRules
+from parrot.engine.output import Generation, Language
 from parrot.engine.scheduler.scheduler import LocalScheduler
 from parrot.protocol.errors import (
     Cancelled,
@@ -17,7 +17,7 @@ from parrot.protocol.errors import (
     ParrotError,
     QuotaExceeded,
 )
-from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse, StreamChunk
+from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
@@ -34,7 +34,7 @@ class RequestDesk:
         self,
         tree: ContextTree,
         scheduler: LocalScheduler,
-        rules: TextRules,
+        language: Language,
         limits: OrderLimits,
         clock: Clock,
         *,
@@ -43,7 +43,7 @@ class RequestDesk:
     ) -> None:
         self._tree = tree
         self._scheduler = scheduler
-        self._rules = rules
+        self._language = language
         self._limits = limits
         self._clock = clock
         self._max_requests = max_requests
@@ -64,8 +64,9 @@ class RequestDesk:
         outbox, self._outbox = self._outbox, []
         return outbox
 
-    def stream(self, request: Request, chunk: StreamChunk) -> None:
-        self._outbox.append((request.sink.chunk, chunk))
+    def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Add a call to the outcomes."""
+        self._outbox.append((call, argument))
 
     # -- accepting ---------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class RequestDesk:
         seed = order.sampling.seed
         if seed is None:
             seed = hash((self._random_seed, order.request_id)) & (2**63 - 1)
-        return Generation(order.sampling, seed, self._rules, order.stream)
+        return Generation(order.sampling, seed, self._language, order.stream)
 
     def _create(self, piece: Piece) -> Context:
         if piece.parent_id == NO_PARENT:

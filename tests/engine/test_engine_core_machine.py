@@ -9,16 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from parrot.engine.config import SimConfig
 from parrot.engine.core import EngineCore
 from parrot.engine.jobs import Order, Piece
-from parrot.engine.output import TextRules
+from parrot.engine.output import Language
 from parrot.engine.plan import RunnerInfo
-from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer
+from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.errors import Cancelled, InvalidRequest, NotFound, ParrotError
 from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.checking_runner import CheckingRunner
 from parrot.utils.clock import ManualClock
 
-RULES = TextRules(byte_tokenizer(), frozenset({EOS_ID}))
+LANGUAGE = Language.of(byte_tokenizer_response())
 MAX_IDLE_STEPS = 3000
 
 
@@ -72,7 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0)
         self.limits = (max_batch, max_batched)
         self.runner = CheckingRunner(info, self.tokens_of, next_token)
-        self.core = EngineCore(config, self.runner, RULES, ManualClock())
+        self.core = EngineCore(config, self.runner, LANGUAGE, ManualClock())
         self.sinks: list[RecordingSink] = []
         self.next_context = 0
         self.live: list[int] = []

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
 
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core import EngineCore
 from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.engine.jobs import Order, Piece
 from parrot.engine.models.tokenizers import byte_tokenizer
-from parrot.engine.output import TextRules
+from parrot.engine.output import Language
 from parrot.protocol.errors import ParrotError, PromptTooLong
-from parrot.protocol.internal import FillResponse, GenerateResponse, StreamChunk
+from parrot.protocol.internal import FillResponse, GenerateResponse, SpecialIds, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import ManualClock
 
@@ -79,10 +78,10 @@ class Harness:
         runner = HuggingFaceRunner(
             tiny_model(), num_blocks=num_blocks, block_size=4, max_seq_len=128
         )
-        tokenizer = Tokenizer.from_str(byte_tokenizer(256).tokenizer_json)
-        rules = TextRules(tokenizer, frozenset())
+        response = byte_tokenizer(256).model_copy(update={"special_ids": SpecialIds()})
+        language = Language.of(response)
         self.core = EngineCore(
-            HuggingFaceConfig.model_validate(config), runner, rules, ManualClock()
+            HuggingFaceConfig.model_validate(config), runner, language, ManualClock()
         )
         self._num_requests = 0
 

@@ -97,15 +97,15 @@ class LocalScheduler:
         for job in self._decoding:
             if job.is_admitted and self._has_place(job):
                 self._take(job, 1)
-        is_blocked = False
+        is_blocked = False  # later jobs must not take the room that an earlier one waits for
         for job in self._queue:
             if not self._tokens_left:
                 break
-            if not self._has_place(job) or (is_blocked and not job.is_admitted):
+            if is_blocked and not job.is_admitted:
                 continue
             num_tokens = min(job.context.num_missing, self._tokens_left, self._max_chunk)
-            if not self._take(job, num_tokens):
-                is_blocked = True  # later jobs must not take the room that this one waits for
+            if not (self._has_place(job) and self._take(job, num_tokens)):
+                is_blocked = True
         return self._build() if self._shares else None
 
     def _has_place(self, job: Job) -> bool:

@@ -1,0 +1,205 @@
+"""Who runs the engine core's loop: a thread for real models, the event loop for simulation.
+
+Both keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox and are
+applied between steps, so they take effect within one step and never meet a step half done.
+Outcomes are delivered on the event loop, all those of a step at once."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from parrot.engine.core import EngineCore
+from parrot.engine.plan import StepPlan
+from parrot.engine.requests import Delivery
+from parrot.protocol.errors import EngineFailed, Unavailable
+from parrot.utils.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+_MAX_CATCH_UP_S = 0.02
+
+R = TypeVar("R")
+Verb = Callable[[EngineCore], None]
+
+
+class Driver(Protocol):
+    """Used from one event loop."""
+
+    async def start(self) -> EngineCore:
+        """Make the core and begin to run it. The core may be read, but only verbs change it."""
+        ...
+
+    def post(self, verb: Verb) -> None:
+        """Apply `verb` between two steps."""
+        ...
+
+    async def close(self) -> None:
+        """Fail what is unfinished with `Unavailable` and stop. May be called twice."""
+        ...
+
+
+async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
+    """Post a verb and wait for what it returns."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[R] = loop.create_future()
+
+    def settle(value: R) -> None:
+        if not answer.done():
+            answer.set_result(value)
+
+    driver.post(lambda core: core.deliver_later(settle, question(core)))
+    return await answer
+
+
+def deliver(outcomes: list[Delivery]) -> None:
+    """Make the calls; one sink's defect must not cost the others their answers."""
+    for call, argument in outcomes:
+        try:
+            call(argument)
+        except Exception:
+            logger.exception("an outcome could not be delivered")
+
+
+def _step_or_fail(core: EngineCore, inbox: deque[Verb]) -> bool:
+    """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
+    try:
+        while inbox:
+            inbox.popleft()(core)
+        return core.has_work and core.step()
+    except Exception:
+        logger.exception("the engine core failed; its requests are given up")
+        core.fail_everything(EngineFailed("internal error of the engine"))
+        return False
+
+
+class ThreadDriver:
+    """Runs the core in a thread of its own, in which the model is also loaded. Idle, the thread
+    sleeps on a condition."""
+
+    def __init__(self, load: Callable[[], EngineCore]) -> None:
+        self._load = load
+        self._inbox: deque[Verb] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> EngineCore:
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[EngineCore] = loop.create_future()
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, loaded), name="engine-core", daemon=True
+        )
+        self._thread.start()
+        return await loaded
+
+    def post(self, verb: Verb) -> None:
+        with self._wake:
+            self._inbox.append(verb)
+            self._wake.notify()
+
+    async def close(self) -> None:
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, loaded: "asyncio.Future[EngineCore]") -> None:
+        try:
+            core = self._load()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `start` raises it
+            loop.call_soon_threadsafe(_settle_error, loaded, error)
+            return
+        loop.call_soon_threadsafe(_settle_result, loaded, core)
+        may_step = False
+        while True:
+            with self._wake:
+                while not (self._inbox or may_step or self._is_closing):
+                    self._wake.wait()
+                inbox, self._inbox = self._inbox, deque()
+            if self._is_closing:
+                core.fail_everything(Unavailable("the engine is shutting down"))
+            may_step = _step_or_fail(core, inbox)
+            if outcomes := core.take_outcomes():
+                loop.call_soon_threadsafe(deliver, outcomes)
+            if self._is_closing:
+                return
+
+
+class AsyncDriver:
+    """Runs the core on the event loop. A step lasts `cost(plan)` seconds of `clock`."""
+
+    def __init__(self, core: EngineCore, clock: Clock, cost: Callable[[StepPlan], float]) -> None:
+        self._core = core
+        self._clock = clock
+        self._cost = cost
+        self._inbox: deque[Verb] = deque()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._busy_until = 0.0
+
+    async def start(self) -> EngineCore:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-core")
+        return self._core
+
+    def post(self, verb: Verb) -> None:
+        self._inbox.append(verb)
+        self._wake.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        while self._inbox:
+            self._inbox.popleft()(self._core)
+        self._core.fail_everything(Unavailable("the engine is shutting down"))
+        deliver(self._core.take_outcomes())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except Exception:
+                logger.exception("the engine core failed; its requests are given up")
+                self._core.fail_everything(EngineFailed("internal error of the engine"))
+                deliver(self._core.take_outcomes())
+
+    async def _turn(self) -> None:
+        core = self._core
+        while self._inbox:
+            self._inbox.popleft()(core)
+        plan = core.plan() if core.has_work else None
+        if plan is not None:
+            outcome = core.run(plan)
+            await self._spend(self._cost(plan))
+            core.deliver(outcome)
+        deliver(core.take_outcomes())
+        if plan is None and not self._inbox:
+            self._wake.clear()
+            await self._wake.wait()
+            self._busy_until = self._clock.now()
+
+    async def _spend(self, seconds: float) -> None:
+        """Let the step's time pass. Sleeping too long is made up for in the next step."""
+        now = self._clock.now()
+        self._busy_until = max(self._busy_until, now - _MAX_CATCH_UP_S) + seconds
+        if (delay := self._busy_until - now) > 0:
+            await self._clock.sleep(delay)
+        else:
+            await asyncio.sleep(0)
+
+
+def _settle_result(future: "asyncio.Future[EngineCore]", core: EngineCore) -> None:
+    if not future.done():
+        future.set_result(core)
+
+
+def _settle_error(future: "asyncio.Future[EngineCore]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,92 @@
+"""Registering with ServeCore, and staying registered: the only calls an engine makes by itself."""
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from parrot.engine.service import EngineService
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.internal import EngineInfo
+from parrot.protocol.serve_client import ServeClient
+from parrot.utils.clock import Clock
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_RETRY_S = 0.25
+MAX_RETRY_S = 5.0
+_WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
+
+
+class Heartbeat:
+    """Keeps one engine registered, until its task is cancelled.
+
+    ServeCore may start later than the engine, restart, or give the engine up after a silence; each
+    time the engine registers again, under the same name. Contexts belong to the ServeCore that
+    made them and their ids begin anew with the next one, so all are forgotten before that."""
+
+    def __init__(
+        self,
+        client: ServeClient,
+        service: EngineService,
+        clock: Clock,
+        *,
+        interval_s: float,
+        core: tuple[str, int],
+    ) -> None:
+        """`core`: host and port of ServeCore, as seen from here."""
+        self._core = core
+        self._client = client
+        self._service = service
+        self._interval_s = interval_s
+        self._clock = clock
+
+    async def run(self) -> None:
+        while True:
+            engine_id = await self._register()
+            await self._beat_while_known(engine_id)
+            await self._service.reset()
+
+    async def _register(self) -> int:
+        info = reachable(self._service.engine_info(), *self._core)
+        engine_id = await self._until_answered(lambda: self._client.register_engine(info))
+        logger.info("registered as engine %d (%s)", engine_id, info.engine_name)
+        return engine_id
+
+    async def _beat_while_known(self, engine_id: int) -> None:
+        """Heartbeats until ServeCore says that it does not know this engine."""
+        name = self._service.engine_info().engine_name
+        while True:
+            await self._clock.sleep(self._interval_s)
+            answer = await self._until_answered(
+                lambda: self._client.engine_heartbeat(engine_id, name, self._service.runtime_info())
+            )
+            if answer.state == "unknown":
+                logger.warning("ServeCore does not know engine %d any more", engine_id)
+                return
+
+    async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Try again, less and less often, as long as there is no good answer."""
+        delay_s = FIRST_RETRY_S
+        while True:
+            try:
+                return await call()
+            except ParrotError as error:
+                if delay_s == FIRST_RETRY_S:  # once for each outage
+                    logger.warning("ServeCore: %s; trying on", error.message)
+            await self._clock.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_RETRY_S)
+
+
+def reachable(info: EngineInfo, core_host: str, core_port: int) -> EngineInfo:
+    """`info` with a host that ServeCore can call: an engine bound to every interface tells the
+    address of the one that leads to ServeCore."""
+    if info.host not in _WILDCARD_HOSTS:
+        return info
+    family, kind, proto, _, address = socket.getaddrinfo(
+        core_host, core_port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)  # a datagram socket: chooses a route, sends nothing
+        return info.model_copy(update={"host": probe.getsockname()[0]})

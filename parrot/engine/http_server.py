@@ -1,0 +1,149 @@
+"""An engine's process: its service, its app, its heartbeat, and the command that serves them.
+
+`python3 -m parrot.engine.http_server --config_path engine.json`
+"""
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from parrot.engine.app import create_app
+from parrot.engine.config import (
+    AnyEngineConfig,
+    OpenAIConfig,
+    SimConfig,
+    load_engine_config,
+    parse_engine_config,
+)
+from parrot.engine.heartbeat import Heartbeat
+from parrot.engine.service import EngineService
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError
+from parrot.utils.logging import setup_logging
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_GRACE_S = 5
+
+
+def create_service(config: AnyEngineConfig) -> EngineService:
+    """The engine that the config names. Only what its type needs is imported."""
+    if isinstance(config, SimConfig):
+        from parrot.engine.sim.engine import create_sim_engine
+
+        return create_sim_engine(config)
+    if isinstance(config, OpenAIConfig):
+        from parrot.engine.openai.service import OpenAIService
+
+        return OpenAIService(config)
+    from parrot.engine.model_service import create_model_service
+
+    return create_model_service(config)
+
+
+class EngineServer(uvicorn.Server):
+    """Fails the open requests before it waits for connections, so that shutting down takes no
+    longer than it must."""
+
+    def __init__(self, config: AnyEngineConfig, service: EngineService) -> None:
+        self._service = service
+        super().__init__(
+            uvicorn.Config(
+                create_app(service, config),
+                host=config.host,
+                port=config.port,
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._service.close()
+        await super().shutdown(sockets)
+
+
+async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
+    """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
+    only then does the engine register. Raises what loading raises."""
+    service = create_service(config)
+    server = EngineServer(config, service)
+    engine = asyncio.create_task(_run_engine(config, service, with_core=with_core))
+    engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve()
+    finally:
+        engine.cancel()
+        await asyncio.gather(engine, return_exceptions=True)
+    if not engine.cancelled() and (error := engine.exception()) is not None:
+        raise error
+
+
+async def _run_engine(config: AnyEngineConfig, service: EngineService, *, with_core: bool) -> None:
+    """Load, then stay registered. Ends only by an error."""
+    await service.start()
+    logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
+    if not with_core:
+        await asyncio.Event().wait()
+    core = config.serve_core
+    url = f"http://{core.host}:{core.port}"
+    async with HttpClient(url, bearer_token=config.cluster_token) as http:
+        heartbeat = Heartbeat(
+            ServeClient(http),
+            service,
+            MonotonicClock(),
+            interval_s=config.heartbeat_interval,
+            core=(core.host, core.port),
+        )
+        await heartbeat.run()
+
+
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run one Parrot engine.")
+    parser.add_argument("--config_path", help="JSON config file; without it: builtin, embedded")
+    parser.add_argument("--host", help="address to bind, instead of the config's")
+    parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
+    parser.add_argument("--engine_name", help="name to register, instead of the config's")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N, instead of the config's")
+    parser.add_argument(
+        "--without_core", action="store_true", help="serve alone, do not register with ServeCore"
+    )
+    parser.add_argument("--log_dir", help="also write the log to a file in this folder")
+    parser.add_argument("--log_filename", default="engine_server.log")
+    parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
+    return parser.parse_args(argv)
+
+
+def _configure(args: argparse.Namespace) -> AnyEngineConfig:
+    keys = ("host", "port", "engine_name", "device")
+    given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    if args.config_path is None:
+        return parse_engine_config(given, "command line")
+    return load_engine_config(args.config_path, given)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse_args(argv)
+    try:
+        config = _configure(args)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    level = logging.WARNING if args.release_mode else logging.INFO
+    setup_logging(level, args.log_dir, args.log_filename)
+    import uvloop
+
+    try:
+        uvloop.run(serve(config, with_core=not args.without_core))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Engines whose model runs in this process, in a thread of its own: `builtin`, `huggingface`."""
+
+import logging
+import time
+
+from parrot.engine.config import BuiltinConfig, HuggingFaceConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.driver import ThreadDriver
+from parrot.engine.output import Language
+from parrot.engine.plan import Runner
+from parrot.engine.runner_service import RunnerService
+from parrot.protocol.internal import TokenizerResponse
+from parrot.utils.clock import MonotonicClock
+
+logger = logging.getLogger(__name__)
+
+
+def create_model_service(config: BuiltinConfig | HuggingFaceConfig) -> RunnerService:
+    """Loads nothing yet: `start` does, in the thread that will run the model."""
+    return RunnerService(config, ThreadDriver(lambda: _load(config)), warm_up=True)
+
+
+def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
+    began = time.monotonic()
+    logger.info("loading %s (device %s, dtype %s)", config.model, config.device, config.dtype)
+    runner, tokenizer = _load_runner(config)
+    info = runner.info
+    logger.info(
+        "loaded %s in %.1f s: %.0f MiB of weights, %.0f MiB of KV for %d tokens",
+        config.model,
+        time.monotonic() - began,
+        info.model_mem,
+        info.cache_mem,
+        info.num_blocks * info.block_size,
+    )
+    return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
+
+
+def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, TokenizerResponse]:
+    """Only the engine's own type is imported: importing torch alone takes seconds."""
+    if isinstance(config, BuiltinConfig):
+        from parrot.engine.model_runner import load_runner
+
+        return load_runner(config)
+    from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
+
+    return load_huggingface_runner(config)

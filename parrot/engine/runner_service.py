@@ -1,0 +1,229 @@
+"""The engine service on top of an engine core: any engine type that has a `Runner`."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from parrot.engine.config import EngineConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.driver import Driver, ask
+from parrot.engine.jobs import Order, Piece
+from parrot.engine.plan import SUPPORTED_SAMPLING
+from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
+from parrot.protocol.internal import (
+    EngineInfo,
+    EngineType,
+    FillPiece,
+    FillRequest,
+    FillResponse,
+    GenerateRequest,
+    GenerateResponse,
+    RuntimeInfo,
+    StreamChunk,
+    TokenizerResponse,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.ids import IdCounter
+
+_WARM_UP_CONTEXT = -1  # no request can name it
+_WARM_UP_TOKENS = 16
+
+
+class FutureSink:
+    """Turns a request's outcome into a future."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[FillResponse | GenerateResponse] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def chunk(self, chunk: StreamChunk) -> None:
+        raise AssertionError("a request that does not stream got a chunk")
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(response)
+
+    def fail(self, error: ParrotError) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
+class QueueSink:
+    """Queues a streaming request's events; its length is bounded by the tokens generated."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[StreamChunk | GenerateResponse | ParrotError] = asyncio.Queue()
+
+    def chunk(self, chunk: StreamChunk) -> None:
+        self.events.put_nowait(chunk)
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        assert isinstance(response, GenerateResponse), response
+        self.events.put_nowait(response)
+
+    def fail(self, error: ParrotError) -> None:
+        self.events.put_nowait(error)
+
+
+class RunnerService:
+    """See `EngineService`. The model may be loaded while the driver starts; `warm_up` then runs a
+    few tokens through it, so that the first request is not slower than the rest."""
+
+    def __init__(self, config: EngineConfig, driver: Driver, *, warm_up: bool) -> None:
+        self._config = config
+        self._driver = driver
+        self._warms_up = warm_up
+        self._core: EngineCore | None = None
+        self._request_ids = IdCounter()
+        self._is_ready = False
+        self._is_closed = False
+
+    async def start(self) -> None:
+        self._core = await self._driver.start()
+        if self._warms_up:
+            await self._warm_up(self._core)
+        self._is_ready = not self._is_closed
+
+    async def _warm_up(self, core: EngineCore) -> None:
+        num_tokens = max(1, min(_WARM_UP_TOKENS, core.max_context_len - 2))
+        piece = Piece(_WARM_UP_CONTEXT, array("i", [0] * num_tokens))
+        sampling = SamplingConfig(temperature=0.0, max_gen_length=2, ignore_tokenizer_eos=True)
+        await self._finish(piece, sampling=sampling)
+        await ask(self._driver, lambda core: core.free([_WARM_UP_CONTEXT]))
+
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    async def fill(self, request: FillRequest) -> FillResponse:
+        self._require_ready()
+        response = await self._finish(self._piece(request), priority=request.priority)
+        assert isinstance(response, FillResponse), response
+        return response
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        pieces = self._pieces(request)
+        response = await self._finish(
+            *pieces, priority=request.priority, sampling=request.sampling_config
+        )
+        assert isinstance(response, GenerateResponse), response
+        return response
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+        sink = QueueSink()
+        request_id = self._request_ids.next()
+        order = Order(
+            request_id,
+            self._pieces(request),
+            sink,
+            request.priority,
+            request.sampling_config,
+            stream=True,
+        )
+        self._driver.post(lambda core: core.submit(order))
+        has_ended = False
+        try:
+            while not has_ended:
+                event = await sink.events.get()
+                has_ended = not isinstance(event, StreamChunk)
+                if isinstance(event, ParrotError):
+                    raise event
+                yield event
+        finally:
+            if not has_ended:
+                self._driver.post(lambda core: core.abort(request_id))
+
+    async def _finish(
+        self, *pieces: Piece, priority: int = 0, sampling: SamplingConfig | None = None
+    ) -> FillResponse | GenerateResponse:
+        """Submit an order and wait for its end. Cancelled, it aborts the order."""
+        sink = FutureSink()
+        order = Order(self._request_ids.next(), pieces, sink, priority, sampling)
+        self._driver.post(lambda core: core.submit(order))
+        try:
+            return await sink.outcome
+        finally:
+            if not sink.outcome.done() or sink.outcome.cancelled():
+                self._driver.post(lambda core: core.abort(order.request_id))
+
+    def _pieces(self, request: GenerateRequest) -> tuple[Piece, ...]:
+        """The request's fills and its own context, with neighbours on one context made one."""
+        self._require_ready()
+        request.sampling_config.require_support(
+            SUPPORTED_SAMPLING, f"the {self._config.engine_type} engine"
+        )
+        pieces = [self._piece(fill) for fill in request.fills]
+        pieces.append(
+            Piece(request.context_id, array("i"), request.parent_context_id, request.parent_len)
+        )
+        merged: list[Piece] = []
+        for piece in pieces:
+            if merged and merged[-1].context_id == piece.context_id:
+                merged[-1] = replace(merged[-1], token_ids=merged[-1].token_ids + piece.token_ids)
+            else:
+                merged.append(piece)
+        return tuple(merged)
+
+    def _piece(self, fill: FillPiece) -> Piece:
+        if (fill.token_ids is None) == (fill.text is None):
+            raise InvalidRequest("a fill needs either `token_ids` or `text`")
+        parent = (fill.parent_context_id, fill.parent_len)
+        if fill.token_ids is not None:
+            return Piece(fill.context_id, array("i", fill.token_ids), *parent)
+        language = self._require_core().language
+        special = language.response.special_ids
+        ids = language.tokenizer.encode(fill.text or "", add_special_tokens=False).ids
+        return Piece(
+            fill.context_id, array("i", ids), *parent, special.bos if special.add_bos else None
+        )
+
+    async def free_contexts(self, context_ids: Sequence[int]) -> int:
+        self._require_ready()
+        return await ask(self._driver, lambda core: core.free(context_ids))
+
+    async def reset(self) -> None:
+        self._require_ready()
+        await ask(self._driver, lambda core: core.reset())
+
+    def runtime_info(self) -> RuntimeInfo:
+        return RuntimeInfo() if self._core is None else self._core.runtime_info()
+
+    def engine_info(self) -> EngineInfo:
+        core, config = self._require_core(), self._config
+        return EngineInfo(
+            engine_type=EngineType(config.engine_type),
+            engine_name=config.engine_name,
+            model=config.model,
+            tokenizer=config.tokenizer or config.model,
+            tokenizer_id=core.language.tokenizer_id,
+            host=config.host,
+            port=config.port,
+            max_seq_len=core.max_context_len,
+            tasks_capacity=config.tasks_capacity,
+            tokens_capacity=core.tokens_capacity,
+            block_size=core.runner_info.block_size,
+        )
+
+    def tokenizer(self) -> TokenizerResponse | None:
+        return self._require_core().language.response
+
+    def check_integrity(self) -> None:
+        self._require_core().check_integrity()
+
+    async def close(self) -> None:
+        self._is_ready = False
+        self._is_closed = True
+        await self._driver.close()
+
+    def _require_core(self) -> EngineCore:
+        if self._core is None:
+            raise Unavailable("the engine is loading its model")
+        return self._core
+
+    def _require_ready(self) -> None:
+        if not self._is_ready:
+            state = "shutting down" if self._is_closed else "loading its model"
+            raise Unavailable(f"the engine is {state}")
