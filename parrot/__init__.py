@@ -1,19 +1,17 @@
-"""Parrot serves LLM applications. Programs begin with `from parrot import P`."""
+"""Parrot serves LLM applications. Programs begin with `from parrot import P`.
 
-from typing import TYPE_CHECKING, Any
+For type checkers, __init__.pyi says what there is: an import here, even one that only they see,
+would make the front end a dependency of every module of this package."""
 
-if TYPE_CHECKING:
-    from parrot.frontend import pfunc as P
-    from parrot.protocol import errors
+from importlib import import_module
+from typing import Any
 
 __all__ = ["P", "errors"]
 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use, so that the servers do not load the front end."""
-    import importlib
-
     modules = {"P": "parrot.frontend.pfunc", "errors": "parrot.protocol.errors"}
     if name not in modules:
         raise AttributeError(f"module 'parrot' has no attribute {name!r}")
-    return importlib.import_module(modules[name])
+    return import_module(modules[name])
