@@ -4,6 +4,7 @@ The output `y` of a call gets the text "<y: PROMPT>", where PROMPT is everything
 test needs to happen otherwise is a method of `FakeServe` or a function name:
 
 - "fail": its outputs fail with `EngineFailed`;
+- "stop_halfway": its outputs begin with "half" and go no further;
 - "hang": its outputs stay empty for ever."""
 
 import asyncio
@@ -150,6 +151,10 @@ class FakeServe:
         outputs = [values[param.name] for param in request.parameters if param.is_output]
         try:
             if request.func_name == "hang":
+                return ""
+            if request.func_name == "stop_halfway":
+                for output in outputs:
+                    output.append("half")
                 return ""
             if request.func_name == "fail":
                 raise EngineFailed("the engine failed")

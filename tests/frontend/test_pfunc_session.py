@@ -44,6 +44,11 @@ def hang(question: P.Input, answer: P.Output):
 
 
 @P.semantic_function()
+def stop_halfway(question: P.Input, answer: P.Output):
+    """Q {{question}} A {{answer}}"""
+
+
+@P.semantic_function()
 def fail(question: P.Input, answer: P.Output):
     """Q {{question}} A {{answer}}"""
 
@@ -240,12 +245,23 @@ class TestStreams:
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope():
-            serve.chunk_size = 1
-            half, _ = joke("x", "y")
-            stream = half.stream()
-            next(stream)
+            answer = stop_halfway("x")
+            stream = answer.stream()
+            assert next(stream) == "hal"
+            assert not serve.withdrawn.is_set()
             stream.close()
-            assert not half.is_ready
+            assert serve.withdrawn.wait(10)
+            assert not answer.is_ready
+
+    async def test_leaving_an_async_stream_withdraws_the_read(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            stream = stop_halfway("x").astream()
+            assert await anext(stream) == "hal"
+            assert not serve.withdrawn.is_set()
+            await stream.aclose()
+            assert await asyncio.to_thread(serve.withdrawn.wait, 10)
 
     def test_the_end_of_the_session_ends_a_pending_stream(
         self, vm: P.VirtualMachine, serve: FakeServe
