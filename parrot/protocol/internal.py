@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parrot.protocol.sampling import SamplingConfig
 
@@ -106,6 +106,12 @@ class StreamChunk(InternalPayload):
 class FreeContextRequest(InternalPayload):
     context_id: ContextId | None = None
     context_ids: list[ContextId] = Field([], max_length=65536)
+
+    @model_validator(mode="after")
+    def _names_something(self) -> "FreeContextRequest":
+        if not self.model_fields_set & {"context_id", "context_ids"}:
+            raise ValueError("give context_id or context_ids")
+        return self
 
 
 class FreeContextResponse(InternalPayload):
