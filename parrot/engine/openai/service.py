@@ -268,7 +268,7 @@ class OpenAIService:
 
 
 def _require_text(pieces: Iterable[FillPiece]) -> None:
-    if any(piece.text is None and piece.token_ids for piece in pieces):
+    if any(piece.text is None for piece in pieces):
         raise InvalidRequest(
             "this engine's contexts are text: send `text`, not `token_ids`", param="token_ids"
         )
