@@ -19,7 +19,8 @@ from parrot.protocol.internal import FillResponse, GenerateResponse, SpecialIds,
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import ManualClock
 
-GREEDY = SamplingConfig(temperature=0, max_gen_length=16, ignore_tokenizer_eos=True)
+NUM_TOKENS = 8
+GREEDY = SamplingConfig(temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True)
 PROMPTS = [[(31 * i + 7 * j) % 250 for j in range(3 + 5 * i)] for i in range(6)]
 
 
@@ -43,7 +44,7 @@ def tiny_model() -> Any:
     return model
 
 
-def expected(prompt: list[int], num_tokens: int = 16) -> list[int]:
+def expected(prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     output = tiny_model().generate(
         torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False
     )
@@ -112,7 +113,7 @@ def piece(context_id: int, ids: list[int], parent: int = -1, length: int | None 
     return Piece(context_id, array("i", ids), parent, length)
 
 
-@pytest.mark.parametrize("config", [{}, {"fill_chunk_size": 7}, {"num_blocks": 14}])
+@pytest.mark.parametrize("config", [{}, {"fill_chunk_size": 7}, {"num_blocks": 10}])
 def test_a_batch_is_exact_also_in_chunks_and_after_preemption(config: dict[str, Any]) -> None:
     harness = Harness(**config)
     answers = [harness.ask(piece(i, prompt)) for i, prompt in enumerate(PROMPTS)]
