@@ -4,6 +4,8 @@ import importlib
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from parrot import P
@@ -29,7 +31,8 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
     chosen = parts[:max_parts] if max_parts > 0 else parts
     _make_dir(output_dir)
     with orderly_exit():
-        _import_in_background("matplotlib.figure")
+        # Its first import on a machine takes seconds; the engine is loading anyway.
+        _in_background(importlib.import_module, "matplotlib.figure")
         cluster = Cluster(_CORE, [_ENGINE])
         try:
             start_visibly(cluster)
@@ -39,10 +42,8 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
             )
             info, seconds = _summarize(cluster, chosen, begin)
         except (ClusterError, ParrotError) as error:
-            dead = cluster.wait_death(0.2)
-            fail(
-                dead.death_message() if dead and not isinstance(error, ClusterError) else str(error)
-            )
+            dead = cluster.dead() if isinstance(error, ParrotError) else None
+            fail(str(error) if dead is None else dead.death_message())
         finally:
             cluster.stop()
         OUT.print(calls_table(info, seconds))
@@ -69,9 +70,15 @@ def _make_dir(output_dir: Path) -> None:
         fail(f"{output_dir}: {error.strerror}")
 
 
-def _import_in_background(module: str) -> None:
-    """The first import of matplotlib on a machine takes seconds; the engine is loading anyway."""
-    threading.Thread(target=importlib.import_module, args=(module,), daemon=True).start()
+def _in_background(function: Callable[..., object], *args: object) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def _cancel_when_a_server_dies(cluster: Cluster, final: P.SemanticVariable) -> None:
+    """Without its only engine ServeCore would wait a while for another."""
+    if cluster.wait_death() is not None:
+        with suppress(ParrotError):
+            final.cancel()
 
 
 def _summarize(cluster: Cluster, parts: list[str], begin: float) -> tuple[SessionInfo, float]:
@@ -80,6 +87,7 @@ def _summarize(cluster: Cluster, parts: list[str], begin: float) -> tuple[Sessio
     with vm.running_scope():
         submitted = time.perf_counter()
         final = summarize(parts)
+        _in_background(_cancel_when_a_server_dies, cluster, final)
         pieces = final.stream(criteria=P.PerformanceCriteria.LATENCY)
         with SessionWatch(vm.session_info, OUT):
             first = next(pieces, "")

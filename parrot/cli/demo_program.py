@@ -8,7 +8,7 @@ from parrot.frontend.pfunc.function import SemanticFunction
 
 WORDS_PER_PART = 180
 _PARTS_AT_ONCE = 8
-_PART_TOKENS, _FINAL_TOKENS = 48, 96
+_PART_TOKENS, _FINAL_TOKENS = 48, 128
 
 
 def split_text(text: str, words_per_part: int = WORDS_PER_PART) -> list[str]:

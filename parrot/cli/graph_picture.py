@@ -37,14 +37,15 @@ def _figure(info: SessionInfo, title: str) -> "Figure":
     edges = [(e.source, e.target) for e in info.edges if e.source in known and e.target in known]
     plan = layout([call.output_var_id for call in info.calls], edges)
     width = max(plan.num_columns - 1, 0) * _COLUMN + _BOX_WIDTH + 2 * _MARGIN
-    height = max(plan.height - 1, 0) * _ROW + _BOX_HEIGHT + 2 * _MARGIN
+    height = max(plan.height - 1, 0) * _ROW + _BOX_HEIGHT + 2 * _MARGIN + _TITLE
     figure = Figure(figsize=(max(width, 5.0), height), facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(-_BOX_WIDTH / 2 - _MARGIN, figure.get_figwidth() - _BOX_WIDTH / 2 - _MARGIN)
-    axes.set_ylim(-height / 2 - 0.1, height / 2 - 0.1)
-    axes.text(-_BOX_WIDTH / 2, height / 2 - 0.4, title, fontsize=10, color=_INK, fontweight="bold")
+    bottom = (_TITLE - height) / 2
+    axes.set_ylim(bottom, bottom + height)
+    axes.text(-_BOX_WIDTH / 2, bottom + height - _MARGIN, title, color=_INK, fontweight="bold")
     _draw_edges(axes, plan)
     for call in info.calls:
         _draw_call(axes, call, _inches(plan.places[call.output_var_id]))

@@ -137,6 +137,11 @@ class Cluster:
             return None
         return dead
 
+    def dead(self, patience_s: float = 0.1) -> ServerProcess | None:
+        """A process that does not run (any more), if there is one. Deaths are noticed a moment
+        after broken connections: `patience_s` is that moment."""
+        return next((p for p in self._processes.values() if p.wait(patience_s)), None)
+
     def kill(self, name: str) -> None:
         """`kill -9`, as the out-of-memory killer would. `restart` brings it back."""
         self._expected_deaths.add(name)

@@ -53,6 +53,10 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return not self._ended.is_set()
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, at the latest after `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
     def start(self, on_exit: "Callable[[ServerProcess], None] | None" = None) -> None:
         """`on_exit(self)` is called, from a thread, once this run of the process has ended."""
         assert not self.is_alive, f"{self.name} already runs"
@@ -98,7 +102,7 @@ class ServerProcess:
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Ask it to end, insist after `grace_s`; returns when it is gone."""
         self.terminate()
-        if not self._ended.wait(grace_s):
+        if not self.wait(grace_s):
             self._signal(signal.SIGKILL)
         self._join()
 
