@@ -103,10 +103,10 @@ class EngineRegistry:
 
     def silent(self) -> list[Engine]:
         """The live engines whose deadline has passed."""
-        latest = self._clock.now() - self._timeout_s
+        now = self._clock.now()
         overdue: list[Engine] = []
         for engine in self._engines.values():
-            if engine.last_seen > latest:
+            if engine.last_seen + self._timeout_s > now:  # the same sum as in next_deadline
                 break
             overdue.append(engine)
         return overdue
