@@ -159,19 +159,23 @@ def require_cluster_token(request: Request, expected: str | None) -> None:
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, R]) -> R:
     """Await `work`, but cancel it and raise `Cancelled` as soon as the client has gone."""
-    task = asyncio.ensure_future(work)
+    this = asyncio.current_task()
+    assert this is not None
+
+    def interrupt(watcher: asyncio.Future[None]) -> None:
+        this.cancel()
+
     watcher = asyncio.ensure_future(_disconnected(request))
+    watcher.add_done_callback(interrupt)
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Cancelled("the client disconnected")
+        return await work
+    except asyncio.CancelledError:
+        if watcher.done() and this.uncancel() == 0:
+            raise Cancelled("the client disconnected") from None
+        raise
     finally:
+        watcher.remove_done_callback(interrupt)
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError, ParrotError):
-                await task
 
 
 async def _disconnected(request: Request) -> None:
