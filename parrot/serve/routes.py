@@ -37,6 +37,8 @@ from parrot.protocol.server import (
 from parrot.serve.core import ServeCore
 from parrot.serve.openapi import describe
 
+HOT_ROUTES = (("GET", "/v1/semantic_var/{var_id}"), ("POST", "/v1/semantic_call"))
+
 _EMPTY = EmptyResponse()
 _SCOPED = (401, 404, 410)
 _SUBMIT = (*_SCOPED, 409, 413, 429)
