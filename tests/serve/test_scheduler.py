@@ -234,6 +234,18 @@ def test_shared_tokens_count_once() -> None:
     assert len(bench.run()) == 4
 
 
+def test_tasks_may_estimate_the_same_text_differently() -> None:
+    bench = Bench()
+    bench.engines(1)
+    short, long = bench.task("same", prefix_len=10), bench.task("same", prefix_len=30)
+    assert short.keys[0] == long.keys[0]
+    bench.add(short, long)
+    placed = bench.run()
+    for task in (short, long):
+        bench.scheduler.ended(task, placed[task])
+        bench.scheduler.check_integrity()
+
+
 def test_a_task_that_exceeds_an_engine_runs_alone_on_it() -> None:
     bench = Bench()
     bench.engines(1, tokens=100)

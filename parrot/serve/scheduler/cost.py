@@ -1,6 +1,7 @@
 """Predicted seconds: the one currency in which placements are compared."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parrot.serve.scheduler.task import CompletionTask
@@ -43,37 +44,48 @@ class EngineLoad:
 
 
 class RunningPrefixes:
-    """The segments of the prompts that run on each engine: key -> engine -> number of tasks."""
+    """The segments of the prompts that run on each engine: key -> engine -> how many tasks have it,
+    and the tokens that it is taken to have (tasks may estimate the same text differently)."""
 
     def __init__(self) -> None:
-        self._running: dict[bytes, dict[int, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._running)
+        self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
 
     def add(self, task: CompletionTask, engine_id: int) -> int:
         """Returns the tokens of the segments that no running task there had."""
         new_tokens = 0
         for key, length in zip(task.keys, task.lengths, strict=True):
             engines = self._running.setdefault(key, {})
-            count = engines.get(engine_id, 0)
+            count, known_length = engines.get(engine_id, (0, length))
             if not count:
                 new_tokens += length
-            engines[engine_id] = count + 1
+            engines[engine_id] = (count + 1, known_length)
         return new_tokens
 
     def remove(self, task: CompletionTask, engine_id: int) -> int:
         """Returns the tokens of the segments that no running task there has any more."""
         old_tokens = 0
-        for key, length in zip(task.keys, task.lengths, strict=True):
+        for key in task.keys:
             engines = self._running[key]
-            engines[engine_id] -= 1
-            if not engines[engine_id]:
-                old_tokens += length
-                del engines[engine_id]
-                if not engines:
-                    del self._running[key]
+            count, length = engines[engine_id]
+            if count > 1:
+                engines[engine_id] = (count - 1, length)
+                continue
+            old_tokens += length
+            del engines[engine_id]
+            if not engines:
+                del self._running[key]
         return old_tokens
+
+    def check_integrity(self, tasks: Mapping[int, Iterable[CompletionTask]]) -> dict[int, int]:
+        """Recount by the tasks of each engine; returns the tokens of each engine's segments."""
+        counts = Counter((key, e) for e, there in tasks.items() for t in there for key in t.keys)
+        tokens = dict.fromkeys(tasks, 0)
+        for key, engines in self._running.items():
+            for engine_id, (count, length) in engines.items():
+                assert counts.pop((key, engine_id), 0) == count, (key, engine_id, count)
+                tokens[engine_id] += length
+        assert not counts, counts
+        return tokens
 
     def shared_len(self, task: CompletionTask, engine_id: int) -> int:
         """Tokens of the longest beginning that a running task there has too."""

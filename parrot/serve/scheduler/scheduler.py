@@ -235,13 +235,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recount the loads. Raises AssertionError with what differs."""
+        segments = self._running.check_integrity({load.id: load.tasks for load in self._loads})
         for load in self._loads:
-            seen: dict[bytes, int] = {}
-            for task in load.tasks:
-                seen.update(zip(task.keys, task.lengths, strict=True))
-            tokens = sum(seen.values()) + sum(load.tasks.values())
-            assert load.num_tokens == tokens, (load, tokens)
-            assert load.num_tasks == len(load.tasks), load
-            assert load.num_latency == sum(task.is_latency for task in load.tasks), load
-        if not any(load.tasks for load in self._loads):
-            assert not len(self._running), "prefixes of no task"
+            tokens = segments[load.id] + sum(load.tasks.values())
+            assert load.num_tokens == tokens, (load.id, load.num_tokens, tokens)
+            assert load.num_tasks == len(load.tasks), load.id
+            assert load.num_latency == sum(task.is_latency for task in load.tasks), load.id
