@@ -85,7 +85,7 @@ def load_runner(config: BuiltinConfig) -> tuple[ModelRunner, TokenizerResponse]:
     if instance.attn_func == "triton":
         raise ConfigError("`instance.attn_func`: triton is not built yet; use auto or torch")
     if device.type == "cpu":
-        torch.set_num_threads(instance.num_threads or os.cpu_count() or 1)
+        torch.set_num_threads(instance.num_threads or _default_threads())
     checkpoint = open_checkpoint(
         config.model, dummy=instance.load_format == "dummy", seed=config.random_seed
     )
@@ -113,6 +113,14 @@ def load_runner(config: BuiltinConfig) -> tuple[ModelRunner, TokenizerResponse]:
         runner.info.max_seq_len,
     )
     return runner, tokenizer
+
+
+def _default_threads() -> int:
+    """One for each physical core that this process may use; decoding is bound by memory, so two
+    on one core only wait for each other."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    capabilities: dict[str, int] = getattr(torch.cpu, "get_capabilities", dict)()
+    return max(1, min(usable or 1, capabilities.get("num_physical_cores") or usable or 1))
 
 
 def _resolve_device(name: str) -> torch.device:

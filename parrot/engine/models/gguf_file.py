@@ -194,8 +194,9 @@ class GGUFFile:
             factors = self._dequantize(_ROPE_FACTORS).tolist()
             return {"rope_theta": theta, "rope_type": "factors", "factors": factors}
         kind = get(f"{architecture}.rope.scaling.type", "none")
+        if kind == "none":
+            return {"rope_theta": theta, "rope_type": "default"}
         factor = get(f"{architecture}.rope.scaling.factor", 1.0)
-        kind = "default" if kind == "none" else kind
         return {"rope_theta": theta, "rope_type": kind, "factor": factor}
 
     def _dequantize(self, name: str) -> torch.Tensor:

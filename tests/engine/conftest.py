@@ -1,0 +1,3 @@
+"""Torch must not be loaded before `parrot.engine` has settled how its threads wait."""
+
+import parrot.engine  # noqa: F401
