@@ -1,0 +1,176 @@
+"""Programs on the real embedded model: PFunc, ServeCore and the builtin engine together."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parrot import P
+from parrot.cluster import Cluster
+from parrot.protocol.errors import Cancelled, NativeFunctionFailed, PromptTooLong
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GREEDY = P.SamplingConfig(temperature=0, max_gen_length=12)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """`dtype` float32: greedy text must not depend on what else is in the batch."""
+    with Cluster(engines=[{"model": "embedded", "dtype": "float32"}]) as running:
+        yield running
+
+
+@pytest.fixture
+def vm(cluster: Cluster) -> P.VirtualMachine:
+    return P.VirtualMachine(cluster.core_url)
+
+
+@P.semantic_function(conversation_template=P.chat_template)
+def capital(country: P.Input, city: P.Output(GREEDY)):
+    """What is the capital of {{country}}? Answer with one word. {{city}}"""
+
+
+@P.semantic_function()
+def joke(topic: P.Input, punchline: P.Output(GREEDY), why: P.Output(GREEDY)):
+    """A joke about {{topic}}: {{punchline}} It is funny because {{why}}"""
+
+
+@P.semantic_function()
+def about(text: P.Input, summary: P.Output(GREEDY)):
+    """Text: {{text}}
+    In short: {{summary}}"""
+
+
+@P.native_function()
+def shout(text: P.Input, loud: P.Output):
+    loud.set(text.strip().upper() + "!")
+
+
+@P.native_function()
+def divide(text: P.Input, out: P.Output):
+    out.set(str(1 / 0))
+
+
+@P.native_function(timeout=0.3)
+def spin(text: P.Input, out: P.Output):
+    while True:
+        pass
+
+
+def prompt_tokens(vm: P.VirtualMachine, output: str) -> tuple[int, int]:
+    """(cached, computed) prompt tokens of the last call that made `output`."""
+    calls = [call for call in vm.session_info().calls if call.output == output]
+    return calls[-1].cached_tokens, calls[-1].computed_tokens
+
+
+def test_the_model_answers(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        assert "Paris" in capital("France").get()
+
+
+def test_outputs_of_one_call_and_of_calls_that_feed_each_other(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        punchline, why = joke("parrots")
+        summary = about(why)
+        loud = shout(summary)
+        assert loud.get() == summary.get().strip().upper() + "!"
+        assert why.get() != punchline.get()
+
+
+def test_many_calls_at_once_give_what_each_gives_alone(vm: P.VirtualMachine) -> None:
+    topics = ["rain", "bread", "trains", "the sea", "a cat", "clocks", "bees", "Monday"]
+    with vm.running_scope():
+        alone = [about(topic).get() for topic in topics]
+    with vm.running_scope():
+        together = [about(topic) for topic in topics]
+        assert [variable.get() for variable in together] == alone
+
+
+def test_streamed_pieces_make_the_value(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        summary = about("Parrots are birds that can learn to speak.")
+        pieces = list(summary.stream())
+        assert len(pieces) > 3
+        assert "".join(pieces) == summary.get()
+
+
+@P.semantic_function()
+def read(text: P.Input, question: P.Input, answer: P.Output(GREEDY)):
+    """{{text}} Question: {{question}} Answer: {{answer}}"""
+
+
+def test_a_shared_prefix_is_computed_once(vm: P.VirtualMachine) -> None:
+    document = " ".join(f"Fact {i} is that number {i} follows {i - 1}." for i in range(1, 80))
+    with vm.running_scope():
+        text = P.variable("text", document)
+        read(text, "what is fact 3?").get()
+        assert prompt_tokens(vm, "answer")[1] > 1000
+        read(text, "what is fact 7?").get()
+        cached, computed = prompt_tokens(vm, "answer")
+    assert cached > 1000
+    assert computed < 20
+
+
+@P.semantic_function()
+def say(text: P.Input, reply: P.Output(GREEDY)):
+    """{{text}} {{reply}}"""
+
+
+def test_a_stateful_call_continues_the_whole_context(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        say.invoke_statefully(context_successor=say, text="My name is Robin.").get()
+        say.invoke_statefully(context_successor=say, text="What is my name?").get()
+        cached, computed = prompt_tokens(vm, "reply")
+    assert cached > computed > 0
+
+
+def test_failures_reach_the_reader_and_nobody_else(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        good = about("All is well.")
+        failed = divide("x")
+        dependent = about(failed)
+        with pytest.raises(NativeFunctionFailed, match="division"):
+            failed.get()
+        with pytest.raises(NativeFunctionFailed, match="division"):
+            dependent.get(timeout=10)
+        with pytest.raises(NativeFunctionFailed):
+            spin("x").get(timeout=10)
+        with pytest.raises(PromptTooLong):
+            about("word " * 20_000).get(timeout=30)
+        assert good.get()
+
+
+def test_a_cancelled_call_is_gone_and_the_next_one_runs(vm: P.VirtualMachine) -> None:
+    long = P.SamplingConfig(temperature=0, max_gen_length=2000, ignore_tokenizer_eos=True)
+
+    @P.semantic_function()
+    def ramble(out: P.Output(long)):
+        """Go on and on: {{out}}"""
+
+    with vm.running_scope():
+        rambling = ramble()
+        pieces = rambling.stream()
+        next(pieces)
+        rambling.cancel()
+        with pytest.raises(Cancelled):
+            list(pieces)
+        assert about("Something else.").get()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+)
+def test_example_programs_run_to_their_end(program: str, cluster: Cluster) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / program), "--core", cluster.core_url],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "---" in done.stdout
+    assert "Traceback" not in done.stderr
