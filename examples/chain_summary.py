@@ -9,7 +9,7 @@ from map_reduce_summary import DEFAULT_FILE, split_text
 
 from parrot import P
 
-BRIEF = P.SamplingConfig(temperature=0, max_gen_length=64)
+BRIEF = P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=64)
 
 
 @P.semantic_function(formatter=P.allowing_newline, conversation_template=P.chat_template)

@@ -24,7 +24,7 @@ def begin():
 @P.semantic_function(conversation_template=P.chat_template)
 def answer(
     message: P.Input,
-    reply: P.Output(P.SamplingConfig(temperature=0, max_gen_length=48)),
+    reply: P.Output(P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=48)),
 ):
     """
     {{message}} {{reply}}"""

@@ -8,13 +8,13 @@ from parrot import P
 @P.semantic_function(conversation_template=P.chat_template)
 def greet(
     name: P.Input,
-    greeting: P.Output(P.SamplingConfig(temperature=0, max_gen_length=32)),
+    greeting: P.Output(P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=32)),
 ):
-    """Write one friendly sentence that says hello to {{name}}. {{greeting}}"""
+    """Say hello to {{name}} and wish a nice day. {{greeting}}"""
 
 
 def main() -> None:
-    show("Greeting", greet("the whole world"))
+    show("Greeting", greet("Robin"))
 
 
 if __name__ == "__main__":

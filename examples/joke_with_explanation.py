@@ -10,7 +10,9 @@ def tell_a_joke(
     topic: P.Input,
     other_topic: P.Input,
     joke: P.Output(P.SamplingConfig(temperature=0.7, seed=7, max_gen_length=48)),
-    explanation: P.Output(P.SamplingConfig(temperature=0, max_gen_length=48)),
+    explanation: P.Output(
+        P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=48)
+    ),
 ):
     """Tell me a short joke about {{topic}} and {{other_topic}}. {{joke}}
     Explain in one sentence why this is funny. {{explanation}}"""

@@ -8,22 +8,34 @@ from common import make_parser, run, show
 
 from parrot import P
 
-COMMANDS = ("pwd", "ls", "echo hello > note.txt", "cat note.txt")
+COMMANDS = ("pwd", "echo hello", "ls /usr", "whoami")
 
 
-@P.semantic_function(formatter=P.allowing_newline, conversation_template=P.chat_template)
+# No chat here: the beginning of a terminal session is what a model continues best.
+@P.semantic_function(formatter=P.allowing_newline)
 def boot():
-    """Act as a Linux terminal. I type commands, you reply with what the terminal would show, and
-    with nothing else. Do not explain anything."""
+    """The following is what a Linux terminal shows.
+
+    $ whoami
+    robin
+    $ hostname
+    parrot
+    $ ls /
+    bin  etc  home  tmp  usr
+    $ cat /etc/hostname
+    parrot
+    $ echo one two
+    one two"""
 
 
-@P.semantic_function(formatter=P.allowing_newline, conversation_template=P.chat_template)
+@P.semantic_function(formatter=P.allowing_newline)
 def execute(
     command: P.Input,
-    screen: P.Output(P.SamplingConfig(temperature=0, max_gen_length=40)),
+    screen: P.Output(P.SamplingConfig(temperature=0, max_gen_length=40, stop_str=["\n$"])),
 ):
     """
-    $ {{command}} {{screen}}"""
+    $ {{command}}
+    {{screen}}"""
 
 
 def main(commands: Sequence[str]) -> None:

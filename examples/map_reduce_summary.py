@@ -19,7 +19,7 @@ FAN_IN = 16
 @P.semantic_function(formatter=P.allowing_newline, conversation_template=P.chat_template)
 def summarize_chunk(
     chunk: P.Input,
-    summary: P.Output(P.SamplingConfig(temperature=0, max_gen_length=40)),
+    summary: P.Output(P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=40)),
 ):
     """Summarise the following part of a document in one sentence.
 
@@ -29,13 +29,12 @@ def summarize_chunk(
 def combine(vm: P.VirtualMachine, summaries: Sequence[P.SemanticVariable]) -> P.SemanticVariable:
     """Submit one call that summarises any number of summaries."""
     names = [f"summary_{number}" for number in range(len(summaries))]
-    listed = "".join(f"- {{{{{name}}}}}\n" for name in names)
+    listed = "\n".join(f"{{{{{name}}}}}" for name in names)
     params = [P.Parameter(name, P.ParamType.INPUT_LOC) for name in names]
-    config = P.SamplingConfig(temperature=0, max_gen_length=96)
+    config = P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=96)
     function = vm.define_function(
         "combine_summaries",
-        f"These are summaries of the parts of a document.\n\n{listed}\n"
-        "Write one short summary of the whole document. {{final}}",
+        f"Summarize this text in a short paragraph:\n\n{listed} {{{{final}}}}",
         [*params, P.Parameter("final", P.ParamType.OUTPUT_LOC, config)],
     )
     return P.chat_template.transform(function)(*summaries)

@@ -5,12 +5,12 @@ from common import make_parser, run, show
 
 from parrot import P
 
-SHORT = P.SamplingConfig(temperature=0, max_gen_length=48)
+SHORT = P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=48)
 
 
 @P.semantic_function(conversation_template=P.chat_template)
 def list_animals(count: int, animals: P.Output(SHORT)):
-    """List {{count}} animals, one per line, with nothing else. {{animals}}"""
+    """Name {{count}} animals that live in Africa, as a list. {{animals}}"""
 
 
 @P.native_function()

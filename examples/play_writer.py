@@ -5,7 +5,7 @@ from common import make_parser, run
 
 from parrot import P
 
-SHORT = P.SamplingConfig(temperature=0, max_gen_length=64)
+SHORT = P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=64)
 
 
 @P.semantic_function(formatter=P.allowing_newline, conversation_template=P.chat_template)

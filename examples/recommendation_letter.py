@@ -12,7 +12,7 @@ def write_letter(
     major: P.Input,
     grades: float,
     specialty: P.Input,
-    letter: P.Output(P.SamplingConfig(temperature=0, max_gen_length=128)),
+    letter: P.Output(P.SamplingConfig(temperature=0, repetition_penalty=1.1, max_gen_length=128)),
 ):
     """You are a professor. Write a short letter that recommends a student for a PhD.
 
