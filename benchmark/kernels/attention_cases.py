@@ -1,0 +1,129 @@
+"""Steps to time: decodes of requests under shared prefixes, with fresh random KV in pages that
+lie in random order, in several pools so that no run finds its KV in the cache."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from parrot.engine.kernels.attention import (
+    Capacity,
+    KernelConfig,
+    KVView,
+    PlanBuffers,
+    TreeAttention,
+)
+from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.work_list import SplitConfig, StepRows, WorkList, plan_work
+
+MEMORY_RATE = 4.3e12
+MATRIX_RATE = 790e12
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`levels`: (sharers per node, tokens) from the root down; `suffix`: each request's own
+    tokens, its newest included. One level (batch, 6144) is a single system prompt."""
+
+    batch: int
+    levels: tuple[tuple[int, int], ...]
+    suffix: int
+    spread: int = 0
+
+    def suffixes(self) -> list[int]:
+        if not self.spread:
+            return [self.suffix] * self.batch
+        random = np.random.default_rng(0)
+        lows, highs = self.suffix - self.spread, self.suffix + self.spread
+        return random.integers(lows, highs + 1, self.batch).tolist()
+
+    @property
+    def unique_tokens(self) -> int:
+        shared = sum(-(-self.batch // sharers) * tokens for sharers, tokens in self.levels)
+        return shared + sum(self.suffixes())
+
+    @property
+    def context_tokens(self) -> int:
+        return self.batch * sum(tokens for _, tokens in self.levels) + sum(self.suffixes())
+
+
+def floor_us(work: Workload, shape: AttentionShape) -> float:
+    """Unique KV read once, q read and the output written, or the arithmetic if that is more."""
+    moved = work.unique_tokens * shape.kv_token_bytes
+    moved += work.batch * shape.num_heads * shape.head_dim * 4
+    operations = 4 * shape.num_heads * shape.head_dim * work.context_tokens
+    return max(moved / MEMORY_RATE, operations / MATRIX_RATE) * 1e6
+
+
+def step_rows(work: Workload, page: int, *, seed: int = 0) -> tuple[StepRows, int]:
+    """The block tables of the workload, and how many pages they name."""
+    shared = [tokens // page for _, tokens in work.levels]
+    own = [-(-tokens // page) for tokens in work.suffixes()]
+    width = sum(shared) + max(own) + 1
+    tables = np.zeros((work.batch, width), dtype=np.int32)
+    used, column = 0, 0
+    for (sharers, _), pages in zip(work.levels, shared, strict=True):
+        for first in range(0, work.batch, sharers):
+            tables[first : first + sharers, column : column + pages] = used + np.arange(pages)
+            used += pages
+        column += pages
+    for row, pages in enumerate(own):
+        tables[row, column : column + pages] = used + np.arange(pages)
+        used += pages
+    places = np.random.default_rng(seed).permutation(used).astype(np.int32)
+    context = sum(shared) * page + np.array(work.suffixes())
+    step = StepRows(
+        places[tables], (context - 1).astype(np.int32), np.ones(work.batch, dtype=np.int32)
+    )
+    return step, used
+
+
+class Bench:
+    """A workload's tensors on the device, reused over kernel configurations."""
+
+    def __init__(self, work: Workload, shape: AttentionShape, *, pools: int = 3) -> None:
+        self.work, self.shape = work, shape
+        self.step, pages = step_rows(work, shape.page_size)
+        size = (pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        tables = torch.from_numpy(self.step.tables).cuda()
+        positions = torch.from_numpy(self.step.starts).cuda()
+        self.layers = [
+            KVView(_normal(size), _normal(size), tables, positions) for _ in range(pools)
+        ]
+        self.q = _normal((work.batch, shape.num_heads, shape.head_dim))
+        self.out = torch.empty_like(self.q)
+
+    def plan(self, gate: GateConfig | None, split: SplitConfig) -> WorkList:
+        return plan_work(self.step, self.shape, gate, split)
+
+    def prepare(
+        self, work: WorkList, config: KernelConfig, *, overlap: bool = True
+    ) -> tuple[TreeAttention, PlanBuffers]:
+        buffers = PlanBuffers(Capacity.of(work), torch.device("cuda"))
+        buffers.upload(work)
+        attention = TreeAttention(
+            self.shape, work.num_slots, torch.device("cuda"), config, overlap=overlap
+        )
+        return attention, buffers
+
+    def error(self, layer: KVView, requests: int = 4) -> float:
+        """Relative error of `self.out` on a few requests, against float64."""
+        picks = np.linspace(0, self.work.batch - 1, requests).astype(int).tolist()
+        expected = torch.stack([self._answer(layer, row) for row in picks])
+        actual = self.out[picks].double()
+        return float((actual - expected).norm() / expected.norm())
+
+    def _answer(self, layer: KVView, row: int) -> torch.Tensor:
+        length = int(self.step.starts[row]) + 1
+        pages = torch.from_numpy(self.step.tables[row]).cuda()[: -(-length // self.shape.page_size)]
+        k, v = (
+            cache[pages].transpose(1, 2).flatten(0, 1)[:length].double()
+            for cache in (layer.k, layer.v)
+        )
+        q = self.q[row].double().view(self.shape.num_kv_heads, self.shape.group, -1)
+        scores = torch.einsum("hgd,shd->hgs", q, k) * self.shape.head_dim**-0.5
+        return torch.einsum("hgs,shd->hgd", scores.softmax(-1), v).flatten(0, 1)
+
+
+def _normal(size: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_()

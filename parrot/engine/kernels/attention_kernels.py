@@ -1,0 +1,391 @@
+"""The attention kernels. `attention` launches them; `docs/kernels.md` has what each was tuned on.
+
+`attend_items` reads KV through pointers and does everything: short own spans, any page size.
+`attend_tiles` reads whole pages with the bulk copy engine, for spans that many query rows share
+and for fills. `merge_partials` combines what several items found for one token."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+# Finite stand-ins for minus infinity. A masked score lies far under the running maximum's start,
+# so a row with no visible key sums to zero instead of NaN.
+_NO_SCORE = tl.constexpr(-1.0e30)
+_NO_MAXIMUM = tl.constexpr(-1.0e20)
+_NO_POSITION = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _row_slots(slot_of, slot_first, member, live, q_count):
+    """The partial-result slot of each row; loaded early, so that nobody waits for it later."""
+    is_partial = live & (member < tl.where(slot_first < 0, 0, q_count))
+    return tl.load(slot_of + slot_first + member, mask=is_partial, other=0)
+
+
+@triton.jit
+def _row_tokens(token_order, q_first, own, member, live, q_count):
+    """The row of q of each tile row: consecutive for an own span, listed for a shared one."""
+    is_listed = live & (member < tl.where(own, 0, q_count))
+    listed = tl.load(token_order + q_first + member, mask=is_listed, other=0)
+    return tl.where(own, q_first + member, listed)
+
+
+@triton.jit
+def _load_rows(q_ptr, token, head, live, offs_d, stride_q, D: tl.constexpr, UPCAST: tl.constexpr):
+    offset = token.to(tl.int64) * stride_q + head * D
+    q = tl.load(q_ptr + offset[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    return q
+
+
+@triton.jit
+def _attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED: tl.constexpr):
+    """One step of online softmax in base 2, over a tile of keys."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, _NO_SCORE)
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
+    decay = tl.exp2(maximum - new_maximum)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_maximum, total
+
+
+@triton.jit
+def _store_partials(
+    acc,
+    maximum,
+    total,
+    slot,
+    head,
+    live,
+    offs_d,
+    partial_out,
+    partial_lse,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    safe_total = tl.where(total > 0.0, total, 1.0)
+    lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), _NO_SCORE)
+    row = slot.to(tl.int64) * H + head
+    partial_at = partial_out + row[:, None] * D + offs_d[None, :]
+    tl.store(partial_at, acc / safe_total[:, None], mask=live[:, None])
+    tl.store(partial_lse + row, lse, mask=live)
+
+
+@triton.jit
+def _store_rows(
+    acc,
+    maximum,
+    total,
+    slot_first,
+    slot,
+    token,
+    head,
+    live,
+    offs_d,
+    out_ptr,
+    lse_ptr,
+    partial_out,
+    partial_lse,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """Straight to the output if no other item covers these tokens, else to their slots."""
+    if slot_first < 0:
+        out_row = token.to(tl.int64) * H + head
+        out_at = out_ptr + out_row[:, None] * D + offs_d[None, :]
+        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_at, result, mask=live[:, None])
+        if WITH_LSE:
+            tl.store(lse_ptr + out_row, maximum + tl.log2(total), mask=live)
+    else:
+        _store_partials(acc, maximum, total, slot, head, live, offs_d,
+                        partial_out, partial_lse, H, D)  # fmt: skip
+
+
+@triton.jit
+def _page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Pages of the tile of keys at `first`: one id, or one per key where a tile spans pages."""
+    if PAGE % BN == 0:
+        pages = tl.load(table + first // PAGE)
+    else:
+        pages = tl.load(table + (first + offs_n) // PAGE)
+    return pages
+
+
+@triton.jit
+def _load_keys(
+    cache,
+    pages,
+    first,
+    end,
+    offs_n,
+    offs_d,
+    stride_page,
+    STRIDE_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """A tile [BN, D] of one KV head's keys or values. Keys at or past `end` read as zero."""
+    if PAGE % BN == 0:
+        base = cache + pages.to(tl.int64) * stride_page + (first % PAGE) * STRIDE_TOKEN
+        pointers = base + offs_n[:, None] * STRIDE_TOKEN + offs_d[None, :]
+    else:
+        in_page = (first + offs_n) % PAGE
+        key_offset = pages.to(tl.int64) * stride_page + in_page * STRIDE_TOKEN
+        pointers = cache + key_offset[:, None] + offs_d[None, :]
+    if MASKED:
+        tile = tl.load(pointers, mask=(first + offs_n)[:, None] < end, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def attend_items(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables,
+    positions,
+    token_order,
+    items,
+    slot_of,
+    out_ptr,
+    lse_ptr,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    stride_q,
+    stride_page,
+    stride_table,
+    STRIDE_HEAD: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """Program (kv head, item): softmax(q k^T) v over the item's span, for its tokens' heads.
+
+    Rows of the tile are tokens times the G heads that read one KV head. An own span ends at the
+    position of its tokens, read here, so a plan outlives the growth of its sequences. Loads that
+    wait for loads are what a short item spends its time on: all of an item at once, then pages,
+    positions and tokens side by side, and each page id a turn before its tile.
+    ALL_MASKED: one loop with masks, for short spans; else whole tiles first, then the rest."""
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 8
+    q_first = tl.load(item)
+    q_count = tl.load(item + 1)
+    table_row = tl.load(item + 2)
+    kv_first = tl.load(item + 3)
+    kv_end = tl.load(item + 4)
+    slot_first = tl.load(item + 5)
+    own = tl.load(item + 6) != 0
+    if q_count == 0:  # padding of a captured grid
+        return
+    table = tables + table_row * stride_table
+    offs_m = tl.arange(0, BM)
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, D)
+    member = offs_m // G
+    head = kv_head * G + offs_m % G
+    live = (member < q_count) & (offs_m < (BM // G) * G)
+    token = _row_tokens(token_order, q_first, own, member, live, q_count)
+    position = tl.load(positions + q_first, mask=own, other=_NO_POSITION)
+    row_end = tl.minimum(kv_end, position + 1 + member)
+    end = tl.minimum(kv_end, position + q_count)
+    slot = _row_slots(slot_of, slot_first, member, live, q_count)
+    q = _load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
+    keys = k_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
+    values = v_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
+
+    acc = tl.zeros([BM, D], dtype=tl.float32)
+    maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
+    total = tl.zeros([BM], dtype=tl.float32)
+    whole = kv_first
+    pages = _page_ids(table, kv_first, offs_n, PAGE, BN)
+    if not ALL_MASKED:
+        shortest = tl.minimum(kv_end, position + 1)
+        whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
+        for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
+            next_pages = _page_ids(table, first + BN, offs_n, PAGE, BN)
+            k = _load_keys(keys, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
+                           PAGE, BN, False, UPCAST)  # fmt: skip
+            v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
+                           PAGE, BN, False, UPCAST)  # fmt: skip
+            acc, maximum, total = _attend(
+                q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, False
+            )
+            pages = next_pages
+    for first in tl.range(whole, end, BN, num_stages=STAGES):
+        next_pages = _page_ids(table, first + BN, offs_n, PAGE, BN)
+        k = _load_keys(keys, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
+                       PAGE, BN, True, UPCAST)  # fmt: skip
+        v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
+                       PAGE, BN, True, UPCAST)  # fmt: skip
+        acc, maximum, total = _attend(
+            q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
+        )
+        pages = next_pages
+    _store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
+                out_ptr, lse_ptr, partial_out, partial_lse, H, D, WITH_LSE)  # fmt: skip
+
+
+@triton.jit
+def attend_tiles(
+    q_ptr,
+    k_rows,
+    v_rows,
+    tables,
+    positions,
+    token_order,
+    items,
+    slot_of,
+    out_ptr,
+    lse_ptr,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    stride_q,
+    stride_table,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    OWN: tl.constexpr,
+    UPCAST: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """As `attend_items`, for tall tiles over whole pages; BN divides PAGE.
+
+    `k_rows`, `v_rows`: tensor descriptors [pages * kv_heads * PAGE, D] with blocks [BN, D]. A tile
+    is one block, so a single thread asks for it: no pointers in registers, no index arithmetic,
+    and twice as many tiles at work in a multiprocessor. OWN: the items are fills, whose last
+    tiles need the causal mask; else all rows see all keys, which end with a page."""
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 8
+    q_first = tl.load(item)
+    q_count = tl.load(item + 1)
+    table_row = tl.load(item + 2)
+    kv_first = tl.load(item + 3)
+    kv_end = tl.load(item + 4)
+    slot_first = tl.load(item + 5)
+    if q_count == 0:  # padding of a captured grid
+        return
+    table = tables + table_row * stride_table
+    offs_m = tl.arange(0, BM)
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, D)
+    member = offs_m // G
+    head = kv_head * G + offs_m % G
+    live = (member < q_count) & (offs_m < (BM // G) * G)
+    page = tl.load(table + kv_first // PAGE)
+    token = _row_tokens(token_order, q_first, OWN, member, live, q_count)
+    q = _load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
+    acc = tl.zeros([BM, D], dtype=tl.float32)
+    maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
+    total = tl.zeros([BM], dtype=tl.float32)
+    row_end = kv_end + member * 0
+    whole = kv_end
+    if OWN:
+        position = tl.load(positions + q_first)
+        row_end = tl.minimum(kv_end, position + 1 + member)
+        shortest = tl.minimum(kv_end, position + 1)
+        whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
+    for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
+        next_page = tl.load(table + (first + BN) // PAGE)
+        row = (page * (H // G) + kv_head) * PAGE + first % PAGE
+        k = k_rows.load([row, 0])
+        v = v_rows.load([row, 0])
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        acc, maximum, total = _attend(
+            q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, False
+        )
+        page = next_page
+    if OWN:
+        end = tl.minimum(kv_end, position + q_count)
+        for first in tl.range(whole, end, BN, num_stages=1):
+            page = tl.load(table + first // PAGE)
+            row = (page * (H // G) + kv_head) * PAGE + first % PAGE
+            k = k_rows.load([row, 0])
+            # What lies past the end may be NaN, and zero weights do not stop a NaN.
+            v = tl.where((first + offs_n)[:, None] < end, v_rows.load([row, 0]), 0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            else:
+                v = v.to(k.dtype)
+            acc, maximum, total = _attend(
+                q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
+            )
+    slot = _row_slots(slot_of, slot_first, member, live, q_count)
+    if OWN:
+        _store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
+                    out_ptr, lse_ptr, partial_out, partial_lse, H, D, WITH_LSE)  # fmt: skip
+    else:
+        _store_partials(acc, maximum, total, slot, head, live, offs_d,
+                        partial_out, partial_lse, H, D)  # fmt: skip
+
+
+@triton.jit
+def merge_partials(
+    partial_out,
+    partial_lse,
+    slot_indptr,
+    out_ptr,
+    lse_ptr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """Program (token, head): the log-sum-exp weighted mean of the token's partial results, which
+    lie in a row, SLOTS at a time. Tokens without slots were written directly and are left alone."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(slot_indptr + token)
+    end = tl.load(slot_indptr + token + 1)
+    if start >= end:
+        return
+    offs_d = tl.arange(0, D)
+    acc = tl.zeros([D], dtype=tl.float32)
+    maximum = tl.full([], _NO_MAXIMUM, dtype=tl.float32)
+    total = tl.full([], 0.0, dtype=tl.float32)
+    for first in tl.range(start, end, SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        live = slot < end
+        row = slot.to(tl.int64) * H + head
+        lse = tl.load(partial_lse + row, mask=live, other=_NO_SCORE)
+        part = tl.load(
+            partial_out + row[:, None] * D + offs_d[None, :], mask=live[:, None], other=0.0
+        )
+        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_maximum)
+        decay = tl.exp2(maximum - new_maximum)
+        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
+        total = total * decay + tl.sum(weights, 0)
+        maximum = new_maximum
+    row = token.to(tl.int64) * H + head
+    tl.store(out_ptr + row * D + offs_d, (acc / total).to(out_ptr.dtype.element_ty))
+    if WITH_LSE:
+        tl.store(lse_ptr + row, maximum + tl.log2(total))

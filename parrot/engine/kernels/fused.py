@@ -1,0 +1,118 @@
+"""Launch the kernels between the matrix products of a layer."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from parrot.engine.kernels.attention import KVView
+from parrot.engine.kernels.fused_kernels import (
+    add_rms_norm_kernel,
+    rope_and_store_kernel,
+    silu_mul_kernel,
+)
+from parrot.engine.kernels.gate import AttentionShape
+
+_SILU_BLOCK = 1024
+_ROPE_HEADS = 8
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    add: bool = True,
+) -> torch.Tensor:
+    """residual += x (or = x without `add`), in place; returns out = rms_norm(residual) * weight.
+
+    All [tokens, size] but weight [size]; x may be a slice of wider rows. Sums are in float32."""
+    size = weight.shape[0]
+    assert x.shape == residual.shape == out.shape, (x.shape, residual.shape, out.shape)
+    assert x.shape[1] == size
+    assert x.stride(1) == 1
+    assert residual.is_contiguous()
+    assert out.is_contiguous()
+    block = triton.next_power_of_2(size)
+    add_rms_norm_kernel[(len(x),)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        ADD=add,
+        num_warps=min(max(block // 1024, 1), 8),
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norm of each head of q and k (Qwen3): weights [head_dim]."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+def rope_and_store(
+    qkv: torch.Tensor,
+    kv: KVView,
+    table_rows: torch.Tensor,
+    cos_sin: torch.Tensor,
+    shape: AttentionShape,
+    norm: HeadNorm | None = None,
+) -> torch.Tensor:
+    """Rotate q in place and write k and v to the cache; returns q, a view [tokens, heads, dim].
+
+    qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous
+    kv          the layer's cache, block tables and the tokens' positions
+    table_rows  int32 [tokens]: each token's row of the block tables; negative: skip the token
+    cos_sin     float32 [positions, head_dim]: cosines, then sines, of the half dimension"""
+    num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    assert qkv.shape[1] == num_heads * shape.head_dim, (qkv.shape, shape)
+    assert qkv.stride(1) == 1
+    assert kv.k.is_contiguous()
+    assert kv.v.is_contiguous()
+    assert cos_sin.is_contiguous()
+    assert cos_sin.dtype == torch.float32
+    rope_and_store_kernel[(len(qkv), triton.cdiv(num_heads, _ROPE_HEADS))](
+        qkv,
+        kv.positions,
+        table_rows,
+        kv.tables,
+        cos_sin,
+        None if norm is None else norm.q_weight,
+        None if norm is None else norm.k_weight,
+        kv.k,
+        kv.v,
+        0.0 if norm is None else norm.eps,
+        qkv.stride(0),
+        kv.k.stride(0),
+        kv.tables.stride(0),
+        H=shape.num_heads,
+        HKV=shape.num_kv_heads,
+        D=shape.head_dim,
+        PAGE=shape.page_size,
+        HEADS=_ROPE_HEADS,
+        WITH_NORM=norm is not None,
+        num_warps=2,
+    )
+    q = qkv[:, : shape.num_heads * shape.head_dim]
+    return q.view(len(qkv), shape.num_heads, shape.head_dim)
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out [tokens, size] = silu(gate) * up, of gate_up [tokens, 2 size] = [gate | up]."""
+    size = out.shape[1]
+    assert gate_up.shape == (len(out), 2 * size), (gate_up.shape, out.shape)
+    assert gate_up.is_contiguous()
+    assert out.is_contiguous()
+    grid = (len(out), triton.cdiv(size, _SILU_BLOCK))
+    silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,119 @@
+"""The kernels between the matrix products of a layer. `fused` launches them."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    stride_x,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Program (row): residual += x, out = rms_norm(residual) * weight; without ADD residual = x."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    value = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    at = residual_ptr + row * SIZE + column
+    if ADD:
+        before = tl.load(at, mask=inside, other=0.0)
+        # Rounded as it will be stored: the next layer adds to what is in memory.
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+    tl.store(at, value.to(residual_ptr.dtype.element_ty), mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    normed = (wide * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    result = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + column, result, mask=inside)
+
+
+@triton.jit
+def rope_and_store_kernel(
+    qkv_ptr,
+    positions,
+    table_rows,
+    tables,
+    cos_sin,
+    q_weight,
+    k_weight,
+    k_cache,
+    v_cache,
+    eps,
+    stride_qkv,
+    stride_page,
+    stride_table,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+):
+    """Program (token, block of HEADS heads): normalise each head of q and k if asked, rotate it by
+    the token's position, then q back in place, k and v to the token's place in its page.
+
+    Rotated are the halves of a head, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    token = tl.program_id(0).to(tl.int64)
+    table_row = tl.load(table_rows + token)
+    position = tl.load(positions + token)
+    if table_row < 0:  # padding of a captured grid
+        return
+    page = tl.load(tables + table_row * stride_table + position // PAGE)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    half = tl.arange(0, D // 2)
+    inside = (head < H + 2 * HKV)[:, None] & (half < D // 2)[None, :]
+    at = qkv_ptr + token * stride_qkv + head[:, None] * D + half[None, :]
+    x1 = tl.load(at, mask=inside, other=0.0)
+    x2 = tl.load(at + D // 2, mask=inside, other=0.0)
+    is_v = head >= H + HKV
+    y1 = x1.to(tl.float32)
+    y2 = x2.to(tl.float32)
+    if WITH_NORM:
+        scale = tl.rsqrt(tl.sum(y1 * y1 + y2 * y2, 1) / D + eps)[:, None]
+        is_q = (head < H)[:, None]
+        q1 = tl.load(q_weight + half).to(tl.float32)[None, :]
+        q2 = tl.load(q_weight + half + D // 2).to(tl.float32)[None, :]
+        k1 = tl.load(k_weight + half).to(tl.float32)[None, :]
+        k2 = tl.load(k_weight + half + D // 2).to(tl.float32)[None, :]
+        y1 = y1 * scale * tl.where(is_q, q1, k1)
+        y2 = y2 * scale * tl.where(is_q, q2, k2)
+    cos = tl.load(cos_sin + position * D + half)[None, :]
+    sin = tl.load(cos_sin + position * D + D // 2 + half)[None, :]
+    kind = qkv_ptr.dtype.element_ty
+    r1 = (y1 * cos - y2 * sin).to(kind)
+    r2 = (y2 * cos + y1 * sin).to(kind)
+    to_q = inside & (head < H)[:, None]
+    tl.store(at, r1, mask=to_q)
+    tl.store(at + D // 2, r2, mask=to_q)
+    kv_head = tl.where(is_v, head - H - HKV, head - H)
+    place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE).to(tl.int64) * D
+    k_at = k_cache + place[:, None] + half[None, :]
+    to_k = inside & ((head >= H) & (head < H + HKV))[:, None]
+    tl.store(k_at, r1, mask=to_k)
+    tl.store(k_at + D // 2, r2, mask=to_k)
+    v_at = v_cache + place[:, None] + half[None, :]
+    to_v = inside & is_v[:, None]
+    tl.store(v_at, x1, mask=to_v)
+    tl.store(v_at + D // 2, x2, mask=to_v)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, block of columns): out = silu(gate) * up, of rows [gate | up]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = gate_up_ptr + row * 2 * SIZE + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + SIZE, mask=inside, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * SIZE + column, result.to(out_ptr.dtype.element_ty), mask=inside)

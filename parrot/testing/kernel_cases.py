@@ -1,0 +1,177 @@
+"""Random steps over context trees, and the float64 answer worked out from logical tokens.
+
+Shared by the interpreter tests on the CPU and the device tests. The reference never looks at
+pages, plans or tiles: it keeps each request's keys and values as plain sequences."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from parrot.engine.kernels.context_tree import IntArray
+from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.work_list import StepRows
+
+SHARE_ALL = GateConfig(memory_rate=1.0, l2_rate=1.0e30, l2_bytes=0, launch_s=0.0)
+"""A gate to which partial results and launches cost nothing."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Nested prefixes by name and length in tokens, then `own` tokens before this step's `new`."""
+
+    path: tuple[tuple[str, int], ...]
+    own: int
+    new: int = 1
+
+    @property
+    def start(self) -> int:
+        return sum(length for _, length in self.path) + self.own
+
+
+@dataclass
+class Case:
+    """Tensors of one step, KV pool included, with the expected output and log2-sum-exp."""
+
+    step: StepRows
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    tables: torch.Tensor
+    positions: torch.Tensor
+    expected: torch.Tensor = field(repr=False)
+    expected_lse: torch.Tensor = field(repr=False)
+
+
+PageKey = tuple[object, int]
+Sequence = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_case(
+    requests: list[Request],
+    shape: AttentionShape,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
+    key_scale: float = 1.0,
+) -> Case:
+    """Lay the requests out in randomly placed pages; everything unused in the pool is NaN.
+
+    A prefix's unaligned tail is copied into each request's own pages, as the engine does.
+    `key_scale` stretches the scores."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = _sequences(requests, shape, generator, dtype, key_scale)
+    page_keys = [_page_keys(i, request, shape.page_size) for i, request in enumerate(requests)]
+    tables, k_cache, v_cache = _lay_out(sequences, page_keys, shape, generator)
+    starts = np.array([r.start for r in requests], dtype=np.int32)
+    q_lens = np.array([r.new for r in requests], dtype=np.int32)
+    positions = np.concatenate([np.arange(r.start, r.start + r.new) for r in requests])
+    q_size = (len(positions), shape.num_heads, shape.head_dim)
+    q = torch.randn(q_size, generator=generator).to(dtype)
+    q_parts = torch.split(q, q_lens.tolist())
+    answers = [_reference(*a) for a in zip(q_parts, sequences, starts.tolist(), strict=True)]
+    return Case(
+        step=StepRows(tables, starts, q_lens),
+        q=q.to(device),
+        k_cache=k_cache.to(device),
+        v_cache=v_cache.to(device),
+        tables=torch.from_numpy(tables).to(device),
+        positions=torch.from_numpy(positions.astype(np.int32)).to(device),
+        expected=torch.cat([out for out, _ in answers]),
+        expected_lse=torch.cat([lse for _, lse in answers]),
+    )
+
+
+def _sequences(
+    requests: list[Request],
+    shape: AttentionShape,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    key_scale: float,
+) -> list[Sequence]:
+    """Each request's keys and values [tokens, kv_heads, head_dim], prefixes equal by name."""
+
+    def draw(length: int) -> Sequence:
+        size = (length, shape.num_kv_heads, shape.head_dim)
+        k, v = (torch.randn(size, generator=generator) for _ in range(2))
+        return (k * key_scale).to(dtype), v.to(dtype)
+
+    prefixes: dict[tuple[tuple[str, int], ...], Sequence] = {}
+    sequences = []
+    for request in requests:
+        parts = []
+        for depth in range(1, len(request.path) + 1):
+            name = request.path[:depth]
+            if name not in prefixes:
+                prefixes[name] = draw(name[-1][1])
+            parts.append(prefixes[name])
+        parts.append(draw(request.own + request.new))
+        sequences.append((torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])))
+    return sequences
+
+
+def _page_keys(index: int, request: Request, page: int) -> list[PageKey]:
+    """What identifies each page of a request: the prefix that fills it, or the request itself."""
+    keys: list[PageKey] = []
+    for depth in range(1, len(request.path) + 1):
+        name = request.path[:depth]
+        shared_pages = sum(length for _, length in name) // page
+        keys += [(name, p) for p in range(len(keys), shared_pages)]
+    end = -(-(request.start + request.new) // page)
+    return keys + [(index, p) for p in range(len(keys), end)]
+
+
+def _lay_out(
+    sequences: list[Sequence],
+    page_keys: list[list[PageKey]],
+    shape: AttentionShape,
+    generator: torch.Generator,
+) -> tuple[IntArray, torch.Tensor, torch.Tensor]:
+    """Block tables and the two caches. Past a row's pages its table names a page of others."""
+    page = shape.page_size
+    names = list(dict.fromkeys(key for keys in page_keys for key in keys))
+    num_pages = len(names) + 3
+    places = torch.randperm(num_pages, generator=generator)[: len(names)].tolist()
+    place_of = dict(zip(names, places, strict=True))
+    size = (num_pages, shape.num_kv_heads, page, shape.head_dim)
+    k_cache, v_cache = (torch.full(size, float("nan"), dtype=sequences[0][0].dtype) for _ in "kv")
+    width = max(len(keys) for keys in page_keys) + 2
+    tables = np.full((len(sequences), width), places[0], dtype=np.int32)
+    for row, (keys, (k, v)) in enumerate(zip(page_keys, sequences, strict=True)):
+        for column, key in enumerate(keys):
+            place = place_of[key]
+            tables[row, column] = place
+            part = slice(column * page, min((column + 1) * page, len(k)))
+            k_cache[place, :, : part.stop - part.start] = k[part].transpose(0, 1)
+            v_cache[place, :, : part.stop - part.start] = v[part].transpose(0, 1)
+    return tables, k_cache, v_cache
+
+
+def _reference(q: torch.Tensor, kv: Sequence, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the last len(q) tokens, in float64; the log is to base 2."""
+    group = q.shape[1] // kv[0].shape[1]
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in kv)
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * q.shape[2] ** -0.5
+    last_seen = start + torch.arange(len(q))
+    scores.masked_fill_(torch.arange(len(k)) > last_seen[:, None], float("-inf"))
+    out = torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v)
+    return out, (scores.logsumexp(dim=-1) / np.log(2.0)).transpose(0, 1)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of norms; NaN anywhere gives NaN, which passes no comparison."""
+    difference = actual.double().cpu() - expected
+    return float(difference.norm() / expected.norm())
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the halves of each head of x [tokens, heads, dim]."""
+    cos, sin = cos_sin[positions.long()].double().unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,212 @@
+"""Compile kernels for sm_90 without a GPU and report what ptxas made of them, as JSON lines.
+
+Run as a program, in a process where TRITON_INTERPRET is not set. One line per variant: registers,
+spilled bytes, shared memory, and whether the warp-group matrix instruction is there."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def compile_kernel(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    divisible: tuple[str, ...],
+    num_warps: int,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+) -> dict[str, Any]:
+    """`types` maps run-time arguments to Triton types; `divisible` names those known to be
+    multiples of 16 (aligned pointers and strides)."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
+    )
+    return {
+        **_resources(compiled.asm["cubin"]),
+        "shared": compiled.metadata.shared,
+        "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+    }
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(NVIDIA_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def attention_variant(
+    rows: int,
+    *,
+    tiles: bool = False,
+    own: bool = False,
+    keys: int = 64,
+    warps: int = 4,
+    stages: int = 3,
+    page: int = 64,
+    group: int = 4,
+    dim: int = 128,
+    all_masked: bool | None = None,
+    max_registers: int | None = None,
+) -> dict[str, Any]:
+    from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
+
+    pointers = {
+        "q_ptr": "*bf16",
+        "tables": "*i32",
+        "positions": "*i32",
+        "token_order": "*i32",
+        "items": "*i32",
+        "slot_of": "*i32",
+        "out_ptr": "*bf16",
+        "partial_out": "*fp32",
+        "partial_lse": "*fp32",
+    }
+    types = {"scale_log2": "fp32", "stride_q": "i32", "stride_table": "i32"}
+    divisible = {*pointers, "stride_q"}
+    constants = {
+        "lse_ptr": None,
+        "G": group,
+        "H": 8 * group,
+        "D": dim,
+        "PAGE": page,
+        "BM": rows,
+        "BN": keys,
+        "STAGES": stages,
+        "UPCAST": False,
+        "WITH_LSE": False,
+    }
+    if tiles:
+        types |= dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<bf16[{keys},{dim}]>")
+        constants["OWN"] = own
+    else:
+        pointers |= {"k_ptr": "*bf16", "v_ptr": "*bf16"}
+        types["stride_page"] = "i32"
+        divisible |= {"k_ptr", "v_ptr", "stride_page"}
+        constants |= {
+            "STRIDE_HEAD": page * dim,
+            "STRIDE_TOKEN": dim,
+            "ALL_MASKED": rows == 16 if all_masked is None else all_masked,
+        }
+    return compile_kernel(
+        attend_tiles if tiles else attend_items,
+        {**pointers, **types},
+        constants,
+        divisible=tuple(divisible),
+        num_warps=warps,
+        num_stages=stages,
+        max_registers=max_registers,
+    )
+
+
+def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str, Any]:
+    from parrot.engine.kernels.attention_kernels import merge_partials
+
+    pointers = {
+        "partial_out": "*fp32",
+        "partial_lse": "*fp32",
+        "slot_indptr": "*i32",
+        "out_ptr": "*bf16",
+    }
+    return compile_kernel(
+        merge_partials,
+        pointers,
+        {"lse_ptr": None, "H": 32, "D": dim, "SLOTS": slots, "WITH_LSE": False},
+        divisible=tuple(pointers),
+        num_warps=warps,
+    )
+
+
+def norm_variant(*, size: int = 4096, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.fused_kernels import add_rms_norm_kernel
+
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    return compile_kernel(
+        add_rms_norm_kernel,
+        {**pointers, "eps": "fp32", "stride_x": "i32"},
+        {"SIZE": size, "BLOCK": triton.next_power_of_2(size), "ADD": True},
+        divisible=(*pointers, "stride_x"),
+        num_warps=warps,
+    )
+
+
+def rope_variant(*, with_norm: bool = False, warps: int = 2) -> dict[str, Any]:
+    from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
+
+    pointers = {
+        "qkv_ptr": "*bf16",
+        "positions": "*i32",
+        "table_rows": "*i32",
+        "tables": "*i32",
+        "cos_sin": "*fp32",
+        "k_cache": "*bf16",
+        "v_cache": "*bf16",
+    }
+    constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8, "WITH_NORM": with_norm}
+    if with_norm:
+        pointers |= {"q_weight": "*bf16", "k_weight": "*bf16"}
+    else:
+        constants |= {"q_weight": None, "k_weight": None}
+    strides = dict.fromkeys(("stride_qkv", "stride_page", "stride_table"), "i32")
+    return compile_kernel(
+        rope_and_store_kernel,
+        {**pointers, "eps": "fp32", **strides},
+        constants,
+        divisible=(*pointers, "stride_qkv", "stride_page"),
+        num_warps=warps,
+    )
+
+
+def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.fused_kernels import silu_mul_kernel
+
+    pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
+    return compile_kernel(
+        silu_mul_kernel,
+        pointers,
+        {"SIZE": size, "BLOCK": 1024},
+        divisible=tuple(pointers),
+        num_warps=warps,
+    )
+
+
+VARIANTS = {
+    "attention": attention_variant,
+    "merge": merge_variant,
+    "norm": norm_variant,
+    "rope": rope_variant,
+    "silu": silu_variant,
+}
+
+
+def main() -> None:
+    """Arguments: JSON objects, each {"kernel": name, ...arguments of its function}."""
+    for argument in sys.argv[1:]:
+        request = json.loads(argument)
+        report = VARIANTS[request.pop("kernel")](**request)
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

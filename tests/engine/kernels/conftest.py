@@ -1,0 +1,14 @@
+"""Import the kernels in Triton's interpreter where there is no CUDA device.
+
+`triton.jit` decides when it decorates, and parts of Triton that load later look again, so the
+variable is set before the kernels are first imported and stays. Nothing else on such a machine
+runs a kernel; what must compile one does so in a process without the variable. On a machine with a
+device these tests skip, and tests/gpu runs the same cases."""
+
+import importlib.util
+import os
+
+import torch
+
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

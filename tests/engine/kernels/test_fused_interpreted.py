@@ -1,0 +1,85 @@
+"""The fused kernels in Triton's interpreter, against plain float64."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.kernels import fused_kernels
+from parrot.engine.kernels.attention import KVView
+from parrot.engine.kernels.fused import HeadNorm, add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.gate import AttentionShape
+from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or "Interpreted" not in type(fused_kernels.silu_mul_kernel).__name__,
+    reason="the kernels were imported for a device; tests/gpu runs these cases",
+)
+
+
+@pytest.mark.parametrize("size", [64, 576, 1000])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_rms_norm(size: int, add: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    wide, residual, weight = (
+        torch.randn(n, generator=generator) for n in ((5, size + 8), (5, size), (size,))
+    )
+    x = wide[:, :size]
+    total = x + residual if add else x.clone()
+    out = torch.full((5, size), float("nan"))
+    if not add:
+        residual.fill_(float("nan"))
+    assert add_rms_norm(x, residual, weight, 1e-5, out, add=add) is out
+    assert torch.equal(residual, total)
+    assert relative_error(out, rms_norm_reference(total, weight, 1e-5)) < 1e-6
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 64), (8, 8, 32)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
+    page, tokens = 16, 5
+    shape = AttentionShape(heads, kv_heads, dim, page)
+    generator = torch.Generator().manual_seed(heads)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator)
+    positions = torch.tensor([0, 15, 16, 40, 3], dtype=torch.int32)
+    table_rows = torch.tensor([0, 0, 1, 1, -1], dtype=torch.int32)
+    tables = torch.tensor([[4, 1, 0, 0], [2, 5, 3, 0]], dtype=torch.int32)
+    angles = torch.outer(torch.arange(64.0), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    k_cache, v_cache = (torch.full((7, kv_heads, page, dim), float("nan")) for _ in range(2))
+    weights = [torch.randn(dim, generator=generator) for _ in range(2)]
+    norm = HeadNorm(weights[0], weights[1], 1e-6) if with_norm else None
+    before = qkv.clone()
+    kv = KVView(k_cache, v_cache, tables, positions)
+    q = rope_and_store(qkv, kv, table_rows, cos_sin, shape, norm)
+
+    parts = before.view(tokens, -1, dim).double()
+    q_in, k_in, v_in = parts.split([heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        q_in = rms_norm_reference(q_in, norm.q_weight, norm.eps)
+        k_in = rms_norm_reference(k_in, norm.k_weight, norm.eps)
+    live = slice(0, 4)
+    expected_q, expected_k = (
+        rope_reference(t[live], positions[live], cos_sin) for t in (q_in, k_in)
+    )
+    assert relative_error(q[live], expected_q) < 1e-6
+    assert torch.equal(qkv[4], before[4])  # the skipped token
+    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :])
+    for token in range(4):
+        position = int(positions[token])
+        place = int(tables[table_rows[token], position // page]), position % page
+        assert relative_error(k_cache[place[0], :, place[1]], expected_k[token]) < 1e-6
+        assert torch.equal(v_cache[place[0], :, place[1]], v_in[token].float())
+    written = ~torch.isnan(k_cache)
+    assert int(written.sum()) == 4 * kv_heads * dim
+    assert torch.equal(written, ~torch.isnan(v_cache))
+
+
+@pytest.mark.parametrize("size", [64, 1500])
+def test_silu_mul(size: int) -> None:
+    gate_up = torch.randn(3, 2 * size, generator=torch.Generator().manual_seed(0)) * 4
+    out = torch.full((3, size), float("nan"))
+    assert silu_mul(gate_up, out) is out
+    gate, up = gate_up.double().split(size, dim=1)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6

@@ -1,0 +1,74 @@
+"""What the compiler makes of each kernel for sm_90: no GPU needed, one process for all."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+MAX_SHARED_BYTES = 227 * 1024
+VARIANTS: dict[str, dict[str, Any]] = {
+    "narrow deep": {"kernel": "attention", "rows": 16},
+    "narrow deep D64 G3": {"kernel": "attention", "rows": 16, "dim": 64, "group": 3},
+    "narrow light": {"kernel": "attention", "rows": 16, "keys": 32, "warps": 2, "stages": 4},
+    "narrow, page 16": {"kernel": "attention", "rows": 16, "page": 16},
+    "wide, page 16": {"kernel": "attention", "rows": 64, "page": 16},
+    "shared": {"kernel": "attention", "rows": 64, "tiles": True},
+    "shared G1": {"kernel": "attention", "rows": 64, "tiles": True, "group": 1},
+    "shared D64 G3": {"kernel": "attention", "rows": 64, "tiles": True, "dim": 64, "group": 3},
+    "fill": {"kernel": "attention", "rows": 64, "tiles": True, "own": True},
+    "fill D64 G3": {
+        "kernel": "attention",
+        "rows": 64,
+        "tiles": True,
+        "own": True,
+        "dim": 64,
+        "group": 3,
+    },
+    "merge": {"kernel": "merge"},
+    "norm": {"kernel": "norm"},
+    "rope": {"kernel": "rope"},
+    "rope with norm": {"kernel": "rope", "with_norm": True},
+    "silu": {"kernel": "silu"},
+}
+
+
+@cache
+def reports() -> dict[str, dict[str, Any]]:
+    """A process of its own: in this one the kernels may belong to the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_sm90.py")
+    command = [sys.executable, str(script), *map(json.dumps, VARIANTS.values())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(VARIANTS, lines, strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_register_is_spilled(name: str) -> None:
+    report = reports()[name]
+    assert report["spilled"] == 0, report
+    assert report["shared"] <= MAX_SHARED_BYTES, report
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n.startswith(("shared", "fill"))])
+def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str) -> None:
+    assert reports()[name]["wgmma"]
+
+
+@pytest.mark.parametrize("name", ["narrow deep", "narrow light"])
+def test_several_narrow_programs_fit_a_multiprocessor(name: str) -> None:
+    report = reports()[name]
+    threads = 32 * VARIANTS[name].get("warps", 4)
+    assert 65536 // (report["registers"] * threads) >= 3, report
+    assert MAX_SHARED_BYTES // report["shared"] >= 3, report
