@@ -112,7 +112,10 @@ class ContextTree:
     def reserve(self, context: Context, end: int) -> tuple[BlockCopy, ...] | None:
         """Make positions [num_computed, end) writable. Returns the copies that must happen before
         they are written, or None (nothing changed) when there is no room."""
-        tail = context.num_computed // self._pool.block_size
+        size = self._pool.block_size
+        tail = context.num_computed // size
+        if tail >= context.owned_from and end <= len(context.block_ids) * size:
+            return ()  # nearly every generated token
         must_copy = self._must_copy(context)
         grow = max(0, self._pool.blocks_for(end) - len(context.block_ids))
         taken = self._pool.allocate(grow + must_copy)
@@ -123,7 +126,7 @@ class ContextTree:
             shared, own = context.block_ids[tail], taken.pop()
             context.block_ids[tail] = own
             self._pool.release((shared,))
-            num_tokens = context.num_computed - tail * self._pool.block_size
+            num_tokens = context.num_computed - tail * size
             copies = (BlockCopy(shared, own, num_tokens),) if num_tokens else ()
         context.owned_from = min(context.owned_from, tail)
         context.block_ids += taken

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from parrot.engine.core import EngineCore
 from parrot.engine.plan import StepPlan
@@ -86,6 +86,7 @@ class ThreadDriver:
         self._wake = threading.Condition()
         self._is_closing = False
         self._thread: threading.Thread | None = None
+        self._is_loaded = False
 
     async def start(self) -> EngineCore:
         loop = asyncio.get_running_loop()
@@ -94,7 +95,9 @@ class ThreadDriver:
             target=self._run, args=(loop, loaded), name="engine-core", daemon=True
         )
         self._thread.start()
-        return await loaded
+        core = await loaded
+        self._is_loaded = True
+        return core
 
     def post(self, verb: Verb) -> None:
         with self._wake:
@@ -105,16 +108,16 @@ class ThreadDriver:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._is_loaded:  # loading cannot be interrupted
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, loop: asyncio.AbstractEventLoop, loaded: "asyncio.Future[EngineCore]") -> None:
         try:
             core = self._load()
         except Exception as error:  # noqa: BLE001 - whatever it is, `start` raises it
-            loop.call_soon_threadsafe(_settle_error, loaded, error)
+            _tell(loop, _settle_error, loaded, error)
             return
-        loop.call_soon_threadsafe(_settle_result, loaded, core)
+        _tell(loop, _settle_result, loaded, core)
         may_step = False
         while True:
             with self._wake:
@@ -125,7 +128,7 @@ class ThreadDriver:
                 core.fail_everything(Unavailable("the engine is shutting down"))
             may_step = _step_or_fail(core, inbox)
             if outcomes := core.take_outcomes():
-                loop.call_soon_threadsafe(deliver, outcomes)
+                _tell(loop, deliver, outcomes)
             if self._is_closing:
                 return
 
@@ -193,6 +196,12 @@ class AsyncDriver:
             await self._clock.sleep(delay)
         else:
             await asyncio.sleep(0)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
+    """Call from another thread; nobody is left to be told once the loop has closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
 
 
 def _settle_result(future: "asyncio.Future[EngineCore]", core: EngineCore) -> None:

@@ -1,0 +1,149 @@
+"""An engine core on a `CheckingRunner`, small enough to see every block."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.engine.context import Context
+from parrot.engine.core import EngineCore
+from parrot.engine.jobs import Order, Piece
+from parrot.engine.output import Language
+from parrot.engine.plan import RunnerInfo, StepPlan
+from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse, StreamChunk
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.checking_runner import CheckingRunner
+from parrot.utils.clock import ManualClock
+
+LANGUAGE = Language.of(byte_tokenizer_response())
+
+
+class Answer:
+    """A sink that remembers, and insists on one end."""
+
+    def __init__(self) -> None:
+        self.chunks: list[StreamChunk] = []
+        self.response: FillResponse | GenerateResponse | None = None
+        self.error: ParrotError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.response is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.response, GenerateResponse), self.error
+        return self.response.generated_text
+
+    def chunk(self, chunk: StreamChunk) -> None:
+        assert not self.has_ended
+        self.chunks.append(chunk)
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        assert not self.has_ended
+        self.response = response
+
+    def fail(self, error: ParrotError) -> None:
+        assert not self.has_ended
+        self.error = error
+
+
+def piece(
+    context_id: int, text: str = "", parent: int = NO_PARENT, length: int | None = None
+) -> Piece:
+    return Piece(context_id, array("i", list(text.encode())), parent, length)
+
+
+def next_letter(context_ids: Sequence[int]) -> int:
+    """After "c" comes "d", whatever came before: easy to foresee."""
+    return 97 + (context_ids[-1] - 96) % 26
+
+
+class Harness:
+    """`config` are keys of the engine's configuration, `faults` those of `CheckingRunner`."""
+
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        max_seq_len: int = 64,
+        model: Callable[[Sequence[int]], int] = next_letter,
+        faults: dict[str, int] | None = None,
+        **config: Any,
+    ) -> None:
+        info = RunnerInfo(num_blocks, block_size, max_seq_len, VOCAB_SIZE, 1.0, 2.0)
+        self.clock = ManualClock()
+        self.runner = CheckingRunner(info, self.tokens_of, model, **(faults or {}))
+        self.core = EngineCore(SimConfig(**config), self.runner, LANGUAGE, self.clock)
+        self.num_orders = 0
+
+    def tokens_of(self, context_id: int) -> Sequence[int]:
+        context = self.context(context_id)
+        assert context is not None, f"no context {context_id}"
+        return context.token_ids
+
+    def context(self, context_id: int) -> Context | None:
+        return self.core._tree.get(context_id)
+
+    def bytes_of(self, context_id: int) -> bytes:
+        return bytes(list(self.tokens_of(context_id)))
+
+    def submit(
+        self,
+        *pieces: Piece,
+        sampling: SamplingConfig | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> Answer:
+        answer = Answer()
+        self.num_orders += 1
+        self.core.submit(Order(self.num_orders, pieces, answer, priority, sampling, stream))
+        self.deliver()
+        return answer
+
+    def fill(self, *pieces: Piece, priority: int = 0) -> Answer:
+        return self.submit(*pieces, priority=priority)
+
+    def generate(
+        self,
+        *pieces: Piece,
+        length: int = 4,
+        priority: int = 0,
+        stream: bool = False,
+        **sampling: Any,
+    ) -> Answer:
+        wanted = SamplingConfig(max_gen_length=length, **sampling)
+        return self.submit(*pieces, sampling=wanted, priority=priority, stream=stream)
+
+    def free(self, *context_ids: int) -> int:
+        num_tokens = self.core.free(context_ids)
+        self.deliver()
+        return num_tokens
+
+    def step(self) -> bool:
+        ran = self.core.step()
+        self.deliver()
+        self.core.check_integrity()
+        return ran
+
+    def run(self, max_steps: int = 500) -> int:
+        """Steps until nothing is left to do; returns how many."""
+        for num_steps in range(max_steps):
+            if not self.step():
+                assert not self.core.has_work, "work is left, but no step can be made"
+                return num_steps
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def deliver(self) -> None:
+        for call, argument in self.core.take_outcomes():
+            call(argument)
+
+    @property
+    def num_free(self) -> int:
+        return self.core.runtime_info().num_free_blocks
+
+    @property
+    def last_plan(self) -> StepPlan:
+        return self.runner.plans[-1]
