@@ -6,10 +6,12 @@
 import argparse
 import ipaddress
 import logging
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -143,6 +145,11 @@ class CoreServer(uvicorn.Server):
             timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
         )
         super().__init__(config)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn does, but the signal is not raised again after a clean end: exit status 0."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._core.shut_down()

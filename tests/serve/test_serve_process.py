@@ -1,0 +1,134 @@
+"""The command `python3 -m parrot.serve.http_server`: its config, its end, its idleness."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.http_server import main, serve
+
+MODULE = [sys.executable, "-m", "parrot.serve.http_server"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def ask(url: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+@contextmanager
+def running(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    port = free_port()
+    process = subprocess.Popen(
+        [*MODULE, "--port", str(port), *options], text=True, stderr=subprocess.PIPE
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(200):
+            try:
+                ask(f"{url}/health")
+                break
+            except urllib.error.URLError:
+                assert process.poll() is None
+                time.sleep(0.05)
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_answers_open_reads_and_ends_well(tmp_path: Path) -> None:
+    config = tmp_path / "core.json"
+    config.write_text('{"session_life_span": 50}')
+    with running("--config_path", str(config), "--log_dir", str(tmp_path / "log")) as (
+        process,
+        url,
+    ):
+        _, scope = ask(f"{url}/v1/session", {})
+        _, made = ask(f"{url}/v1/semantic_var", scope | {"var_name": "x"})
+        query = "&".join(f"{key}={value}" for key, value in scope.items())
+        answers: list[tuple[int, Any]] = []
+        reader = threading.Thread(
+            target=lambda: answers.append(ask(f"{url}/v1/semantic_var/{made['var_id']}?{query}"))
+        )
+        reader.start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+        reader.join()
+        assert time.monotonic() - began < 5
+        ((status, answer),) = answers
+        assert (status, answer["error"]["type"]) == (503, "unavailable")
+        assert (tmp_path / "log" / "core_server.log").exists()
+
+
+@pytest.mark.slow
+def test_an_idle_process_uses_next_to_nothing() -> None:
+    with running("--release_mode") as (process, url):
+        _, scope = ask(f"{url}/v1/session", {})
+        assert "session_id" in scope
+        time.sleep(0.5)
+        before = cpu_seconds(process.pid)
+        time.sleep(3)
+        assert cpu_seconds(process.pid) - before <= 0.03  # three ticks: 1%
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(
+    ("options", "content", "message"),
+    [
+        ([], '{"prot": 1}', "unknown key `prot`"),
+        ([], '{"port": "1"}', "`port`"),
+        (["--port", "99999"], "{}", "port"),
+    ],
+)
+def test_a_bad_config_ends_the_start_with_a_message(
+    tmp_path: Path, options: list[str], content: str, message: str
+) -> None:
+    config = tmp_path / "core.json"
+    config.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        main(["--config_path", str(config), *options])
+    assert message in str(caught.value)
+
+
+async def test_an_open_bind_without_keys_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def nothing(server: object) -> None: ...
+
+    monkeypatch.setattr("parrot.serve.http_server.CoreServer.serve", nothing)
+    for host in ("127.0.0.1", "localhost", "::1"):
+        await serve(CoreConfig(host=host))
+    await serve(CoreConfig(host="0.0.0.0", api_keys=("k",)))
+    assert not caplog.records
+    await serve(CoreConfig(host="0.0.0.0"))
+    assert "without api_keys" in caplog.text
