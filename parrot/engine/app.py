@@ -1,6 +1,7 @@
 """The HTTP face of an engine of any type."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
@@ -133,11 +134,8 @@ class _Routes:
 
 
 async def _named(
-    events: AsyncIterator[StreamChunk | GenerateResponse],
-) -> AsyncIterator[tuple[str, BaseModel]]:
-    try:
+    events: AsyncGenerator[StreamChunk | GenerateResponse],
+) -> AsyncGenerator[tuple[str, BaseModel]]:
+    async with aclosing(events):
         async for event in events:
             yield ("done" if isinstance(event, GenerateResponse) else "chunk"), event
-    finally:
-        if (aclose := getattr(events, "aclose", None)) is not None:
-            await aclose()

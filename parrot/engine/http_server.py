@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from parrot.engine.app import create_app
+from parrot.engine.arrivals import InOrder
 from parrot.engine.config import (
     AnyEngineConfig,
     OpenAIConfig,
@@ -34,7 +35,12 @@ _SHUTDOWN_GRACE_S = 5
 
 
 def create_service(config: AnyEngineConfig) -> EngineService:
-    """The engine that the config names. Only what its type needs is imported."""
+    """The engine that the config names."""
+    return InOrder(_create_service(config), MonotonicClock())
+
+
+def _create_service(config: AnyEngineConfig) -> EngineService:
+    """Imports only what the engine's type needs."""
     if isinstance(config, SimConfig):
         from parrot.engine.sim.engine import create_sim_engine
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from parrot.engine.config import EngineConfig
@@ -112,7 +112,7 @@ class RunnerService:
 
     async def generate_stream(
         self, request: GenerateRequest
-    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         sink = QueueSink()
         request_id = self._request_ids.next()
         order = Order(

@@ -1,6 +1,6 @@
 """What the engine's HTTP server needs of an engine, whatever its type."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from parrot.protocol.internal import (
@@ -35,7 +35,7 @@ class EngineService(Protocol):
 
     def generate_stream(
         self, request: GenerateRequest
-    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         """Chunks as they are generated; the last item, always, is the whole response. The request
         is checked when iteration begins."""
         ...

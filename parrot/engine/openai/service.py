@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import (
-    AsyncIterator,
+    AsyncGenerator,
     Callable,
     Collection,
     Coroutine,
@@ -93,7 +93,7 @@ class OpenAIService:
 
     async def generate_stream(
         self, request: GenerateRequest
-    ) -> AsyncIterator[StreamChunk | GenerateResponse]:
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         job = self._launch_generate(request, stream=True)
         try:
             while (chunk := await job.chunks.get()) is not None:
