@@ -124,12 +124,13 @@ class ThreadDriver:
                 while not (self._inbox or may_step or self._is_closing):
                     self._wake.wait()
                 inbox, self._inbox = self._inbox, deque()
-            if self._is_closing:
+                is_closing = self._is_closing
+            if is_closing:
                 core.fail_everything(Unavailable("the engine is shutting down"))
             may_step = _step_or_fail(core, inbox)
             if outcomes := core.take_outcomes():
                 _tell(loop, deliver, outcomes)
-            if self._is_closing:
+            if is_closing:
                 return
 
 

@@ -1,0 +1,317 @@
+"""An engine over real HTTP: verbs, errors, tokens, hostile bodies, disconnects."""
+
+import asyncio
+import io
+import threading
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import pytest
+
+from parrot.engine.app import create_app
+from parrot.engine.config import SimConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.driver import ThreadDriver, deliver
+from parrot.engine.http_server import create_service, main
+from parrot.engine.output import Language
+from parrot.engine.runner_service import RunnerService
+from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.runner import SimRunner
+from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    Cancelled,
+    EngineFailed,
+    NotFound,
+    PromptTooLong,
+    Unavailable,
+    UnsupportedField,
+)
+from parrot.protocol.http import HttpClient
+from parrot.protocol.internal import EngineType, FillRequest, GenerateRequest, GenerateResponse
+from parrot.testing.app_server import serve_app
+from parrot.utils.clock import MonotonicClock
+
+ZERO = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
+SLOW = {**ZERO, "step_s": 0.002}
+OPEN_PATHS = {"/health", "/ready"}
+
+
+@asynccontextmanager
+async def serving(service, config, token=None):
+    await service.start()
+    async with (
+        serve_app(create_app(service, config)) as url,
+        HttpClient(url, bearer_token=token) as http,
+    ):
+        yield EngineClient(http), http
+    service.check_integrity()
+    await service.close()
+
+
+@asynccontextmanager
+async def sim(instance=ZERO, token=None, **keys):
+    config = SimConfig(instance=instance, **keys)
+    service = create_sim_engine(config)
+    async with serving(service, config, token) as (client, http):
+        yield client, http, service
+
+
+def request(context_id=1, text="hello", length=5, **fields) -> GenerateRequest:
+    sampling = {"max_gen_length": length, **fields.pop("sampling", {})}
+    fills = [{"context_id": context_id, "token_ids": list(text.encode())}]
+    return GenerateRequest.model_validate(
+        {"context_id": context_id, "fills": fills, "sampling_config": sampling, **fields}
+    )
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the condition is another thread's
+            await asyncio.sleep(0.005)
+
+
+async def test_every_verb():
+    async with sim() as (client, _, _):
+        assert (await client.fill(FillRequest(context_id=1, token_ids=[97] * 20))).filled_len == 20
+        answer = await client.generate(
+            GenerateRequest(
+                context_id=2, parent_context_id=1, sampling_config={"max_gen_length": 3}
+            )
+        )
+        assert len(answer.generated_ids) == 3
+        assert answer.usage.cached_tokens == 20
+        info = await client.ping()
+        assert info.num_steps == 4
+        assert (await client.tokenizer()).vocab_size == 259
+        assert await client.free_contexts([1, 2, 3]) == 20 + 23
+
+
+async def test_streaming():
+    async with sim() as (client, _, _):
+        events = [event async for event in client.generate_stream(request(length=6))]
+        assert isinstance(events[-1], GenerateResponse)
+        assert "".join(e.text for e in events[:-1]) == events[-1].generated_text
+        with pytest.raises(PromptTooLong):
+            await anext(client.generate_stream(request(2, "x" * 40_000)))
+
+
+async def test_free_context_takes_one_id_too():
+    async with sim() as (client, http, _):
+        await client.fill(FillRequest(context_id=1, token_ids=[97] * 20))
+        assert await http.request("POST", "/free_context", body={"context_id": 1}) == {
+            "context_len": 20
+        }
+
+
+async def test_typed_errors_reach_the_client():
+    async with sim() as (client, _, _):
+        with pytest.raises(PromptTooLong):
+            await client.generate(request(text="x" * 40_000))
+        with pytest.raises(UnsupportedField) as error:
+            await client.generate(request(sampling={"n": 2}))
+        assert error.value.param == "n"
+        with pytest.raises(NotFound):
+            await client.fill(FillRequest(context_id=1, parent_context_id=7, token_ids=[1]))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"context_id": NaN}', 400),
+        (b'{"context_id": 1, "fills": [{"context_id": 1, "text": "\\ud800"}]}', 400),
+        (b"[" * 100_000 + b"]" * 100_000, 400),
+        (b"\xff\xfe", 400),
+        (b"{}", 422),
+        (b"[]", 422),
+        (b'{"context_id": "1e999"}', 422),
+        (b'{"context_id": -5}', 422),
+        (b'{"context_id": 1, "fills": [{"context_id": 1, "token_ids": [-1]}]}', 422),
+        (b'{"context_id": 1, "fills": [{"context_id": 1, "token_ids": [2147483648]}]}', 422),
+        (b'{"context_id": 1, "fills": [{"context_id": 1, "token_ids": [400]}]}', 400),
+        (b'{"context_id": 1, "sampling_config": {"max_gen_length": 0}}', 422),
+        (b'{"context_id": 1}', 400),
+    ],
+)
+async def test_hostile_bodies_get_json_errors_and_the_engine_goes_on(body, status):
+    async with sim() as (client, http, _), aiohttp.ClientSession() as session:
+        async with session.post(f"{http.base_url}/generate", data=body) as response:
+            assert response.status == status
+            assert "message" in (await response.json())["error"]
+        assert len((await client.generate(request(9))).generated_ids) == 5
+
+
+async def test_a_body_that_is_too_large_is_refused():
+    async with sim() as (client, http, _), aiohttp.ClientSession() as session:
+        with suppress(aiohttp.ClientError):  # the server may hang up while we still send
+            async with session.post(
+                f"{http.base_url}/fill", data=io.BytesIO(b" " * (65 * 2**20))
+            ) as response:
+                assert response.status == 413
+        assert (await client.ping()).num_steps == 0
+
+
+async def test_unknown_paths_and_methods():
+    async with sim() as (_, http, _), aiohttp.ClientSession() as session:
+        async with session.get(f"{http.base_url}/nothing") as response:
+            assert response.status == 404
+        async with session.get(f"{http.base_url}/generate") as response:
+            assert response.status == 405
+            assert (await response.json())["error"]["type"] == "method_not_allowed"
+
+
+async def test_the_cluster_token_guards_every_route_but_two():
+    async with sim(cluster_token="s3cret") as (client, http, service):
+        with pytest.raises(AuthenticationFailed):
+            await client.ping()
+        paths = {route.path for route in create_app(service, SimConfig()).routes}
+        assert {"/generate", "/metrics", *OPEN_PATHS} <= paths
+        async with aiohttp.ClientSession() as session:
+            for path in paths:
+                for method in ("GET", "POST"):
+                    async with session.request(method, http.base_url + path) as response:
+                        assert (response.status == 401) == (path not in OPEN_PATHS), path
+    async with sim(token="s3cret", cluster_token="s3cret") as (client, _, _):
+        assert (await client.ping()).num_steps == 0
+
+
+async def test_health_ready_and_metrics():
+    async with sim() as (client, http, service), aiohttp.ClientSession() as session:
+        assert await http.request("GET", "/health") == {}
+        assert await http.request("GET", "/ready") == {}
+        async with session.get(f"{http.base_url}/metrics") as response:
+            assert "parrot_engine_num_free_blocks 8192\n" in await response.text()
+        await service.close()
+        with pytest.raises(Unavailable):
+            await http.request("GET", "/ready")
+        with pytest.raises(Unavailable):
+            await client.generate(request())
+        assert await http.request("GET", "/health") == {}
+
+
+async def test_a_client_that_disconnects_aborts_its_request():
+    async with sim(SLOW) as (client, _, service):
+        task = asyncio.ensure_future(client.generate(request(length=100_000 // 4)))
+        await until(lambda: service.runtime_info().num_steps > 3)
+        task.cancel()
+        await until(lambda: service.runtime_info().num_total_jobs == 0)
+        stream = client.generate_stream(request(2, length=100_000 // 4))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: service.runtime_info().num_total_jobs == 0)
+        await client.free_contexts([1, 2])
+        info = await client.ping()
+        assert info.num_free_blocks == info.num_max_blocks
+
+
+async def test_freeing_ends_a_running_request_with_its_error():
+    async with sim(SLOW) as (client, _, service):
+        task = asyncio.ensure_future(client.generate(request(length=10_000)))
+        await until(lambda: service.runtime_info().num_steps > 3)
+        assert await client.free_contexts([1]) > 5
+        with pytest.raises(Cancelled):
+            await task
+
+
+async def test_many_at_once():
+    async with sim(scheduler={"max_batch_size": 7}) as (client, _, service):
+        answers = await asyncio.gather(*(client.generate(request(i)) for i in range(100)))
+        assert len({answer.generated_text for answer in answers}) == 1
+        assert await client.free_contexts(range(100)) == 100 * 10
+        service.check_integrity()
+
+
+# -- the thread driver, with a model that blocks like a real one ---------------------------------
+
+
+class FaultyRunner(SimRunner):
+    def run(self, plan):
+        assert threading.current_thread().name == "engine-core"
+        if any(33 in sequence.token_ids for sequence in plan.sequences):
+            raise RuntimeError("!")
+        return super().run(plan)
+
+
+def threaded(**keys) -> tuple[RunnerService, SimConfig]:
+    config = SimConfig(instance=ZERO, **keys)
+
+    def load() -> EngineCore:
+        runner = FaultyRunner(config.instance)
+        return EngineCore(config, runner, Language.of(byte_tokenizer_response()), MonotonicClock())
+
+    return RunnerService(config, ThreadDriver(load), warm_up=True), config
+
+
+async def test_a_threaded_engine_serves_and_outlives_a_crash():
+    service, config = threaded()
+    async with serving(service, config) as (client, _):
+        assert (await client.ping()).num_steps > 0  # it was warmed up
+        assert (await client.ping()).num_free_blocks == 8192
+        good = [client.generate(request(i)) for i in range(20)]
+        bad = client.generate(request(99, "a!"))
+        *answers, error = await asyncio.gather(*good, bad, return_exceptions=True)
+        assert len({answer.generated_text for answer in answers}) == 1
+        assert isinstance(error, EngineFailed)
+        events = [e async for e in client.generate_stream(request(100, length=50))]
+        assert len(events[-1].generated_ids) == 50
+        assert await client.free_contexts(range(101)) > 0
+        assert (await client.ping()).num_free_blocks == 8192
+
+
+async def test_a_threaded_engine_aborts_and_closes_while_it_works():
+    service, config = threaded()
+    async with serving(service, config) as (client, _):
+        first = asyncio.ensure_future(client.generate(request(1, length=30_000)))
+        second = asyncio.ensure_future(client.generate(request(2, length=30_000)))
+        await until(lambda: service.runtime_info().num_total_jobs == 2)
+        first.cancel()
+        await until(lambda: service.runtime_info().num_total_jobs == 1)
+        await service.close()
+        with pytest.raises(Unavailable):
+            await second
+
+
+async def test_what_loading_raises_start_raises():
+    def load() -> EngineCore:
+        raise FileNotFoundError("no such model")
+
+    service = RunnerService(SimConfig(), ThreadDriver(load), warm_up=True)
+    with pytest.raises(FileNotFoundError):
+        await service.start()
+    await service.close()
+
+
+async def test_a_defect_in_the_core_fails_its_requests_and_no_more(monkeypatch):
+    service, config = threaded()
+    async with serving(service, config) as (client, _):
+        core = service._core
+        step = core.step
+        monkeypatch.setattr(core, "step", lambda: 1 / 0)
+        with pytest.raises(EngineFailed, match="internal error"):
+            await client.generate(request())
+        monkeypatch.setattr(core, "step", step)
+        assert len((await client.generate(request(2))).generated_ids) == 5
+
+
+def test_one_broken_sink_does_not_keep_the_others_from_theirs():
+    got = []
+    deliver([(lambda _: 1 / 0, None), (got.append, 7)])
+    assert got == [7]
+
+
+async def test_the_service_is_of_the_configured_type():
+    service = create_service(SimConfig())
+    assert not service.is_ready()
+    await service.start()
+    assert service.engine_info().engine_type is EngineType.SIM
+    await service.close()
+
+
+def test_a_bad_config_ends_the_command_with_its_message(tmp_path):
+    path = tmp_path / "engine.json"
+    path.write_text('{"engine_type": "sim", "prot": 1}')
+    with pytest.raises(SystemExit, match="unknown key `prot`"):
+        main(["--config_path", str(path)])
+    with pytest.raises(SystemExit, match="`device`"):
+        main(["--device", "tpu"])

@@ -1,0 +1,134 @@
+"""Registration on virtual time, against a ServeCore that comes, goes and forgets."""
+
+import asyncio
+
+import pytest
+
+from parrot.engine.config import SimConfig
+from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
+from parrot.engine.sim.engine import create_sim_engine
+from parrot.protocol.errors import AuthenticationFailed, Unavailable
+from parrot.protocol.internal import FillRequest, HeartbeatResponse
+from parrot.utils.clock import ManualClock
+
+INTERVAL_S = 3.0
+
+
+class FakeServeClient:
+    """`error` None: ServeCore is up. `known` holds the ids it has given out since it started."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.error = None
+        self.known: set[int] = set()
+        self.infos = []
+        self.times: list[float] = []
+        self.beats: list[int] = []
+
+    def _answer(self) -> None:
+        self.times.append(self._clock.now())
+        if self.error is not None:
+            raise self.error
+
+    async def register_engine(self, info) -> int:
+        self._answer()
+        self.infos.append(info)
+        self.known.add(len(self.infos))
+        return len(self.infos)
+
+    async def engine_heartbeat(self, engine_id, engine_name, runtime_info) -> HeartbeatResponse:
+        self._answer()
+        assert engine_name == "sim:9001"
+        assert runtime_info.num_max_blocks == 8192
+        self.beats.append(engine_id)
+        return HeartbeatResponse(state="ok" if engine_id in self.known else "unknown")
+
+
+@pytest.fixture
+async def scene():
+    clock = ManualClock()
+    service = create_sim_engine(SimConfig(), clock)
+    await service.start()
+    client = FakeServeClient(clock)
+    heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=("localhost", 9000))
+    tasks = []
+    client.start = lambda: tasks.append(asyncio.ensure_future(heartbeat.run()))
+    yield client, clock, service
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await service.close()
+
+
+async def test_it_registers_once_and_beats_every_interval(scene):
+    client, clock, _ = scene
+    client.start()
+    await clock.advance(4 * INTERVAL_S)
+    assert len(client.infos) == 1
+    assert client.infos[0].engine_name == "sim:9001"
+    assert client.beats == [1] * 4
+    assert client.times == [0.0, 3.0, 6.0, 9.0, 12.0]
+
+
+async def test_it_waits_for_a_core_that_starts_later_ever_less_often(scene):
+    client, clock, _ = scene
+    client.error = Unavailable("nobody there")
+    client.start()
+    await clock.advance(60.0)
+    gaps = [b - a for a, b in zip(client.times, client.times[1:], strict=False)]
+    assert gaps[0] < 1.0
+    assert gaps == sorted(gaps)
+    assert max(gaps) == MAX_RETRY_S
+    client.error = None
+    await clock.advance(MAX_RETRY_S)
+    assert len(client.infos) == 1
+
+
+async def test_it_registers_again_when_the_core_has_forgotten_it(scene):
+    client, clock, service = scene
+    client.start()
+    await clock.advance(INTERVAL_S)
+    filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
+    await clock.advance(0.1)
+    await filling
+    assert service.runtime_info().num_free_blocks < 8192
+    client.known.clear()
+    await clock.advance(2 * INTERVAL_S)
+    assert len(client.infos) == 2
+    assert client.infos[0] == client.infos[1]
+    assert service.runtime_info().num_free_blocks == 8192  # the old core's contexts are gone
+    await clock.advance(INTERVAL_S)
+    assert client.beats[-1] == 2
+
+
+async def test_an_outage_does_not_end_a_registration(scene):
+    client, clock, _ = scene
+    client.start()
+    await clock.advance(INTERVAL_S)
+    client.error = Unavailable("restarting")
+    await clock.advance(10.0)
+    client.error = None
+    await clock.advance(MAX_RETRY_S + INTERVAL_S)
+    assert len(client.infos) == 1
+    assert set(client.beats) == {1}
+
+
+async def test_a_wrong_token_is_tried_again_not_fatal(scene, caplog):
+    client, clock, _ = scene
+    client.error = AuthenticationFailed("wrong token")
+    client.start()
+    await clock.advance(20.0)
+    assert [r.message for r in caplog.records if "wrong token" in r.message] == [
+        "ServeCore: wrong token; trying on"
+    ]
+    client.error = None
+    await clock.advance(MAX_RETRY_S)
+    assert len(client.infos) == 1
+
+
+async def test_an_engine_on_all_interfaces_tells_an_address_that_can_be_called(scene):
+    _, _, service = scene
+    info = service.engine_info()
+    assert reachable(info, "localhost", 9000) is info
+    wild = info.model_copy(update={"host": "0.0.0.0"})
+    assert reachable(wild, "127.0.0.1", 9000).host == "127.0.0.1"
