@@ -20,7 +20,7 @@ def chain(token_ids: Sequence[int]) -> list[int]:
 class CheckingRunner:
     """Its KV cache holds, for each slot, the `chain` value that was written there. Every step
     asserts that what a sequence reads is its own context, before and after the step's writes, and
-    that no block has two writers.
+    that no block has two writers; what fails is also kept in `violations`.
 
     `next_token(context_ids)` is the model; `nan_token` and `crash_token` are faults: logits that
     are not finite, or an exception, whenever a step computes such a token."""
@@ -41,6 +41,7 @@ class CheckingRunner:
         self._nan_token = nan_token
         self._crash_token = crash_token
         self.plans: list[StepPlan] = []
+        self.violations: list[AssertionError] = []
 
     @property
     def info(self) -> RunnerInfo:
@@ -48,6 +49,13 @@ class CheckingRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        try:
+            return self._run(plan)
+        except AssertionError as violation:  # the core would take it for a crash and go on
+            self.violations.append(violation)
+            raise
+
+    def _run(self, plan: StepPlan) -> StepResult:
         for copy in plan.copies:
             assert copy.source != copy.target, copy
             kept = self._slots[copy.source][: copy.num_tokens]
@@ -77,7 +85,8 @@ class CheckingRunner:
             assert sequence.token_ids, f"context {sequence.context_id} computes nothing"
             assert list(tokens[sequence.start : sequence.end]) == list(sequence.token_ids)
             assert len(sequence.block_ids) == -(-sequence.end // size), sequence
-            assert self._crash_token not in sequence.token_ids, "crash token"
+            if self._crash_token in sequence.token_ids:
+                raise RuntimeError("crash token")
             values = chain(tokens[: sequence.end])
             for position in range(sequence.start, sequence.end):
                 block = sequence.block_ids[position // size]

@@ -1,6 +1,7 @@
 """Random programs against the engine core: no deadlock, no foreign KV, no leak, one answer each."""
 
 from array import array
+from typing import ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from parrot.engine.jobs import Order, Piece
 from parrot.engine.output import Language
 from parrot.engine.plan import RunnerInfo
 from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.errors import Cancelled, InvalidRequest, NotFound, ParrotError
+from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, NotFound, ParrotError
 from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.checking_runner import CheckingRunner
@@ -52,6 +53,9 @@ def next_token(context_ids) -> int:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    faults: ClassVar[dict[str, int]] = {}
+    errors: ClassVar = InvalidRequest | NotFound | Cancelled
+
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         num_blocks=st.integers(3, 14),
@@ -71,7 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0)
         self.limits = (max_batch, max_batched)
-        self.runner = CheckingRunner(info, self.tokens_of, next_token)
+        self.runner = CheckingRunner(info, self.tokens_of, next_token, **self.faults)
         self.core = EngineCore(config, self.runner, LANGUAGE, ManualClock())
         self.sinks: list[RecordingSink] = []
         self.next_context = 0
@@ -156,7 +160,8 @@ class EngineMachine(RuleBasedStateMachine):
         for plan in self.runner.plans[num_plans:]:
             assert len(plan.sequences) <= self.limits[0]
             assert plan.num_tokens <= self.limits[1]
-        assert len(self.runner.plans) == num_plans + ran, "a step had to be repeated"
+        assert not self.runner.violations, self.runner.violations[0]
+        assert self.faults or len(self.runner.plans) == num_plans + ran
         self.core.check_integrity()
         return ran
 
@@ -183,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_answer(self, sink: RecordingSink) -> None:
         if sink.error is not None:
-            assert isinstance(sink.error, InvalidRequest | NotFound | Cancelled), sink.error
+            assert isinstance(sink.error, self.errors), sink.error
         elif isinstance(sink.response, FillResponse):
             assert sink.response.filled_len >= 0
         else:
@@ -195,10 +200,20 @@ class EngineMachine(RuleBasedStateMachine):
                 assert "".join(c.text for c in sink.chunks) == sink.response.generated_text
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=120,
+class FaultyEngineMachine(EngineMachine):
+    """The same with a model that crashes at one letter and gives NaN at another."""
+
+    faults: ClassVar = {"crash_token": 99, "nan_token": 98}
+    errors: ClassVar = InvalidRequest | NotFound | Cancelled | EngineFailed
+
+
+SETTINGS = settings(
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = SETTINGS
+TestFaultyEngineMachine = FaultyEngineMachine.TestCase
+TestFaultyEngineMachine.settings = SETTINGS
