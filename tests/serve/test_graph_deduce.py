@@ -212,10 +212,11 @@ def test_paths_and_depths_equal_the_longest_paths_of_networkx(
         assert found.depth == max(len(path) for path in paths) - 1
         group = found.task_group
         if group is not None:
-            members = [v for v in ids if (o := task(graph, v).objective) and o.task_group == group]
-            assert len(members) > 1
-            assert len({objective(graph, v).depth for v in members}) == 1
-            assert found.criteria is Criteria.THROUGHPUT or found.depth == 0
+            (consumer,) = (v for v in ids if str(task(graph, v).id) == group)
+            stage = [ids[i] for i in tasks[ids.index(consumer)][1]]
+            assert var_id in stage
+            assert sum(objective(graph, v).depth == found.depth for v in stage) > 1
+            assert objective(graph, consumer).depth == found.depth - 1
     graph.check_integrity()
 
 

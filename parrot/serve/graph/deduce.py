@@ -164,7 +164,8 @@ def _push_urgency(consumer: TaskNode) -> Iterable[TaskNode]:
 
 
 def _relay(consumer: TaskNode, producer: TaskNode, in_stage: bool) -> bool:
-    if in_stage and producer.group is None:
+    is_next = producer.depth <= consumer.depth + 1  # not a further consumer, later in the graph
+    if in_stage and is_next and producer.group is None:
         producer.group = consumer.task.id
         _apply(producer, _THROUGHPUT, consumer.deadline)
         return True
