@@ -6,9 +6,11 @@
 import argparse
 import asyncio
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import uvicorn
 
@@ -70,6 +72,11 @@ class EngineServer(uvicorn.Server):
                 timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn does, but the signal is not raised again after a clean end: exit status 0."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._service.close()

@@ -185,8 +185,8 @@ class RunnerService:
         return await ask(self._driver, lambda core: core.free(context_ids))
 
     async def reset(self) -> None:
-        self._require_ready()
-        await ask(self._driver, lambda core: core.reset())
+        if self._is_ready:  # otherwise there is nothing to forget, or soon will be
+            await ask(self._driver, lambda core: core.reset())
 
     def runtime_info(self) -> RuntimeInfo:
         return RuntimeInfo() if self._core is None else self._core.runtime_info()

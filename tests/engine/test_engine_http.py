@@ -2,6 +2,10 @@
 
 import asyncio
 import io
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from contextlib import asynccontextmanager, suppress
 
@@ -306,6 +310,39 @@ async def test_the_service_is_of_the_configured_type():
     await service.start()
     assert service.engine_info().engine_type is EngineType.SIM
     await service.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def run_engine(tmp_path, payload: str) -> subprocess.Popen[str]:
+    path = tmp_path / "engine.json"
+    path.write_text(payload)
+    command = [sys.executable, "-m", "parrot.engine.http_server", "--without_core"]
+    return subprocess.Popen(
+        [*command, "--config_path", str(path)], stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_the_process_says_when_it_is_ready_and_ends_cleanly(tmp_path):
+    payload = f'{{"engine_type": "sim", "port": {free_port()}}}'
+    with run_engine(tmp_path, payload) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("sim:" in line and "is ready" in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path):
+    pytest.importorskip("torch")
+    payload = f'{{"model": "/nonexistent/model", "port": {free_port()}}}'
+    with run_engine(tmp_path, payload) as process:
+        _, stderr = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert "Traceback" not in stderr
 
 
 def test_a_bad_config_ends_the_command_with_its_message(tmp_path):
