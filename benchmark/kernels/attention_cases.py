@@ -78,6 +78,25 @@ def step_rows(work: Workload, page: int, *, seed: int = 0) -> tuple[StepRows, in
     return step, used
 
 
+def fill_step(
+    tokens: int, start: int, sequences: int, shape: AttentionShape, *, shared: bool = False
+) -> tuple[StepRows, KVView, torch.Tensor]:
+    """Sequences that each compute `tokens` tokens after `start` cached ones: own or the same."""
+    page = shape.page_size
+    width = -(-(start + tokens) // page)
+    tables = np.random.default_rng(0).permutation(sequences * width).astype(np.int32)
+    tables = tables.reshape(sequences, width)
+    if shared:
+        tables[:, : start // page] = tables[0, : start // page]
+    tables = np.concatenate((tables, tables[:, :1]), axis=1)
+    counts = [np.full(sequences, n, dtype=np.int32) for n in (start, tokens)]
+    positions = torch.arange(start, start + tokens, dtype=torch.int32).repeat(sequences)
+    size = (sequences * width, shape.num_kv_heads, page, shape.head_dim)
+    layer = KVView(_normal(size), _normal(size), torch.from_numpy(tables).cuda(), positions.cuda())
+    q = _normal((sequences * tokens, shape.num_heads, shape.head_dim))
+    return StepRows(tables, *counts), layer, q
+
+
 class Bench:
     """A workload's tensors on the device, reused over kernel configurations."""
 

@@ -12,7 +12,7 @@ from parrot.engine.kernels.context_tree import IntArray
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.work_list import StepRows
 
-SHARE_ALL = GateConfig(memory_rate=1.0, l2_rate=1.0e30, l2_bytes=0, launch_s=0.0)
+SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 """A gate to which partial results and launches cost nothing."""
 
 

@@ -38,17 +38,20 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """Measured on the device (docs/kernels.md). Rates in bytes/s, times in seconds.
+    """Fitted to measurements (docs/kernels.md). Rates in bytes/s, times in seconds.
 
     `l2_bytes`: a node whose KV of one layer is smaller is re-read from the L2 cache when it is
     not shared, at `l2_rate`. `row_tile`: query rows that read a tile of KV together.
-    `launch_s`: the launches that any sharing adds to a layer."""
+    `partial_rate`: far below what memory does, because it stands for all that more partial
+    results bring with them: stores, merging, and launches that get in each other's way.
+    `launch_s`: what any sharing adds to a layer."""
 
     memory_rate: float = 4.3e12
     l2_rate: float = 6.0e12
     l2_bytes: int = 40 << 20
     row_tile: int = 64
-    launch_s: float = 4e-6
+    partial_rate: float = 0.25e12
+    launch_s: float = 1e-6
 
     def num_tiles(self, rows: int) -> int:
         return -(-rows // self.row_tile)
@@ -89,7 +92,9 @@ def _saved_seconds(
 ) -> float:
     span_bytes = (node.end_page - node.first_page) * shape.page_size * shape.kv_token_bytes
     rate = gate.l2_rate if span_bytes < gate.l2_bytes else gate.memory_rate
-    return saved_tiles * span_bytes / rate - num_tokens * shape.partial_token_bytes / gate.l2_rate
+    return (
+        saved_tiles * span_bytes / rate - num_tokens * shape.partial_token_bytes / gate.partial_rate
+    )
 
 
 def _extend_over_merged(nodes: list[TreeNode]) -> tuple[TreeNode, ...]:

@@ -38,18 +38,28 @@ Else its tokens are `token_order[Q_FIRST...]` and see all of its keys. Token j o
 
 NARROW, SHARED, FILL = range(3)
 
+_UNEVEN_RATIO = 1.5
+"""Longest to mean length from which narrow spans count as uneven."""
+
+_SPLIT_ROUNDING = 0.4
+"""Added before rounding down: a span of 1.6 targets is split in two, one of 1.5 is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How spans are cut. `waves`: programs to aim for per multiprocessor, by class of item;
-    `min_span`: tokens that are worth a split; `narrow_rows`: the most rows of a narrow item;
-    `tile_rows`: heights of the other classes' tiles, the lowest that holds an item is taken."""
+    """How spans are cut, chosen on an H200 (docs/kernels.md).
+
+    `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
+    by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.
+    `narrow_rows`: the most rows of a narrow item. `tile_rows`: heights of the other classes'
+    tiles; the lowest that holds an item is taken."""
 
     num_sms: int = 132
+    waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
+    min_span: tuple[int, int, int] = (128, 256, 256)
+    uneven: float = 2.0
     narrow_rows: int = 16
     tile_rows: tuple[int, ...] = (64,)
-    waves: tuple[float, float, float] = (4.0, 1.0, 1.0)
-    min_span: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +245,13 @@ def _chunk_lengths(
     """Tokens per split of each span: even splits, none far above its class's fair share."""
     work = (blocks * spans.length).astype(np.float64)
     by_kind = np.bincount(kinds, weights=work, minlength=3)
-    fair = by_kind * shape.num_kv_heads / (split.num_sms * np.array(split.waves))
+    waves = np.array(split.waves)
+    narrow = spans.length[kinds == NARROW]
+    if len(narrow) and narrow.max() * len(narrow) > _UNEVEN_RATIO * narrow.sum():
+        waves[NARROW] *= split.uneven
+    fair = by_kind * shape.num_kv_heads / (split.num_sms * waves)
     target = np.maximum(fair, split.min_span)[kinds]
-    parts = np.maximum(np.rint(spans.length / target), 1.0).astype(np.int64)
+    parts = np.maximum((spans.length / target + _SPLIT_ROUNDING).astype(np.int64), 1)
     align = max(shape.page_size, 64)
     chunk: LongArray = -(-spans.length // (parts * align)) * align
     return chunk

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
-SPLITS = SplitConfig(num_sms=8, min_span=64)
+SPLITS = SplitConfig(num_sms=8, min_span=(64,) * 3)
 SYSTEM, APP = ("system", 70), ("app", 37)
 MIXED = [
     Request((SYSTEM,), 7),
@@ -115,7 +115,7 @@ def test_lengths_around_the_page(length: int) -> None:
 def test_any_number_of_splits_gives_the_same_answer(min_span: int) -> None:
     shape = AttentionShape(4, 1, 64, 16)
     case = make_case([Request((), 300), Request((), 129)], shape, dtype=torch.float32)
-    check(case, *run(case, shape, split=SplitConfig(num_sms=100, min_span=min_span)))
+    check(case, *run(case, shape, split=SplitConfig(num_sms=100, min_span=(min_span,) * 3)))
 
 
 def test_shared_and_unshared_plans_agree() -> None:

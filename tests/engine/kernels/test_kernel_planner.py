@@ -23,8 +23,8 @@ from parrot.engine.kernels.work_list import (
 )
 
 PAGE = 16
-FREE_SHARING = GateConfig(memory_rate=1.0, l2_rate=1.0e30, l2_bytes=0, launch_s=0.0)
-SMALL_SPLITS = SplitConfig(num_sms=4, min_span=32)
+FREE_SHARING = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
+SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(32,) * 3)
 
 
 def shape_of(group: int, kv_heads: int = 2) -> AttentionShape:
@@ -136,7 +136,7 @@ def test_items_fit_their_tiles_and_come_largest_first(step: StepRows) -> None:
 @given(steps())
 def test_free_sharing_reads_each_page_of_decodes_once(step: StepRows) -> None:
     decodes = StepRows(step.tables, step.starts, np.ones_like(step.q_lens))
-    work = plan_work(decodes, shape_of(1), FREE_SHARING, SplitConfig(min_span=10**6))
+    work = plan_work(decodes, shape_of(1), FREE_SHARING, SplitConfig(min_span=(10**6,) * 3))
     # Nobody's partial page is shared, and no tile of rows is full: one read of each page.
     read: list[int] = []
     for item in items_of(work):

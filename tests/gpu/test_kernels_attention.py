@@ -1,0 +1,175 @@
+"""The attention kernels on the device, against float64; every case twice, with equal bits."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import numpy as np
+import torch
+
+from parrot.engine.kernels.attention import Capacity, KVView, PlanBuffers, TreeAttention
+from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.work_list import SplitConfig, plan_work
+from parrot.testing.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+SYSTEM, APP = ("system", 200), ("app", 130)
+DECODES = [
+    Request((SYSTEM,), 7),
+    Request((SYSTEM,), 63),
+    Request((SYSTEM, APP), 1),
+    Request((SYSTEM, APP), 300),
+    Request((), 5),
+] * 3
+MIXED = [
+    Request((SYSTEM,), 7, 9),
+    Request((SYSTEM,), 63),
+    Request((SYSTEM, APP), 1, 70),
+    Request((SYSTEM, APP), 300),
+    Request((), 0, 333),
+]
+CROWD = [Request((("long", 1000),), i) for i in range(40)]
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+class Run:
+    """One case with its plan and poisoned buffers on the device."""
+
+    def __init__(
+        self,
+        case: Case,
+        shape: AttentionShape,
+        *,
+        gate: GateConfig | None = SHARE_ALL,
+        split: SplitConfig | None = None,
+        capacity: Capacity | None = None,
+    ) -> None:
+        device = torch.device("cuda")
+        work = plan_work(case.step, shape, gate, split or SplitConfig(min_span=(64,) * 3))
+        self.case = case
+        self.plan = PlanBuffers(capacity or Capacity.of(work), device)
+        self.plan.upload(work)
+        self.kv = KVView(case.k_cache, case.v_cache, case.tables, case.positions)
+        self.attention = TreeAttention(shape, self.plan.capacity.slots, device)
+        self.attention.partial_out.fill_(float("nan"))
+        self.attention.partial_lse.fill_(float("nan"))
+        self.out = torch.full_like(case.q, float("nan"))
+        self.lse = torch.full(case.q.shape[:2], float("nan"), device="cuda")
+
+    def launch(self) -> None:
+        self.attention.run(self.case.q, self.kv, self.plan, self.out, self.lse)
+
+    def check(self) -> torch.Tensor:
+        torch.cuda.synchronize()
+        assert relative_error(self.out, self.case.expected) < TOLERANCE[self.case.q.dtype]
+        difference = self.lse.double().cpu() - self.case.expected_lse
+        assert float(difference.abs().max()) < 1e-3
+        return self.out.clone()
+
+
+@pytest.mark.parametrize("requests", [DECODES, MIXED, CROWD], ids=["decodes", "mixed", "crowd"])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "page"),
+    [
+        (4, 2, 128, 64),
+        (1, 4, 128, 64),
+        (3, 3, 64, 16),
+        (3, 3, 64, 64),
+        (8, 1, 128, 16),
+        (2, 2, 64, 128),
+        (1, 1, 64, 32),
+    ],
+)
+def test_against_float64(
+    requests: list[Request], group: int, kv_heads: int, dim: int, page: int
+) -> None:
+    shape = AttentionShape(group * kv_heads, kv_heads, dim, page)
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    outputs = []
+    for _ in range(2):
+        run = Run(case, shape)
+        run.launch()
+        outputs.append(run.check())
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("page", [16, 64])
+def test_other_precisions(dtype: torch.dtype, page: int) -> None:
+    shape = AttentionShape(4, 1, 64, page)
+    run = Run(make_case(DECODES, shape, dtype=dtype, device="cuda"), shape)
+    run.launch()
+    run.check()
+
+
+@pytest.mark.parametrize("key_scale", [0.0, 30.0])
+def test_equal_scores_and_dominant_keys(key_scale: float) -> None:
+    shape = AttentionShape(8, 2, 128, 64)
+    case = make_case(MIXED, shape, dtype=torch.bfloat16, device="cuda", key_scale=key_scale)
+    run = Run(case, shape)
+    run.launch()
+    torch.cuda.synchronize()
+    assert relative_error(run.out, case.expected) < 5e-3
+
+
+def test_shared_and_unshared_plans_agree() -> None:
+    shape = AttentionShape(8, 2, 128, 64)
+    case = make_case(CROWD, shape, dtype=torch.bfloat16, device="cuda")
+    runs = [Run(case, shape), Run(case, shape, gate=None)]
+    for run in runs:
+        run.launch()
+    torch.cuda.synchronize()
+    assert len(runs[0].plan.shared)
+    assert not len(runs[1].plan.shared)
+    assert relative_error(runs[0].out, runs[1].out.double().cpu()) < 5e-3
+
+
+def test_a_graph_replays_another_plan_in_the_same_buffers() -> None:
+    shape = AttentionShape(8, 2, 128, 64)
+    first = make_case(DECODES, shape, dtype=torch.bfloat16, device="cuda")
+    # The same batch, shared and split otherwise, in room for either plan.
+    split = SplitConfig(min_span=(128,) * 3)
+    plans = [plan_work(first.step, shape, g, s) for g, s in ((SHARE_ALL, split), (None, split))]
+    needs = [dataclasses.astuple(Capacity.of(work)) for work in plans]
+    room = Capacity(*(max(sizes) + 3 for sizes in zip(*needs, strict=True)))
+    run = Run(first, shape, split=split, capacity=room)
+    run.launch()
+    run.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run.launch()
+    for work in (plans[1], plans[0], plans[1]):
+        run.plan.upload(work)
+        run.out.fill_(float("nan"))
+        graph.replay()
+        run.check()
+
+
+def test_a_plan_outlives_the_growth_of_its_sequences() -> None:
+    shape = AttentionShape(4, 1, 128, 64)
+    requests = [Request((SYSTEM,), 70 + i) for i in range(6)]
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    earlier = dataclasses.replace(case.step, starts=case.step.starts - 60)
+    work = plan_work(earlier, shape, SHARE_ALL, SplitConfig())
+    run = Run(case, shape, split=SplitConfig(), capacity=Capacity.of(work))
+    run.plan.upload(work)
+    run.launch()
+    torch.cuda.synchronize()
+    assert relative_error(run.out, case.expected) < 5e-3
+
+
+@pytest.mark.slow
+def test_a_large_step_of_decodes_and_fills() -> None:
+    shape = AttentionShape(32, 8, 128, 64)
+    random = np.random.default_rng(0)
+    requests = [
+        Request((("a", 2048), (f"b{i % 3}", 500)), int(random.integers(0, 200))) for i in range(48)
+    ]
+    requests += [Request((("a", 2048),), 10, 700), Request((), 0, 1000)]
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    run = Run(case, shape, gate=GateConfig(), split=SplitConfig())
+    run.launch()
+    run.check()

@@ -1,0 +1,77 @@
+"""The fused kernels on the device, in bfloat16, against float64 of the same inputs."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.kernels.attention import KVView
+from parrot.engine.kernels.fused import HeadNorm, add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.gate import AttentionShape
+from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
+
+pytestmark = pytest.mark.gpu
+
+
+def normal(*size: int) -> torch.Tensor:
+    return torch.randn(size, device="cuda").to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [576, 1024, 4096, 5120])
+@pytest.mark.parametrize("tokens", [1, 37, 2048])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_rms_norm(size: int, tokens: int, add: bool) -> None:
+    torch.manual_seed(size + tokens)
+    x, residual, weight = normal(tokens, size), normal(tokens, size), normal(size)
+    total = x + residual if add else x.clone()
+    out = torch.full_like(x, float("nan"))
+    add_rms_norm(x, residual, weight, 1e-5, out, add=add)
+    assert torch.equal(residual, total)
+    expected = rms_norm_reference(total.cpu(), weight.cpu(), 1e-5)
+    assert relative_error(out, expected) < 5e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (40, 40, 128)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
+    torch.manual_seed(heads)
+    page, tokens = 64, 130
+    shape = AttentionShape(heads, kv_heads, dim, page)
+    qkv = normal(tokens, (heads + 2 * kv_heads) * dim)
+    before = qkv.cpu().double().view(tokens, -1, dim)
+    positions = torch.randperm(500)[:tokens].to(torch.int32)
+    table_rows = torch.arange(tokens, dtype=torch.int32) % 3
+    tables = torch.randperm(30).view(3, 10).to(torch.int32)
+    angles = torch.outer(torch.arange(512.0), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    caches = [torch.full((30, kv_heads, page, dim), float("nan")) for _ in range(2)]
+    k_cache, v_cache = (cache.to(torch.bfloat16).cuda() for cache in caches)
+    norm = HeadNorm(normal(dim), normal(dim), 1e-6) if with_norm else None
+    kv = KVView(k_cache, v_cache, tables.cuda(), positions.cuda())
+    q = rope_and_store(qkv, kv, table_rows.cuda(), cos_sin.cuda(), shape, norm)
+
+    q_in, k_in, v_in = before.split([heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        q_in = rms_norm_reference(q_in, norm.q_weight.cpu(), norm.eps)
+        k_in = rms_norm_reference(k_in, norm.k_weight.cpu(), norm.eps)
+    assert relative_error(q, rope_reference(q_in, positions, cos_sin)) < 5e-3
+    pages = tables[table_rows.long(), positions.long() // page].long()
+    slots = positions.long() % page
+    assert (
+        relative_error(k_cache.cpu()[pages, :, slots], rope_reference(k_in, positions, cos_sin))
+        < 5e-3
+    )
+    assert torch.equal(v_cache.cpu()[pages, :, slots].double(), v_in)
+    assert int((~torch.isnan(k_cache)).sum()) == tokens * kv_heads * dim
+
+
+@pytest.mark.parametrize("size", [1536, 3072, 14336])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_silu_mul(size: int, tokens: int) -> None:
+    torch.manual_seed(size)
+    gate_up = normal(tokens, 2 * size)
+    out = torch.full((tokens, size), float("nan"), dtype=torch.bfloat16, device="cuda")
+    silu_mul(gate_up, out)
+    gate, up = gate_up.cpu().double().split(size, dim=1)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 5e-3
