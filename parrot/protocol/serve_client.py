@@ -139,6 +139,10 @@ class ServeClient:
             "POST", f"/v1/request/{request_id}/cancel", body=_scope(session_id, session_auth)
         )
 
+    async def health(self) -> None:
+        """Raises `Unavailable` unless the process answers within a few seconds."""
+        await self._http.request("GET", "/health", timeout_s=10.0)
+
     async def models(self) -> ModelsResponse:
         return ModelsResponse.model_validate(await self._http.request("GET", "/v1/models"))
 

@@ -348,12 +348,12 @@ FAULTS: list[tuple[Fault, type[ParrotError], int]] = [
     (error(400, type="exceed_context_size_error"), PromptTooLong, 1),
     (Fault(400, {"error": {"message": "maximum context length is 8"}}), PromptTooLong, 1),
     (Fault(400, {"detail": "x", "message": "maximum context length"}), PromptTooLong, 1),
-    (error(429), Unavailable, 3),
+    (error(429), QuotaExceeded, 3),
     (error(429, code="insufficient_quota"), EngineFailed, 1),
-    (Fault(429, None, {"retry-after": "3600"}), Unavailable, 1),
-    (Fault(429, None, {"retry-after": "Wed, 21 Oct 2037 07:28:00 GMT"}), Unavailable, 1),
-    (Fault(503, None, {"retry-after-ms": "5"}), Unavailable, 3),
-    (Fault(503, None, {"retry-after": "soon"}), Unavailable, 3),
+    (Fault(429, None, {"retry-after": "3600"}), QuotaExceeded, 1),
+    (Fault(429, None, {"retry-after": "Wed, 21 Oct 2037 07:28:00 GMT"}), QuotaExceeded, 1),
+    (Fault(503, None, {"retry-after-ms": "5"}), QuotaExceeded, 3),
+    (Fault(503, None, {"retry-after": "soon"}), QuotaExceeded, 3),
     (error(500), EngineFailed, 3),
     (Fault(500, None, {"x-should-retry": "false"}), EngineFailed, 1),
 ]
@@ -395,7 +395,7 @@ async def test_faults_that_pass_are_not_seen(start: Start, fake: FakeOpenAI) -> 
 BREAKS: list[tuple[Any, type[ParrotError]]] = [
     (None, Unavailable),
     ({"error": {"message": f"no {KEY}", "code": 500}}, EngineFailed),
-    ({"error": {"message": "full", "code": 503}}, Unavailable),
+    ({"error": {"message": "full", "code": 503}}, QuotaExceeded),
     ({"error": "text"}, EngineFailed),
     ({"choices": "what"}, EngineFailed),
 ]

@@ -9,7 +9,7 @@ import pytest
 from parrot.engine.app import create_app
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.http_server import create_service
-from parrot.engine.openai.service import OpenAIService
+from parrot.engine.service import EngineService
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Cancelled, InvalidRequest, NotFound, UnsupportedField
 from parrot.protocol.http import HttpClient
@@ -31,13 +31,12 @@ def fake() -> FakeOpenAI:
 
 
 @pytest.fixture
-async def service(fake: FakeOpenAI) -> AsyncIterator[OpenAIService]:
+async def service(fake: FakeOpenAI) -> AsyncIterator[EngineService]:
     async with serve_app(fake.app()) as url:
         config = OpenAIConfig.model_validate(
             {"model": "gpt-fake", "instance": {"base_url": url + "/v1", "api_key": "k"}}
         )
         service = create_service(config)
-        assert isinstance(service, OpenAIService)
         await service.start()
         yield service
         service.check_integrity()
@@ -45,7 +44,7 @@ async def service(fake: FakeOpenAI) -> AsyncIterator[OpenAIService]:
 
 
 @pytest.fixture
-async def client(service: OpenAIService) -> AsyncIterator[EngineClient]:
+async def client(service: EngineService) -> AsyncIterator[EngineClient]:
     app = create_app(service, OpenAIConfig(model="gpt-fake"))
     async with serve_app(app) as url, HttpClient(url) as http:
         yield EngineClient(http)
@@ -84,7 +83,7 @@ async def test_refusals_keep_their_type(client: EngineClient) -> None:
 
 
 async def test_freeing_and_leaving_stop_the_upstream_request(
-    client: EngineClient, fake: FakeOpenAI, service: OpenAIService
+    client: EngineClient, fake: FakeOpenAI, service: EngineService
 ) -> None:
     fake.hold = asyncio.Event()
     freed = asyncio.ensure_future(client.generate(call(1, "a")))

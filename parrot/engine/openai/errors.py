@@ -5,7 +5,7 @@ HTTP                     Parrot's error        tried again
 400, 413, 422            InvalidRequest        no
 401, 403                 EngineFailed          no (our key, not the caller's)
 404                      EngineFailed          no (wrong model or address)
-429, 503, 529            Unavailable           yes, unless credit is used up
+429, 503, 529            QuotaExceeded         yes, unless credit is used up
 408, 409, 500 and others EngineFailed          yes
 no connection            Unavailable           yes
 """
@@ -20,6 +20,7 @@ from parrot.protocol.errors import (
     InvalidRequest,
     ParrotError,
     PromptTooLong,
+    QuotaExceeded,
     Unavailable,
 )
 
@@ -31,8 +32,9 @@ _OVERLOADED = frozenset({429, 503, 529})
 _NO_CREDIT = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
 
 
-class Overloaded(Unavailable):
-    """The foreign server has no room now; it may have said after how many seconds to return."""
+class Overloaded(QuotaExceeded):
+    """The foreign server has no room now; it may have said after how many seconds to return. Not
+    `Unavailable`: to ServeCore that would mean the loss of this engine and its contexts."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)

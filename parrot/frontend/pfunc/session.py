@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from parrot.frontend.pfunc.background import BackgroundLoop, cancel_others
 from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall
+from parrot.frontend.pfunc.liveness import LivenessProbe
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
@@ -44,6 +45,7 @@ _NUM_READ_CONNECTIONS = 512  # each pending read holds one
 _NUM_ATTEMPTS = 3
 _READ_MARGIN_S = 1.0  # the server ends a read at its timeout; after this we do
 _CLOSE_TIMEOUT_S = 5.0
+_LIVENESS_INTERVAL_S = 30.0
 
 
 class Session:
@@ -69,6 +71,7 @@ class Session:
         self._reads = reads
         self._scope = (session_id, session_auth)
         self._registering = asyncio.Lock()
+        self._liveness = LivenessProbe(calls.health, _LIVENESS_INTERVAL_S)
         self._is_closed = False
         atexit.register(self.close)
 
@@ -164,10 +167,13 @@ class Session:
     ) -> str:
         var_id = var.id
         assert var_id is not None, var
+
+        def get() -> Awaitable[str]:
+            read = self._reads.get_var(*self._scope, var_id, criteria, timeout_s)
+            return self._liveness.guard(read) if timeout_s is None else read
+
         async with _deadline(var, timeout_s):
-            content = await self._with_retries(
-                lambda: self._reads.get_var(*self._scope, var_id, criteria, timeout_s)
-            )
+            content = await self._with_retries(get)
         var.settle(content)
         return content
 
