@@ -34,7 +34,7 @@ from timing import ceilings, time_graph
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parrot.engine.kernels.attention import Capacity, KernelConfig, PlanBuffers, TreeAttention
-from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.fused import add_rms_norm, one_row_linear, rope_and_store, silu_mul
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.work_list import SplitConfig, WorkList, plan_work
 
@@ -201,6 +201,31 @@ def bench_fused() -> Rows:
     return rows
 
 
+def bench_linear() -> Rows:
+    """The matrix products of a batch of one, over weights that no cache holds: ours and cuBLAS."""
+    rows = []
+    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+    for name, (num_out, size) in {**shapes, "gate_up with silu": (14336, 4096)}.items():
+        silu = name.startswith("gate_up")
+        weights = [_normal(2 * num_out if silu else num_out, size) for _ in range(4)]
+        x, out = _normal(1, size), _normal(1, num_out)
+
+        def ours(weights: Any = weights, x: Any = x, out: Any = out, silu: bool = silu) -> None:
+            for weight in weights:
+                one_row_linear(x, weight, out, silu=silu)
+
+        def cublas(weights: Any = weights, x: Any = x, out: Any = out, silu: bool = silu) -> None:
+            for weight in weights:
+                product = F.linear(x, weight)
+                if silu:
+                    silu_mul(product, out)
+
+        us, cublas_us = (time_graph(run, per_run=4) for run in (ours, cublas))
+        floor = weights[0].nbytes / MEMORY_RATE * 1e6
+        rows.append({"product": name, "us": us, "cublas_us": cublas_us, "floor_us": floor})
+    return rows
+
+
 def _fused_row(name: str, tokens: int, call: partial[Any], moved: int) -> dict[str, Any]:
     def run() -> None:
         for _ in range(20):
@@ -236,6 +261,7 @@ PARTS = {
     "gate": bench_gate,
     "fills": bench_fills,
     "fused": bench_fused,
+    "linear": bench_linear,
     "planner": bench_planner,
 }
 

@@ -7,7 +7,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.kernels.attention import KVView
-from parrot.engine.kernels.fused import HeadNorm, add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.fused import (
+    HeadNorm,
+    add_rms_norm,
+    one_row_linear,
+    rope_and_store,
+    silu_mul,
+)
 from parrot.engine.kernels.gate import AttentionShape
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
@@ -75,3 +81,17 @@ def test_silu_mul(size: int, tokens: int) -> None:
     silu_mul(gate_up, out)
     gate, up = gate_up.cpu().double().split(size, dim=1)
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 5e-3
+
+
+@pytest.mark.parametrize(("num_out", "size"), [(576, 576), (6144, 4096), (4096, 14336)])
+@pytest.mark.parametrize("silu", [False, True])
+def test_one_row_linear(num_out: int, size: int, silu: bool) -> None:
+    torch.manual_seed(size)
+    x, weight = normal(1, size), normal(2 * num_out if silu else num_out, size)
+    out = torch.full((1, num_out), float("nan"), dtype=torch.bfloat16, device="cuda")
+    one_row_linear(x, weight, out, silu=silu)
+    expected = (x.double() @ weight.double().T).cpu()
+    if silu:
+        gate, up = expected.split(num_out, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    assert relative_error(out, expected) < 1e-2

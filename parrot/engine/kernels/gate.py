@@ -47,11 +47,11 @@ class GateConfig:
     `launch_s`: what any sharing adds to a layer."""
 
     memory_rate: float = 4.3e12
-    l2_rate: float = 6.0e12
+    l2_rate: float = 8.0e12
     l2_bytes: int = 40 << 20
     row_tile: int = 64
     partial_rate: float = 0.25e12
-    launch_s: float = 1e-6
+    launch_s: float = 2e-6
 
     def num_tiles(self, rows: int) -> int:
         return -(-rows // self.row_tile)

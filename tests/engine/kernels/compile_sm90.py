@@ -190,12 +190,26 @@ def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
     )
 
 
+def linear_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.fused_kernels import one_row_linear_kernel
+
+    pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
+    return compile_kernel(
+        one_row_linear_kernel,
+        pointers,
+        {"N": 4096, "K": 4096, "BN": 4, "BK": 2048, "SILU": silu},
+        divisible=tuple(pointers),
+        num_warps=warps,
+    )
+
+
 VARIANTS = {
     "attention": attention_variant,
     "merge": merge_variant,
     "norm": norm_variant,
     "rope": rope_variant,
     "silu": silu_variant,
+    "linear": linear_variant,
 }
 
 

@@ -8,7 +8,13 @@ import torch
 
 from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention import KVView
-from parrot.engine.kernels.fused import HeadNorm, add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.fused import (
+    HeadNorm,
+    add_rms_norm,
+    one_row_linear,
+    rope_and_store,
+    silu_mul,
+)
 from parrot.engine.kernels.gate import AttentionShape
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
@@ -83,3 +89,18 @@ def test_silu_mul(size: int) -> None:
     assert silu_mul(gate_up, out) is out
     gate, up = gate_up.double().split(size, dim=1)
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
+
+
+@pytest.mark.parametrize(("num_out", "size"), [(8, 64), (21, 1500), (16, 2048)])
+@pytest.mark.parametrize("silu", [False, True])
+def test_one_row_linear(num_out: int, size: int, silu: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = 2 * num_out if silu else num_out
+    x, weight = (torch.randn(n, size, generator=generator) for n in (1, rows))
+    out = torch.full((1, num_out), float("nan"))
+    assert one_row_linear(x, weight, out, silu=silu) is out
+    expected = x.double() @ weight.double().T
+    if silu:
+        gate, up = expected.split(num_out, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    assert relative_error(out, expected) < 1e-5

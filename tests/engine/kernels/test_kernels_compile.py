@@ -39,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope": {"kernel": "rope"},
     "rope with norm": {"kernel": "rope", "with_norm": True},
     "silu": {"kernel": "silu"},
+    "linear": {"kernel": "linear"},
+    "linear with silu": {"kernel": "linear", "silu": True},
 }
 
 

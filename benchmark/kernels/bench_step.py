@@ -1,0 +1,185 @@
+"""Time one whole decode step made of these kernels and cuBLAS, in one CUDA graph, random weights.
+
+    python benchmark/kernels/bench_step.py [--output FILE.json]
+
+No engine, no HTTP, no scheduling: what the device needs for a step, embedding to greedy token. The
+floor is the weights and the unique KV read once at the copy rate."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from attention_cases import MEMORY_RATE, Workload, step_rows
+from timing import time_graph
+
+from parrot.engine.kernels.attention import Capacity, KVView, PlanBuffers, TreeAttention
+from parrot.engine.kernels.fused import (
+    HeadNorm,
+    add_rms_norm,
+    one_row_linear,
+    rope_and_store,
+    silu_mul,
+)
+from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.work_list import SplitConfig, plan_work
+
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inter: int
+    vocab: int
+    qk_norm: bool = False
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.heads, self.kv_heads, 128, PAGE)
+
+
+MODELS = {
+    "Llama-3.1-8B": Model(4096, 32, 32, 8, 14336, 128256),
+    "Llama-2-7B": Model(4096, 32, 32, 32, 11008, 32000),
+    "Qwen3-0.6B": Model(1024, 28, 16, 8, 3072, 151936, qk_norm=True),
+}
+CASES = {
+    "Llama-3.1-8B": {
+        "B=1, 2k": Workload(1, (), 2048),
+        "B=8, 2k": Workload(8, (), 2048),
+        "B=64, 2k": Workload(64, (), 2048),
+        "B=64, 6144 shared + 500": Workload(64, ((64, 6144),), 500),
+    },
+    "Llama-2-7B": {
+        "B=64, 2k": Workload(64, (), 2048),
+        "copilot, B=64, 5120 shared + 1180": Workload(64, ((64, 5120),), 1180),
+        "roots4, B=64, 4 x 5120 shared + 1180": Workload(64, ((16, 5120),), 1180),
+    },
+    "Qwen3-0.6B": {
+        "B=1, 2k": Workload(1, (), 2048),
+        "B=64, 2k": Workload(64, (), 2048),
+        "B=256, 100-1900": Workload(256, (), 1000, 900),
+    },
+}
+
+
+def normal(*size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if len(x) > 1:
+        return F.linear(x, weight)
+    return one_row_linear(x, weight, x.new_empty(1, len(weight)))
+
+
+def gated(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if len(x) > 1:
+        return silu_mul(F.linear(x, gate_up), out)
+    return one_row_linear(x, gate_up, out, silu=True)
+
+
+class Layer:
+    def __init__(self, model: Model) -> None:
+        width = (model.heads + 2 * model.kv_heads) * 128
+        self.qkv = normal(width, model.hidden)
+        self.o = normal(model.hidden, model.heads * 128)
+        self.gate_up = normal(2 * model.inter, model.hidden)
+        self.down = normal(model.hidden, model.inter)
+        self.norms = [normal(model.hidden) + 1 for _ in range(2)]
+        self.qk_norm = HeadNorm(normal(128), normal(128), 1e-6) if model.qk_norm else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(w.nbytes for w in (self.qkv, self.o, self.gate_up, self.down))
+
+
+class Step:
+    """The weights of a model, and a decode step of a workload over its own KV pools."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.layers = [Layer(model) for _ in range(model.layers)]
+        self.embedding = normal(model.vocab, model.hidden)
+        self.head = normal(model.vocab, model.hidden)
+        self.norm = normal(model.hidden) + 1
+        self.cos_sin = torch.rand(8192, 128, device="cuda")
+
+    def time(self, work: Workload, gate: GateConfig | None) -> dict[str, Any]:
+        model, batch = self.model, work.batch
+        step, pages = step_rows(work, PAGE)
+        plan_value = plan_work(step, model.shape, gate, SplitConfig())
+        plan = PlanBuffers(Capacity.of(plan_value), torch.device("cuda"))
+        plan.upload(plan_value)
+        attention = TreeAttention(model.shape, plan_value.num_slots, torch.device("cuda"))
+        tables = torch.from_numpy(step.tables).cuda()
+        positions = torch.from_numpy(step.starts).cuda()
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        size = (pages, model.kv_heads, PAGE, 128)
+        kvs = [KVView(normal(*size), normal(*size), tables, positions) for _ in self.layers]
+        tokens = torch.randint(0, model.vocab, (batch,), device="cuda")
+        x, residual = normal(batch, model.hidden), normal(batch, model.hidden)
+        out = normal(batch, model.heads, 128)
+        half = normal(batch, model.inter)
+
+        def run() -> None:
+            torch.index_select(self.embedding, 0, tokens, out=residual)
+            hidden = residual
+            for layer, kv in zip(self.layers, kvs, strict=True):
+                first = hidden is residual
+                add_rms_norm(hidden, residual, layer.norms[0], 1e-5, x, add=not first)
+                qkv = linear(x, layer.qkv)
+                q = rope_and_store(qkv, kv, rows, self.cos_sin, model.shape, layer.qk_norm)
+                attention.run(q, kv, plan, out)
+                hidden = linear(out.view(batch, -1), layer.o)
+                add_rms_norm(hidden, residual, layer.norms[1], 1e-5, x)
+                gated(x, layer.gate_up, half)
+                hidden = linear(half, layer.down)
+            add_rms_norm(hidden, residual, self.norm, 1e-5, x)
+            torch.argmax(linear(x, self.head), dim=-1, out=tokens)
+
+        micros = time_graph(run, replays=15)
+        weights = sum(layer.nbytes for layer in self.layers) + self.head.nbytes
+        kv_bytes = work.unique_tokens * model.shape.kv_token_bytes * model.layers
+        floor = (weights + kv_bytes) / MEMORY_RATE * 1e3
+        ms = micros / 1e3
+        return {"ms": ms, "floor_ms": floor, "over_floor": ms / floor}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="write everything as JSON here")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "command": "python " + " ".join(sys.argv),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "steps": [],
+    }
+    for name, model in MODELS.items():
+        step = Step(model)
+        for case, work in CASES[name].items():
+            row = {"model": name, "case": case, **step.time(work, GateConfig())}
+            if work.levels:
+                row["sharing_off_ms"] = step.time(work, None)["ms"]
+            report["steps"].append(row)
+            print(row, flush=True)
+            torch.cuda.empty_cache()
+        del step
+        torch.cuda.empty_cache()
+    if options.output is not None:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
