@@ -6,13 +6,8 @@
 import argparse
 import asyncio
 import logging
-import signal
-import socket
 import sys
 from collections.abc import Sequence
-from types import FrameType
-
-import uvicorn
 
 from parrot.engine.app import create_app
 from parrot.engine.arrivals import InOrder
@@ -25,6 +20,7 @@ from parrot.engine.config import (
 )
 from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.service import EngineService
+from parrot.protocol.app_server import AppServer
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from parrot.utils.clock import MonotonicClock
@@ -32,8 +28,6 @@ from parrot.utils.config import ConfigError
 from parrot.utils.logging import setup_logging
 
 logger = logging.getLogger(__name__)
-
-_SHUTDOWN_GRACE_S = 5
 
 
 def create_service(config: AnyEngineConfig) -> EngineService:
@@ -56,38 +50,11 @@ def _create_service(config: AnyEngineConfig) -> EngineService:
     return create_model_service(config)
 
 
-class EngineServer(uvicorn.Server):
-    """Fails the open requests before it waits for connections, so that shutting down takes no
-    longer than it must."""
-
-    def __init__(self, config: AnyEngineConfig, service: EngineService) -> None:
-        self._service = service
-        super().__init__(
-            uvicorn.Config(
-                create_app(service, config),
-                host=config.host,
-                port=config.port,
-                access_log=False,
-                log_config=None,
-                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
-            )
-        )
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn does, but the signal is not raised again after a clean end: exit status 0."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._service.close()
-        await super().shutdown(sockets)
-
-
 async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
     only then does the engine register. Raises what loading raises."""
     service = create_service(config)
-    server = EngineServer(config, service)
+    server = AppServer(create_app(service, config), config.host, config.port, service.close)
     engine = asyncio.create_task(_run_engine(config, service, with_core=with_core))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:

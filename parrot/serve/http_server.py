@@ -6,19 +6,16 @@
 import argparse
 import ipaddress
 import logging
-import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from types import FrameType
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.routing import Route
 
+from parrot.protocol.app_server import AppServer
 from parrot.protocol.internal import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -42,8 +39,6 @@ from parrot.utils.config import ConfigError, load_config
 from parrot.utils.logging import setup_logging
 
 logger = logging.getLogger(__name__)
-
-_SHUTDOWN_GRACE_S = 5
 
 
 def create_app(core: ServeCore) -> FastAPI:
@@ -130,32 +125,6 @@ def _add_service_routes(app: FastAPI, core: ServeCore) -> None:
         return Response(core.metrics(), media_type=CONTENT_TYPE)
 
 
-class CoreServer(uvicorn.Server):
-    """Ends open reads before it waits for connections, so that shutting down takes no longer than
-    it must."""
-
-    def __init__(self, core: ServeCore) -> None:
-        self._core = core
-        config = uvicorn.Config(
-            create_app(core),
-            host=core.config.host,
-            port=core.config.port,
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
-        )
-        super().__init__(config)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn does, but the signal is not raised again after a clean end: exit status 0."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._core.shut_down()
-        await super().shutdown(sockets)
-
-
 async def serve(config: CoreConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     if not _is_loopback(config.host) and not config.api_keys:
@@ -163,7 +132,12 @@ async def serve(config: CoreConfig) -> None:
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,
         )
-    await CoreServer(ServeCore(config)).serve()
+    core = ServeCore(config)
+
+    async def end_requests() -> None:
+        core.shut_down()
+
+    await AppServer(create_app(core), config.host, config.port, end_requests).serve()
 
 
 def _is_loopback(host: str) -> bool:

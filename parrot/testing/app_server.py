@@ -27,7 +27,9 @@ async def serve_app(app: FastAPI) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio does this only for sockets that it makes; without it each answer may take 40 ms more.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = _AnnouncingServer(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    server = _AnnouncingServer(
+        uvicorn.Config(app, log_level="error", timeout_keep_alive=75, timeout_graceful_shutdown=1)
+    )
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     listening = asyncio.ensure_future(server.listening.wait())
     await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)

@@ -125,7 +125,7 @@ async def test_an_open_bind_without_keys_is_told(
 ) -> None:
     async def nothing(server: object) -> None: ...
 
-    monkeypatch.setattr("parrot.serve.http_server.CoreServer.serve", nothing)
+    monkeypatch.setattr("parrot.serve.http_server.AppServer.serve", nothing)
     for host in ("127.0.0.1", "localhost", "::1"):
         await serve(CoreConfig(host=host))
     await serve(CoreConfig(host="0.0.0.0", api_keys=("k",)))
