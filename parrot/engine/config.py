@@ -40,11 +40,12 @@ class ServeCoreAddress(ConfigModel):
 
 
 class BuiltinInstance(ConfigModel):
-    """`num_kv_cache_blocks` null: as many as free memory allows. `max_seq_len` null: the model's.
-    `num_threads` (CPU only) null: chosen by the engine."""
+    """`num_kv_cache_blocks` null: as many as free memory allows. `block_size` null: 64 for the
+    Triton kernels, else 16. `attn_func` auto: triton on CUDA devices, torch on CPUs.
+    `max_seq_len` null: the model's. `num_threads` (CPU only) null: chosen by the engine."""
 
     num_kv_cache_blocks: PositiveInt | None = None
-    block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     attn_func: Literal["auto", "torch", "triton"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_seq_len: PositiveInt | None = None
@@ -61,6 +62,7 @@ class BuiltinInstance(ConfigModel):
         num_tokens = payload.get("num_kv_cache_blocks")
         if "block_size" not in payload and type(num_tokens) is int:
             changed["num_kv_cache_blocks"] = math.ceil(num_tokens / _DEFAULT_BLOCK_SIZE)
+            changed["block_size"] = _DEFAULT_BLOCK_SIZE
         return changed
 
 

@@ -6,8 +6,8 @@ Not thread-safe: a driver (driver.py) calls everything here, and only between st
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from parrot.engine.admission import OrderLimits
@@ -26,6 +26,7 @@ from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
+_CANNOT_RUN = "the engine could not run this request"
 _LATENCY_SMOOTHING = 0.1
 _REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
 _MIN_REQUESTS = 1024
@@ -33,10 +34,10 @@ _MIN_REQUESTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A `StepResult`, and the indices of sequences that the runner could not run at all."""
+    """A `StepResult`, and why sequences (by index) could not be run at all."""
 
     result: StepResult
-    broken: frozenset[int] = frozenset()
+    broken: Mapping[int, ParrotError] = field(default_factory=dict)
 
 
 class EngineCore:
@@ -140,19 +141,21 @@ class EngineCore:
         again, which does no harm: nobody has written over their sources yet."""
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
-        broken = set()
+        broken: dict[int, ParrotError] = {}
         copies = plan.copies
         for index, sequence in enumerate(plan.sequences):
             try:
                 result = self._runner.run(StepPlan((sequence,), copies))
-            except Exception:
+            except Exception as error:
                 logger.exception("context %d cannot be run", sequence.context_id)
-                broken.add(index)
+                broken[index] = (
+                    error if isinstance(error, ParrotError) else EngineFailed(_CANNOT_RUN)
+                )
                 continue
             copies = ()
             tokens |= result.tokens
             errors |= result.errors
-        return StepOutcome(StepResult(tokens, errors), frozenset(broken))
+        return StepOutcome(StepResult(tokens, errors), broken)
 
     def deliver(self, outcome: StepOutcome) -> None:
         """Enter what a step computed, and answer the requests that it completed."""
@@ -163,7 +166,7 @@ class EngineCore:
         tokens, errors = outcome.result.tokens, outcome.result.errors
         for index, (job, share) in enumerate(self._scheduler.planned()):
             if index in outcome.broken:
-                self._desk.fail_job(job, EngineFailed("the engine could not run this request"))
+                self._desk.fail_job(job, outcome.broken[index])
                 continue
             if job.has_ended:
                 continue  # its request failed with another job of this step

@@ -7,7 +7,10 @@ span whose blocks happen to be neighbours is used in place, and gathering any ot
 long pieces.
 
 A slot that its owner has not written yet is zero, never what an earlier owner left there: masked
-positions then add nothing to a result, even when an earlier owner's KV was NaN.
+positions then add nothing to a result, even when an earlier owner's KV was NaN. Kernels that never
+read what is not written do without that, and want the heads of a block side by side: with
+`paged`, memory is ordered [layers, 2, blocks, kv_heads, block_size, head_dim] behind the same
+shape.
 """
 
 import os
@@ -19,8 +22,10 @@ import torch
 
 from parrot.engine.batch import IntArray
 from parrot.engine.plan import BlockCopy
+from parrot.utils.config import ConfigError
 
 MIB = 1 << 20
+GIB = 1 << 30
 _CPU_CACHE_LIMIT = 2048 * MIB
 _CPU_SHARE_OF_FREE = 0.25
 _DEVICE_SHARE_OF_FREE = 0.9
@@ -47,6 +52,11 @@ def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * _DEVICE_SHARE_OF_FREE)
+        if budget < layout.block_bytes:
+            raise ConfigError(
+                f"the weights leave {free / GIB:.1f} GiB of {device}'s memory free: not enough for "
+                f"KV; use a smaller model or a device with more memory"
+            )
     else:
         budget = min(_CPU_CACHE_LIMIT, int(_available_memory() * _CPU_SHARE_OF_FREE))
     return max(1, budget // layout.block_bytes)
@@ -66,33 +76,32 @@ def _available_memory() -> int:
 class KVCache:
     """Owns the pool; the control half owns who uses which block."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, *, paged: bool = False
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.pool = torch.zeros(
-            (
-                layout.num_layers,
-                2,
-                layout.num_kv_heads,
-                num_blocks,
-                layout.block_size,
-                layout.head_dim,
-            ),
+        outer, inner = (layout.num_layers, 2), (layout.block_size, layout.head_dim)
+        middle = (layout.num_kv_heads, num_blocks)
+        memory = torch.zeros(
+            (*outer, *(reversed(middle) if paged else middle), *inner),
             dtype=layout.dtype,
             device=device,
         )
+        self.pool = memory.transpose(2, 3) if paged else memory
+        self._clears = not paged
 
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
 
-    def prepare(self, copies: Sequence[BlockCopy], fresh_blocks: IntArray) -> None:
+    def prepare(self, copies: Sequence[BlockCopy], fresh_blocks: IntArray | None = None) -> None:
         """Do the copies of a step, in order, and clear the blocks that it begins."""
         for copy in copies:
-            self.pool[:, :, :, copy.target, : copy.num_tokens] = self.pool[
-                :, :, :, copy.source, : copy.num_tokens
-            ]
-            self.pool[:, :, :, copy.target, copy.num_tokens :] = 0
-        if len(fresh_blocks):
+            source, target = self.pool[:, :, :, copy.source], self.pool[:, :, :, copy.target]
+            target[:, :, :, : copy.num_tokens] = source[:, :, :, : copy.num_tokens]
+            if self._clears:
+                target[:, :, :, copy.num_tokens :] = 0
+        if self._clears and fresh_blocks is not None and len(fresh_blocks):
             blocks = torch.from_numpy(fresh_blocks).to(self.pool.device)
             self.pool.index_fill_(3, blocks, 0)

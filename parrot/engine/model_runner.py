@@ -2,22 +2,32 @@
 
 import logging
 import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
 from parrot.engine.attention import TorchAttention
 from parrot.engine.batch import IntArray, build_batch
-from parrot.engine.config import BuiltinConfig
+from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.loader import load_decoder, resolve_dtype
+from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.sampler import sample
 from parrot.protocol.internal import TokenizerResponse
 from parrot.utils.config import ConfigError
 
+if TYPE_CHECKING:
+    from parrot.engine.cuda.runner import CudaRunner
+
 logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_KERNEL_BLOCK_SIZE = 64
+_MIN_HEAD_DIM = 16
 
 
 class ModelRunner:
@@ -77,13 +87,13 @@ class ModelRunner:
         return torch.from_numpy(array).to(self._model.device)
 
 
-def load_runner(config: BuiltinConfig) -> tuple[ModelRunner, TokenizerResponse]:
+def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
     """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
     that cannot be served exactly."""
     device = _resolve_device(config.device)
     instance = config.instance
-    if instance.attn_func == "triton":
-        raise ConfigError("`instance.attn_func`: triton is not built yet; use auto or torch")
+    if instance.attn_func == "triton" and device.type == "cpu":
+        raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
     if device.type == "cpu":
         torch.set_num_threads(instance.num_threads or _default_threads())
     checkpoint = open_checkpoint(
@@ -97,22 +107,63 @@ def load_runner(config: BuiltinConfig) -> tuple[ModelRunner, TokenizerResponse]:
         logger.warning(
             "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
         )
+    use_triton = device.type == "cuda" and _use_triton(instance, spec)
     model = load_decoder(checkpoint, resolve_dtype(config.dtype, device), device)
-    layout = KVLayout(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, instance.block_size, model.dtype
-    )
+    block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
+    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, model.dtype)
     num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
-    runner = ModelRunner(model, num_blocks, instance.block_size, instance.max_seq_len)
+    runner: ModelRunner | CudaRunner
+    if use_triton:
+        runner = _make_cuda_runner(config, model, num_blocks, block_size)
+    else:
+        runner = ModelRunner(model, num_blocks, block_size, instance.max_seq_len)
     runner.warm_up()
     logger.info(
         "%d KV blocks of %d tokens (%.0f MiB), weights %.0f MiB, contexts up to %d tokens",
         num_blocks,
-        instance.block_size,
+        block_size,
         runner.info.cache_mem,
         runner.info.model_mem,
         runner.info.max_seq_len,
     )
     return runner, tokenizer
+
+
+def _use_triton(instance: BuiltinInstance, spec: DecoderSpec) -> bool:
+    """Whether the kernels can run this model; raises `ConfigError` if they must and cannot."""
+    if instance.attn_func == "torch":
+        return False
+    size = instance.block_size or _KERNEL_BLOCK_SIZE
+    reasons = []
+    if find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    if spec.head_dim < _MIN_HEAD_DIM or not _is_power_of_two(spec.head_dim):
+        reasons.append(f"the kernels have no heads of size {spec.head_dim}")
+    if size < _BLOCK_SIZE or not _is_power_of_two(size):
+        reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
+    if reasons and instance.attn_func == "triton":
+        raise ConfigError(f"`instance.attn_func`: triton cannot be used: {'; '.join(reasons)}")
+    if reasons:
+        logger.warning("attention runs without Triton, slowly: %s", "; ".join(reasons))
+    return not reasons
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number.bit_count() == 1
+
+
+def _make_cuda_runner(
+    config: BuiltinConfig, model: Decoder, num_blocks: int, block_size: int
+) -> "CudaRunner":
+    from parrot.engine.cuda.runner import CudaOptions, CudaRunner  # imports triton
+
+    limits = config.scheduler
+    options = CudaOptions(
+        max_rows=min(limits.max_batch_size, limits.max_num_batched_tokens),
+        max_tokens=limits.max_num_batched_tokens,
+        max_seq_len=config.instance.max_seq_len,
+    )
+    return CudaRunner(model, num_blocks, block_size, options)
 
 
 def _default_threads() -> int:

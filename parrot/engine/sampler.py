@@ -30,12 +30,16 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
     rows = zip(specs, tokens.tolist(), finite.tolist(), best.tolist(), strict=True)
     for spec, token, is_finite, is_allowed in rows:
         if not is_finite:
-            errors[spec.job_id] = ModelNumerics("the model's logits are not finite")
+            errors[spec.job_id] = not_finite()
         elif not is_allowed:
             errors[spec.job_id] = ModelNumerics("no token is left that may be sampled")
         else:
             chosen[spec.job_id] = token
     return StepResult(chosen, errors)
+
+
+def not_finite() -> ModelNumerics:
+    return ModelNumerics("the model's logits are not finite")
 
 
 def uniform_numbers(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:

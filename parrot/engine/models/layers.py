@@ -21,11 +21,11 @@ class Linear(Protocol):
 
 class PlainLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        out = F.linear(x, self._weight, self._bias)
+        out = F.linear(x, self.weight, self.bias)
         return out if residual is None else out.add_(residual)
 
 
@@ -63,13 +63,15 @@ class RMSNorm:
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = weight.numel()
-        self._weight = weight.float() * size**0.5
+        self.weight = weight
+        self.eps = eps
+        self._scaled_weight = weight.float() * size**0.5
         self._eps = torch.full((1, 1), eps * size, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length).rsqrt_()
-        return x.mul(scale).mul_(self._weight).to(x.dtype)
+        return x.mul(scale).mul_(self._scaled_weight).to(x.dtype)
 
 
 class LayerNorm:
@@ -92,13 +94,13 @@ class GatedMLP:
     """down(act(gate) * up), gate and up in one product."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._activation(gate).mul_(up), residual)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self._activation(gate).mul_(up), residual)
 
 
 class PlainMLP:

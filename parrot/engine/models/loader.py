@@ -9,9 +9,11 @@ import torch
 
 from parrot.engine.models.checkpoint import Checkpoint
 from parrot.engine.models.decoder import Decoder
+from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GIB = 1 << 30
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -31,9 +33,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Read, convert and pack the weights, a layer per thread at a time."""
+    if device.type == "cuda":
+        _require_room(checkpoint, dtype, device)
 
     def take(name: str) -> torch.Tensor:
-        return checkpoint.take(name).to(device=device, dtype=dtype)
+        return checkpoint.take(name, device).to(device=device, dtype=dtype)
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)
@@ -41,3 +45,14 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         decoder = Decoder(checkpoint.spec, take, dtype, device, pool.map)
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder
+
+
+def _require_room(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    free, total = torch.cuda.mem_get_info(device)
+    need = count * dtype.itemsize
+    if need > free:
+        raise ConfigError(
+            f"{checkpoint.source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "
+            f"and of the {total / GIB:.1f} GiB of {device} {free / GIB:.1f} are free"
+        )

@@ -30,6 +30,13 @@ def _llama3(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     return (1 - blend) * frequencies / factor + blend * frequencies
 
 
+def angle_table(spec: RopeSpec, head_dim: int, num_positions: int) -> torch.Tensor:
+    """Cosines, then sines, of every position: float32 [num_positions, head_dim]."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(spec, head_dim))
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
 class Rope:
     """Pairs dimension i with i + head_dim / 2 (the order of Hugging Face checkpoints)."""
 

@@ -1,0 +1,69 @@
+"""Attention through the Triton kernels: a paged pool, work lists over the context tree."""
+
+from dataclasses import dataclass
+
+import torch
+
+from parrot.engine.kernels.attention import KVView, PlanBuffers, TreeAttention
+from parrot.engine.kernels.gate import AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """What all layers of a step share, on the device. `table_rows` int32 [rows]: each row's row of
+    `tables`; negative for padding, whose KV goes nowhere and whose result is not defined."""
+
+    work: PlanBuffers
+    tables: torch.Tensor
+    positions: torch.Tensor
+    table_rows: torch.Tensor
+
+
+class TritonAttention:
+    """`AttentionBackend` over memory [layers, 2, blocks, kv_heads, block_size, head_dim].
+
+    The last block of the memory belongs to no context: padding writes there."""
+
+    def __init__(
+        self, memory: torch.Tensor, num_heads: int, max_slots: int, *, upcast: bool = False
+    ) -> None:
+        _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
+        self.shape = AttentionShape(num_heads, kv_heads, head_dim, self._block_size)
+        self._spare_block = num_blocks - 1
+        self._layers = [(layer[0], layer[1]) for layer in memory]
+        self.device = memory.device
+        self._upcast = upcast
+        self._kernels = self._make_kernels(max_slots)
+
+    @property
+    def max_slots(self) -> int:
+        return len(self._kernels.partial_out)
+
+    def ensure_slots(self, num_slots: int) -> None:
+        """Make room for a plan's partial results. Captured graphs keep using the old room, so
+        never call this on an instance that graphs were captured with."""
+        if num_slots > self.max_slots:
+            self._kernels = self._make_kernels(num_slots)
+
+    def _make_kernels(self, max_slots: int) -> TreeAttention:
+        return TreeAttention(self.shape, max_slots, self.device, upcast=self._upcast)
+
+    def view(self, layer: int, plan: TritonPlan) -> KVView:
+        k, v = self._layers[layer]
+        return KVView(k, v, plan.tables, plan.positions)
+
+    def attend(self, layer: int, q: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
+        """q [rows, heads, head_dim], whose KV is in the pool -> [rows, heads * head_dim]."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self._kernels.run(q, self.view(layer, plan), plan.work, out).flatten(1)
+
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan
+    ) -> torch.Tensor:
+        rows, positions = plan.table_rows.long(), plan.positions.long()
+        blocks = plan.tables[rows.clamp(min=0), positions // self._block_size].long()
+        blocks = torch.where(rows < 0, self._spare_block, blocks)
+        keys, values = self._layers[layer]
+        keys[blocks, :, positions % self._block_size] = k
+        values[blocks, :, positions % self._block_size] = v
+        return self.attend(layer, q, plan)

@@ -1,0 +1,42 @@
+"""From tokens to logits on the device: fused kernels where they fit the model, else plain torch."""
+
+from typing import Protocol
+
+import torch
+
+from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.fused import FusedDecoder, can_fuse
+
+
+class Forward(Protocol):
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits of `sample_rows`, of all rows if None: [rows, vocab]."""
+        ...
+
+
+class PlainForward:
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        hidden = self._model.forward(token_ids, plan.positions, attention, plan)
+        if sample_rows is not None:
+            hidden = hidden.index_select(0, sample_rows)
+        return self._model.logits(hidden)
+
+
+def make_forward(model: Decoder, max_positions: int) -> Forward:
+    return FusedDecoder(model, max_positions) if can_fuse(model.spec) else PlainForward(model)

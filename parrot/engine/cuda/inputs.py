@@ -1,0 +1,156 @@
+"""A step as the flat arrays that go to the device (numpy only).
+
+The device keeps a block table with a row for each context that runs. A context keeps its row from
+step to step, so that only entries that changed are sent: mostly none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parrot.engine.kernels.work_list import StepRows
+from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.protocol.sampling import SamplingConfig
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A context's row of the table. `version` changes with anything but an addition at the end or
+    another last block."""
+
+    row: int
+    version: int
+    blocks: list[int]
+    sampling: SamplingConfig | None = None
+    is_plain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """`versions` names the sequences as `WorkPlanner` wants them named; `rows` are their rows of
+    the device's table, `table_rows` those of each token. Entries `changed_at` (flat) of that table
+    become `changed_to`. `is_plain`: all samples are the largest logit and nothing else."""
+
+    versions: tuple[int, ...]
+    rows: IntArray
+    step: StepRows
+    token_ids: IntArray
+    positions: IntArray
+    table_rows: IntArray
+    sample_rows: IntArray
+    samples: tuple[SampleSpec, ...]
+    is_plain: bool
+    changed_at: IntArray
+    changed_to: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every sequence has one token."""
+        return len(self.token_ids) == len(self.rows)
+
+
+class InputBuilder:
+    """Keeps the host's copy of the block table: `max_rows` contexts of `max_blocks` blocks.
+
+    A row has one more entry than that, since kernels read one ahead."""
+
+    def __init__(self, max_rows: int, max_blocks: int, block_size: int) -> None:
+        self.width = max_blocks + 1
+        self._block_size = block_size
+        self._table = np.zeros((max_rows, self.width), dtype=np.int32)
+        self._places: dict[int, _Place] = {}
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._num_versions = 0
+
+    def forget(self) -> None:
+        """The device's table is not what it should be: send everything again."""
+        self._free += [place.row for place in self._places.values()]
+        self._places.clear()
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        sequences = [s for s in plan.sequences if len(s.token_ids)]
+        if len(sequences) > len(self._free):
+            self._evict({s.context_id for s in sequences})
+        changes: list[tuple[int, list[int]]] = []
+        places = [self._place(s, changes) for s in sequences]
+        q_lens = np.array([len(s.token_ids) for s in sequences], dtype=np.int32)
+        starts = np.array([s.start for s in sequences], dtype=np.int32)
+        rows = np.array([place.row for place in places], dtype=np.int32)
+        width = max((len(s.block_ids) for s in sequences), default=0) + 1
+        sampled = [(i, s.sample) for i, s in enumerate(sequences) if s.sample is not None]
+        ends = np.cumsum(q_lens, dtype=np.int32)
+        only_decodes = len(sequences) == int(q_lens.sum())
+        return StepInputs(
+            versions=tuple(place.version for place in places),
+            rows=rows,
+            step=StepRows(self._table[rows, :width], starts, q_lens),
+            token_ids=_token_ids(sequences, only_decodes),
+            positions=starts if only_decodes else _positions(starts, q_lens, ends),
+            table_rows=rows if only_decodes else np.repeat(rows, q_lens),
+            sample_rows=ends[[i for i, _ in sampled]] - 1,
+            samples=tuple(spec for _, spec in sampled),
+            is_plain=all(_is_plain(places[i], spec) for i, spec in sampled),
+            changed_at=_concat([np.arange(at, at + len(to)) for at, to in changes]),
+            changed_to=_concat([np.asarray(to) for _, to in changes]),
+        )
+
+    def _place(self, s: SequenceStep, changes: list[tuple[int, list[int]]]) -> _Place:
+        """The context's place, its row brought up to date; `changes` get (flat index, blocks)."""
+        place = self._places.get(s.context_id)
+        blocks = list(s.block_ids)
+        if place is None:
+            place = self._places[s.context_id] = _Place(self._free.pop(), self._new_version(), [])
+        if place.blocks == blocks:
+            return place
+        same = max(len(place.blocks) - 1, 0)
+        if blocks[:same] != place.blocks[:same]:
+            place.version, same = self._new_version(), 0
+        place.blocks = blocks
+        self._table[place.row, same : len(blocks)] = blocks[same:]
+        changes.append((place.row * self.width + same, blocks[same:]))
+        return place
+
+    def _new_version(self) -> int:
+        self._num_versions += 1
+        return self._num_versions
+
+    def _evict(self, wanted: set[int]) -> None:
+        """Take the rows of contexts that this step does not run."""
+        for context_id in [c for c in self._places if c not in wanted]:
+            self._free.append(self._places.pop(context_id).row)
+
+
+def _is_plain(place: _Place, spec: SampleSpec) -> bool:
+    """Whether the largest logit is the answer; looked up once per context and configuration."""
+    config = spec.sampling
+    if place.sampling is not config:
+        place.sampling = config
+        place.is_plain = (
+            (config.is_greedy or config.top_k == 1)
+            and not (config.presence_penalty or config.frequency_penalty or config.logit_bias)
+            and config.repetition_penalty in (0.0, 1.0)
+        )
+    return place.is_plain and not spec.banned_ids
+
+
+def _token_ids(sequences: Sequence[SequenceStep], only_decodes: bool) -> IntArray:
+    if only_decodes:
+        return np.array([s.token_ids[0] for s in sequences], dtype=np.int32)
+    return _concat([np.asarray(s.token_ids, dtype=np.int32) for s in sequences])
+
+
+def _positions(starts: IntArray, q_lens: IntArray, ends: IntArray) -> IntArray:
+    shift = np.repeat(starts - (ends - q_lens), q_lens)
+    return (shift + np.arange(len(shift))).astype(np.int32)
+
+
+def _concat(parts: Sequence[npt.NDArray[np.integer]]) -> IntArray:
+    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, dtype=np.int32)

@@ -1,0 +1,265 @@
+"""Runs the steps of the builtin engine with the Triton kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.cuda.forward import make_forward
+from parrot.engine.cuda.graphs import Decoded, DecodeGraphs, Rooms, bucket_list, decode
+from parrot.engine.cuda.inputs import InputBuilder, IntArray, StepInputs
+from parrot.engine.cuda.stage import Stage
+from parrot.engine.kernels.attention import Capacity, PlanBuffers
+from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.planner import WorkPlanner
+from parrot.engine.kernels.work_list import TABLE_ROW, SplitConfig, StepRows, WorkList, plan_work
+from parrot.engine.kv_cache import MIB, KVCache, KVLayout
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.plan import RunnerInfo, SampleSpec, StepPlan, StepResult
+from parrot.engine.sampler import not_finite, sample
+from parrot.protocol.errors import OutOfMemory, ParrotError
+
+_WARM_UP_LENGTHS = (64, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """`max_rows`: sequences in a step. `max_tokens`: tokens in a step. `gate` None: read no prefix
+    once for several sequences. `upcast`: compute attention in float32."""
+
+    max_rows: int = 256
+    max_tokens: int = 2048
+    max_seq_len: int | None = None
+    gate: GateConfig | None = field(default_factory=GateConfig)
+    use_graphs: bool = True
+    upcast: bool = False
+
+
+class CudaRunner:
+    """`Runner` over a decoder and a paged KV pool. Steps in which every sequence has one token run
+    as CUDA graphs."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        options: CudaOptions | None = None,
+    ) -> None:
+        options = options or CudaOptions()
+        spec, device = model.spec, model.device
+        layout = KVLayout(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, model.dtype
+        )
+        max_seq_len = min(options.max_seq_len or spec.max_seq_len, spec.max_seq_len)
+        self._device = device
+        self._vocab_size = spec.vocab_size
+        self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
+        self._info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_seq_len=max_seq_len,
+            vocab_size=spec.vocab_size,
+            model_mem=model.num_bytes / MIB,
+            cache_mem=self._cache.num_bytes / MIB,
+        )
+        max_blocks = -(-max_seq_len // block_size)
+        max_rows = 2 * options.max_rows
+        self._inputs = InputBuilder(max_rows, max_blocks, block_size)
+        width = self._inputs.width
+        self._tables = torch.zeros((max_rows, width), dtype=torch.int32, device=device)
+        self._stage = Stage(4 * options.max_tokens + 2 * max_rows * (width + 2), device)
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
+        self._split = _split_config(device)
+        self._shape = shape
+        self._planner = WorkPlanner(shape, options.gate, self._split)
+        self._gate = options.gate
+        self._planned: tuple[WorkList, WorkList] | None = None
+        self._forward = make_forward(model, max_seq_len)
+        memory = self._cache.pool.transpose(2, 3)
+        self._attention = TritonAttention(memory, spec.num_heads, 1, upcast=options.upcast)
+        self._graphs: DecodeGraphs | None = None
+        if options.use_graphs:
+            rooms = Rooms(shape, self._split)
+            self._graphs = DecodeGraphs(
+                self._forward,
+                TritonAttention(memory, spec.num_heads, rooms.max_slots(options.max_rows)),
+                rooms,
+                bucket_list(options.max_rows),
+                self._bind,
+            )
+        self.shared_tokens_saved = 0
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    @property
+    def num_shared_steps(self) -> int:
+        return self._planner.num_shared_steps
+
+    @property
+    def num_graph_steps(self) -> int:
+        return 0 if self._graphs is None else self._graphs.num_replays
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Raises `OutOfMemory` when the device has no room for the step; the next may succeed."""
+        try:
+            return self._run(plan)
+        except torch.OutOfMemoryError:
+            self._inputs.forget()
+            torch.cuda.empty_cache()
+            raise OutOfMemory("the device has not enough memory for this step") from None
+        except BaseException:
+            self._inputs.forget()
+            raise
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self._cache.prepare(plan.copies)
+        inputs = self._inputs.build(plan)
+        if not inputs.num_tokens:
+            return StepResult({}, {})
+        work = self._plan_work(inputs)
+        self.shared_tokens_saved += work.num_shared_tokens
+        decoded = self._run_graph(inputs, work) if inputs.only_decodes else None
+        if decoded is None:
+            decoded = self._run_eagerly(inputs, work)
+        elif len(inputs.samples) < inputs.num_tokens:
+            rows = torch.from_numpy(inputs.sample_rows).to(self._device)
+            decoded = Decoded(decoded.tokens[rows], decoded.logits[rows])
+        if not inputs.samples:
+            return StepResult({}, {})
+        if not inputs.is_plain:
+            return sample(decoded.logits[: len(inputs.samples)].float(), inputs.samples)
+        return _results(inputs.samples, decoded.tokens[: len(inputs.samples)].tolist())
+
+    def _plan_work(self, inputs: StepInputs) -> WorkList:
+        """The step's plan, with the rows of the device's table in place of the step's own."""
+        work = self._planner.plan(inputs.versions, inputs.step)
+        if self._planned is None or self._planned[0] is not work:
+            self._planned = (work, _with_rows(work, inputs.rows))
+        return self._planned[1]
+
+    def _run_eagerly(self, inputs: StepInputs, work: WorkList) -> Decoded:
+        token_ids, positions, table_rows, sample_rows = self._send(
+            (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.sample_rows), inputs
+        )
+        buffers = PlanBuffers(Capacity.of(work), self._device)
+        buffers.upload(work)
+        self._stage.sent()
+        self._attention.ensure_slots(work.num_slots)
+        plan = TritonPlan(buffers, self._tables, positions, table_rows)
+        return decode(self._forward(token_ids, self._attention, plan, sample_rows))
+
+    def _run_graph(self, inputs: StepInputs, work: WorkList) -> Decoded | None:
+        """None: no graph is large enough."""
+        graphs = self._graphs
+        bucket = None if graphs is None else graphs.bucket(inputs.num_tokens)
+        if graphs is None or bucket is None:
+            return None
+        arrays = (inputs.token_ids, inputs.positions, inputs.table_rows)
+        padding = zip(arrays, (0, 0, -1), strict=True)
+        self._send([_pad(array, bucket, fill) for array, fill in padding], inputs)
+        graph = graphs.find(bucket, work)
+        self._stage.sent()
+        return None if graph is None else graphs.replay(graph)
+
+    def _send(self, parts: Sequence[IntArray], inputs: StepInputs) -> list[torch.Tensor]:
+        *sent, at, to = self._stage.send((*parts, inputs.changed_at, inputs.changed_to))
+        if len(at):
+            self._tables.view(-1)[at] = to
+        return sent
+
+    def _bind(self, rows: int, work: PlanBuffers) -> tuple[torch.Tensor, TritonPlan]:
+        """Where `_send` leaves the arrays of a step of `rows` rows."""
+        token_ids, positions, table_rows = (self._stage.at(i * rows, rows) for i in range(3))
+        return token_ids, TritonPlan(work, self._tables, positions, table_rows)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs, so that no request waits for them. No context's
+        block is written."""
+        for num_tokens in (1, 16, 256):
+            self._run_padding(num_tokens, self._synthetic(1, num_tokens, num_tokens))
+        if self._graphs is not None:
+            for rows in reversed(bucket_list(self._max_bucket())):
+                for work in self._typical_plans(rows):
+                    self._stage.send([_pad(_NONE, rows, 0)] * 2 + [_pad(_NONE, rows, -1)])
+                    self._graphs.find(rows, work)
+                    self._stage.sent()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _max_bucket(self) -> int:
+        assert self._graphs is not None
+        return self._graphs.buckets[-1]
+
+    def _typical_plans(self, rows: int) -> list[WorkList]:
+        """Plans of decoding with short contexts, with long ones, and with a shared prefix."""
+        lengths = [min(n, self._info.max_seq_len - 1) for n in _WARM_UP_LENGTHS]
+        plans = [self._synthetic(rows, 1, n) for n in lengths]
+        if self._gate is not None and rows > 1:
+            plans.append(self._synthetic(rows, 1, lengths[-1], self._gate))
+        return plans
+
+    def _synthetic(
+        self, rows: int, q_len: int, length: int, gate: GateConfig | None = None
+    ) -> WorkList:
+        """`rows` sequences of `length` tokens, all in the same blocks."""
+        num_blocks = -(-length // self._info.block_size)
+        tables = np.zeros((rows, num_blocks + 1), dtype=np.int32)
+        starts = np.full(rows, length - q_len, dtype=np.int32)
+        step = StepRows(tables, starts, np.full(rows, q_len, dtype=np.int32))
+        return plan_work(step, self._shape, gate, self._split)
+
+    def _run_padding(self, num_tokens: int, work: WorkList) -> None:
+        zeros, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
+        parts = self._stage.send([zeros, np.arange(num_tokens, dtype=np.int32), none, zeros[:1]])
+        buffers = PlanBuffers(Capacity.of(work), self._device)
+        buffers.upload(work)
+        self._stage.sent()
+        self._attention.ensure_slots(work.num_slots)
+        plan = TritonPlan(buffers, self._tables, parts[1], parts[2])
+        decode(self._forward(parts[0], self._attention, plan, parts[3]))
+
+
+_NONE: IntArray = np.empty(0, dtype=np.int32)
+
+
+def _pad(values: IntArray, length: int, fill: int) -> IntArray:
+    padded = np.full(length, fill, dtype=np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def _with_rows(work: WorkList, rows: IntArray) -> WorkList:
+    def mapped(items: IntArray) -> IntArray:
+        changed = items.copy()
+        changed[:, TABLE_ROW] = rows[items[:, TABLE_ROW]]
+        return changed
+
+    return replace(
+        work, narrow=mapped(work.narrow), shared=mapped(work.shared), fills=mapped(work.fills)
+    )
+
+
+def _results(samples: Sequence[SampleSpec], tokens: list[int]) -> StepResult:
+    if min(tokens) >= 0:
+        return StepResult({s.job_id: t for s, t in zip(samples, tokens, strict=True)}, {})
+    chosen: dict[int, int] = {}
+    errors: dict[int, ParrotError] = {}
+    for spec, token in zip(samples, tokens, strict=True):
+        if token >= 0:
+            chosen[spec.job_id] = token
+        else:
+            errors[spec.job_id] = not_finite()
+    return StepResult(chosen, errors)
+
+
+def _split_config(device: torch.device) -> SplitConfig:
+    if device.type != "cuda":
+        return SplitConfig()
+    return SplitConfig(num_sms=torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,145 @@
+"""A decoder's forward pass in fused kernels, for the models that they fit.
+
+Between the matrix products there are three kernels a layer besides attention: residual sum with
+RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.kernels.fused import (
+    HeadNorm,
+    add_rms_norm,
+    one_row_linear,
+    rope_and_store,
+    silu_mul,
+)
+from parrot.engine.models.decoder import Decoder, Layer
+from parrot.engine.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
+from parrot.engine.models.rope import angle_table
+from parrot.engine.models.spec import DecoderSpec
+
+
+def can_fuse(spec: DecoderSpec) -> bool:
+    return (
+        spec.rope is not None
+        and spec.norm == "rms"
+        and spec.gated
+        and spec.activation == "silu"
+        and spec.pre_norm
+        and spec.final_norm
+        and spec.embed_dim is None
+        and not spec.names.positions
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, linear: Linear) -> "_Weight":
+        assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
+        return cls(linear.weight, linear.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1 and self.bias is None:
+            return one_row_linear(x, self.weight, x.new_empty(1, len(self.weight)))
+        return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, where the weight is [gate | up]."""
+        out = x.new_empty(len(x), len(self.weight) // 2)
+        if len(x) == 1 and self.bias is None:
+            return one_row_linear(x, self.weight, out, silu=True)
+        return silu_mul(F.linear(x, self.weight, self.bias), out)
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedLayer:
+    qkv: _Weight
+    out: _Weight
+    gate_up: _Weight
+    down: _Weight
+    attn_norm: RMSNorm
+    mlp_norm: RMSNorm
+    head_norm: HeadNorm | None
+
+    @classmethod
+    def of(cls, layer: Layer) -> "_FusedLayer":
+        mlp, attn_norm, mlp_norm = layer.mlp, layer.attn_norm, layer.mlp_norm
+        assert isinstance(mlp, GatedMLP)
+        assert isinstance(attn_norm, RMSNorm)
+        assert isinstance(mlp_norm, RMSNorm)
+        head_norm = None
+        if layer.qk_norm is not None:
+            weight = layer.qk_norm.weight
+            head_norm = HeadNorm(weight[0], weight[layer.heads.num_heads], layer.qk_norm.eps)
+        return cls(
+            qkv=_Weight.of(layer.qkv),
+            out=_Weight.of(layer.out),
+            gate_up=_Weight.of(mlp.gate_up),
+            down=_Weight.of(mlp.down),
+            attn_norm=attn_norm,
+            mlp_norm=mlp_norm,
+            head_norm=head_norm,
+        )
+
+
+class FusedDecoder:
+    """Shares all weights with the `Decoder` that it is made from. Holds no state of any context."""
+
+    def __init__(self, model: Decoder, max_positions: int) -> None:
+        spec = model.spec
+        assert spec.rope is not None
+        assert isinstance(model.norm, RMSNorm)
+        self._embed = model.embed
+        self._layers = [_FusedLayer.of(layer) for layer in model.layers]
+        self._norm = model.norm
+        self._lm_head = _Weight.of(model.lm_head)
+        table = angle_table(spec.rope, spec.head_dim, max_positions)
+        self._cos_sin = table.to(model.device)
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [sampled rows, vocab] in the model's dtype; `sample_rows` None: of all rows."""
+        x = F.embedding(token_ids, self._embed)
+        residual, normed = torch.empty_like(x), torch.empty_like(x)
+        for index, layer in enumerate(self._layers):
+            norm = layer.attn_norm
+            add_rms_norm(x, residual, norm.weight, norm.eps, normed, add=index > 0)
+            x = self._attend(index, layer, normed, attention, plan)
+            norm = layer.mlp_norm
+            add_rms_norm(x, residual, norm.weight, norm.eps, normed)
+            x = layer.down(layer.gate_up.gated(normed))
+        if sample_rows is not None:
+            x, residual = x.index_select(0, sample_rows), residual.index_select(0, sample_rows)
+        out = torch.empty_like(x)
+        add_rms_norm(x, residual, self._norm.weight, self._norm.eps, out)
+        return self._lm_head(out)
+
+    def _attend(
+        self,
+        index: int,
+        layer: _FusedLayer,
+        x: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+    ) -> torch.Tensor:
+        q = rope_and_store(
+            layer.qkv(x),
+            attention.view(index, plan),
+            plan.table_rows,
+            self._cos_sin,
+            attention.shape,
+            layer.head_norm,
+        )
+        return layer.out(attention.attend(index, q, plan))

@@ -1,0 +1,110 @@
+"""The CUDA runner on the CPU, in Triton's interpreter, gives the tokens of the plain runner."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.cuda.runner import CudaOptions, CudaRunner
+from parrot.engine.kernels.gate import GateConfig
+from parrot.engine.model_runner import ModelRunner
+from parrot.engine.models import decoder
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.layers import PlainLinear
+from parrot.protocol.errors import ModelNumerics
+from parrot.testing.kernel_cases import SHARE_ALL
+from parrot.testing.runner_driver import Driver
+from parrot.testing.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
+    pytest.mark.timeout(300),
+]
+
+BLOCKS, SIZE = 64, 16
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1},
+    "qwen2": {"hidden_size": 64, "num_hidden_layers": 1},
+    "qwen3": {"num_hidden_layers": 1},
+    "opt": {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    },
+}
+MakeRunners = Callable[..., tuple[ModelRunner, CudaRunner]]
+
+
+@pytest.fixture
+def make_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRunners:
+    def make(family: str, gate: GateConfig | None = None) -> tuple[ModelRunner, CudaRunner]:
+        folder = make_tiny_model(tmp_path / family, family, overrides=OVERRIDES[family])
+        checkpoint = open_checkpoint(str(folder))
+        cpu = torch.device("cpu")
+        with monkeypatch.context() as patch:  # the kernels read weights as they are
+            patch.setattr(decoder, "make_linear", PlainLinear)
+            model = Decoder(checkpoint.spec, checkpoint.take, torch.float32, cpu)
+        options = CudaOptions(max_rows=8, max_tokens=128, gate=gate, use_graphs=False, upcast=True)
+        return ModelRunner(model, BLOCKS, SIZE), CudaRunner(model, BLOCKS, SIZE, options)
+
+    return make
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(250) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("family", OVERRIDES)
+def test_greedy_tokens(make_runners: MakeRunners, family: str) -> None:
+    """Prompts at once and in chunks; one sequence takes the path of a batch of one."""
+    prompts = random_prompts(5, 40, 17)
+    plain, own = (Driver(runner) for runner in make_runners(family))
+    for wanted, chunk in ((3, None), (3, 7)):
+        want = plain.generate([plain.context(p) for p in prompts], wanted, chunk)
+        assert own.generate([own.context(p) for p in prompts], wanted, chunk) == want
+    assert own.generate([own.context(prompts[0])], 3) == [
+        plain.generate([plain.context(prompts[0])], 3)[0]
+    ]
+
+
+@pytest.mark.parametrize("gate", [SHARE_ALL, None])
+def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateConfig | None) -> None:
+    plain, own = make_runners("llama", gate)
+    (prompt,) = random_prompts(50)
+    outputs = []
+    for driver in (Driver(plain), Driver(own)):
+        parent = driver.context(prompt)
+        driver.step([(parent, 50)])
+        children = [driver.fork(parent, length) for length in (50, 33, 32)]
+        for index, child in enumerate(children):
+            child.tokens += [index, 3]
+        outputs.append(driver.generate(children, 4))
+    assert outputs[0] == outputs[1]
+    assert (own.shared_tokens_saved > 0) == (gate is not None)
+    assert (own.num_shared_steps > 0) == (gate is not None)
+
+
+def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
+    _, own = make_runners("llama")
+    driver = Driver(own)
+    good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))
+    driver.step([(good, 2), (bad, 19)])
+    own._cache.pool[:, :, :, bad.blocks[0]] = float("nan")
+    result = driver.step([(good, 1), (bad, 1)])
+    assert isinstance(result.errors[bad.context_id], ModelNumerics)
+    assert result.tokens.keys() == {good.context_id}
+
+
+def test_warming_up_writes_no_block_of_a_context(make_runners: MakeRunners) -> None:
+    _, own = make_runners("opt")
+    own.warm_up()
+    assert not own._cache.pool[:, :, :, :BLOCKS].any()
