@@ -26,7 +26,7 @@ class GlobalSchedulerConfig(_Section):
         "critical_path", description="Order of tasks: longest remaining path first, or arrival."
     )
     max_queue_size: Count = Field(
-        1024, description="Completions that may be queued at once; beyond it calls get 429."
+        1024, description="With so many tasks queued, new calls and reads that need work get 429."
     )
 
 

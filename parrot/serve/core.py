@@ -4,7 +4,14 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, TimedOut, Unavailable
+from parrot.protocol.errors import (
+    NoEngine,
+    ParrotError,
+    QuotaExceeded,
+    SessionGone,
+    TimedOut,
+    Unavailable,
+)
 from parrot.protocol.internal import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -99,12 +106,15 @@ class ServeCore:
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
         """Raises `InvalidRequest`, `CyclicGraph`, `QuotaExceeded` and what bindings may raise."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        self._dispatcher.check_room(sum(p.is_output for p in request.parameters))
+        if not session.graph.is_known(request):
+            self._require_room()
         return session.graph.submit_semantic(request)
 
     def submit_native(self, request: NativeCallRequest) -> CallResponse:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         check_names(request)
+        if not session.graph.is_known(request):
+            self._require_room()
         return session.graph.submit_native(request)
 
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
@@ -137,12 +147,14 @@ class ServeCore:
         return node.variable.result() if node.is_settled else None
 
     async def read(self, request: VarGetRequest, var_id: str) -> str:
-        """Wait for the value, and meanwhile want it. Raises the variable's error, or `TimedOut`.
-        Cancelling withdraws the read."""
+        """Wait for the value, and meanwhile want it. Raises the variable's error, `TimedOut`, or
+        `QuotaExceeded` (to this reader alone). Cancelling withdraws the read."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
         if node.is_settled:
             return node.variable.result()
+        if node.is_idle:
+            self._require_room()
         deadline = self._deadline(request)
         with self._reading(session, node, request.criteria, deadline):
             async with time_limit(self._timers, deadline, f"reading `{node.variable.name}`"):
@@ -152,7 +164,10 @@ class ServeCore:
         """All the text in deltas, the past ones first. Raises at once what `read` raises before it
         waits; the iterator raises the rest."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        return self._stream(session, session.graph.node(var_id), request)
+        node = session.graph.node(var_id)
+        if node.is_idle:
+            self._require_room()
+        return self._stream(session, node, request)
 
     # Engines and the service itself
 
@@ -214,6 +229,13 @@ class ServeCore:
     def _require_open(self) -> None:
         if self.is_closing:
             raise Unavailable("ServeCore is shutting down")
+
+    def _require_room(self) -> None:
+        """Before anything that may set work going. What one read sets going is queued all at once,
+        however much it is: it exists already, and refusing a part of it would fail the whole."""
+        limit = self.config.global_scheduler.max_queue_size
+        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
+            raise QuotaExceeded(f"the queue is full ({limit} tasks): try again later")
 
     def _expire(self, session: Session) -> None:
         self._end(session, SessionGone(f"session {session.id} has expired"))

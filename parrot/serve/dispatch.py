@@ -16,7 +16,6 @@ from parrot.protocol.errors import (
     InternalError,
     NoEngine,
     ParrotError,
-    QuotaExceeded,
     Unavailable,
 )
 from parrot.protocol.http import HttpClient
@@ -86,16 +85,8 @@ class Dispatcher:
     def num_running(self) -> int:
         return len(self._running)
 
-    def check_room(self, num_completions: int) -> None:
-        """Raise `QuotaExceeded` if so many more cannot be queued."""
-        limit = self._config.global_scheduler.max_queue_size
-        if len(self._queued) + num_completions > limit:
-            raise QuotaExceeded(f"the queue is full ({limit} completions)")
-
     def submit(self, completion: Completion) -> None:
-        """Run it when its turn comes. Its inputs are ready and its objective is set. Raises
-        `QuotaExceeded`, and then has done nothing."""
-        self.check_room(1)
+        """Run it when its turn comes. Its inputs are ready and its objective is set."""
         segments = prompt_segments(completion)
         options = completion.options
         keys = self._hasher.keys(options.tenant, options.chat, segments)

@@ -13,7 +13,6 @@ from parrot.protocol.errors import (
     InvalidRequest,
     NativeFunctionFailed,
     ParrotError,
-    QuotaExceeded,
 )
 from parrot.protocol.public import MAX_TEXT, NativeCallRequest
 from parrot.serve.config import CoreConfig
@@ -71,7 +70,6 @@ class NativeRunner:
         self._clock = clock
         self._num_workers = config.native_workers
         self._max_memory = config.native_memory_mb * 2**20
-        self._max_waiting = config.global_scheduler.max_queue_size
         self._slots = asyncio.Semaphore(config.native_workers)
         self._opening = asyncio.Lock()
         self._pool: AsyncMonty | None = None
@@ -79,10 +77,12 @@ class NativeRunner:
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
         self._tasks = TaskSet()
 
+    @property
+    def num_waiting(self) -> int:
+        return max(0, len(self._running) - self._num_workers)
+
     def start(self, call: NativeCall) -> None:
-        """Run it and settle its outputs. Raises `QuotaExceeded` if too many wait."""
-        if len(self._running) >= self._max_waiting:
-            raise QuotaExceeded(f"already {self._max_waiting} native functions wait")
+        """Run it and settle its outputs."""
         running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
         self._running[call.id] = running
         running.add_done_callback(lambda done: self._forget(call.id, done))

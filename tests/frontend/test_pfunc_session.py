@@ -20,6 +20,7 @@ from parrot.protocol.errors import (
     EngineFailed,
     InvalidRequest,
     NoEngine,
+    QuotaExceeded,
     SessionGone,
     TimedOut,
     Unavailable,
@@ -400,6 +401,17 @@ class TestRetries:
             ask("x")
             ask("x")
         assert len({call.idempotency_key for call in serve.calls} - {None}) == 2
+
+    def test_a_call_waits_for_a_full_queue_to_empty(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
+        with vm.running_scope():
+            serve.errors["call"] = [QuotaExceeded("full")] * 2
+            assert ask("x").get()
+            assert serve.num_requests["call"] == 3
+            serve.errors["call"] = [QuotaExceeded("full")] * 9
+            with pytest.raises(QuotaExceeded):
+                ask("x")
 
 
 class TestScopes:

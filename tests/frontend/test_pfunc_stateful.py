@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from parrot import P
-from parrot.protocol.errors import InvalidRequest, QuotaExceeded
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.testing.fake_serve import FakeServe
 
 
@@ -71,8 +71,8 @@ def test_contexts_end_with_the_session(vm: P.VirtualMachine) -> None:
 def test_a_refused_call_does_not_lose_the_context(vm: P.VirtualMachine, serve: FakeServe) -> None:
     with vm.running_scope():
         start.invoke_statefully(chat, "Polly")
-        serve.errors["call"] = [QuotaExceeded("full")]
-        with pytest.raises(QuotaExceeded):
+        serve.errors["call"] = [UnsupportedField("no such thing")]
+        with pytest.raises(UnsupportedField):
             chat("hi")
         assert chat("hi").get() == "<bot: You are Polly.| H hi B >"
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parrot.protocol.errors import ParrotError, QuotaExceeded
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.public import (
     CallResponse,
@@ -145,17 +145,12 @@ class FakeDispatcher(FakeRunner):
         super().__init__()
         self.released: list[int] = []
         self.engine_views: list[Any] = []
-        self.max_queue_size = 1000
         if instant:
             self.on_start = lambda task: self.finish(task)
 
     def submit(self, completion: Completion) -> None:
         completion.times.started = completion.times.ready
         self.start(completion)
-
-    def check_room(self, num_completions: int) -> None:
-        if len(self.started) + num_completions > self.max_queue_size:
-            raise QuotaExceeded("the queue is full")
 
     def release_session(self, session_id: int) -> None:
         self.released.append(session_id)

@@ -428,19 +428,6 @@ async def test_contexts_that_the_engine_forgot_are_built_again(world: World) -> 
     assert isinstance(await error_of(world.submit("old ", value("z"))), EngineFailed)
 
 
-async def test_full_queue(world: World) -> None:
-    limited = World(max_queue_size=2)
-    limited.dispatcher.check_room(2)
-    with pytest.raises(QuotaExceeded):
-        limited.dispatcher.check_room(3)
-    limited.submit("a")
-    waiting = limited.submit("b")
-    with pytest.raises(QuotaExceeded):
-        limited.submit("c")
-    await limited.dispatcher.close()
-    assert isinstance(waiting.output.error, Unavailable)
-
-
 # Engines that are lost
 
 

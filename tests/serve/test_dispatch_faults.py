@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from contextlib import suppress
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.internal import EngineInfo
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.config import CoreConfig
 from parrot.serve.dispatch import Dispatcher
 from parrot.serve.graph.nodes import (
     CallOptions,
@@ -59,10 +58,7 @@ class History:
         self.rng = random.Random(seed)
         self.clock = ManualClock(10.0)
         self.engines: dict[str, FakeEngine] = {}
-        config = CoreConfig(
-            global_scheduler=GlobalSchedulerConfig(max_queue_size=20),
-            constant_prefix_var_timeout=50.0,
-        )
+        config = CoreConfig(constant_prefix_var_timeout=50.0)
         self.dispatcher = Dispatcher(config, self.clock, self.connect)
         self.completions: list[Completion] = []
         self.withdrawn: set[int] = set()
@@ -104,12 +100,8 @@ class History:
             objective=Objective(self.rng.choice(list(PerformanceCriteria)), 0, 1.0),
             wants_stream=self.rng.random() < 0.5,
         )  # fmt: skip
-        try:
-            self.dispatcher.submit(completion)
-        except QuotaExceeded:
-            assert self.dispatcher.num_queued == 20
-        else:
-            self.completions.append(completion)
+        self.dispatcher.submit(completion)
+        self.completions.append(completion)
 
     async def act(self) -> None:
         match self.rng.randrange(10):
@@ -148,8 +140,7 @@ class History:
 
     async def run(self) -> None:
         for _ in range(self.rng.randrange(10, 60)):
-            with suppress(QuotaExceeded):
-                await self.act()
+            await self.act()
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
             self.dispatcher.check_integrity()

@@ -12,7 +12,6 @@ from parrot.protocol.errors import (
     CyclicGraph,
     NoEngine,
     NotFound,
-    QuotaExceeded,
     SessionGone,
 )
 from parrot.serve.graph.graph import SessionGraph
@@ -258,19 +257,6 @@ def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: FakeRun
     for name in ("x", "b", "y"):
         assert runner.names() == [name]
         runner.finish(runner.started[0])
-    graph.check_integrity()
-
-
-def test_a_refused_start_fails_the_output(graph: SessionGraph, runner: FakeRunner) -> None:
-    def refuse(task: Task) -> None:
-        runner.started.remove(task)
-        raise QuotaExceeded("the queue is full")
-
-    runner.on_start = refuse
-    y = link_call(graph, "y", [link_call(graph, "x", [])])
-    graph.add_reader(graph.node(y), Criteria.LATENCY)
-    assert isinstance(graph.node(y).variable.error, QuotaExceeded)
-    assert [task.state for task in runner.ended] == [CompletionState.FAILED] * 2
     graph.check_integrity()
 
 

@@ -356,12 +356,46 @@ async def test_limits_are_enforced() -> None:
     world = World(max_sessions_num=1)
     with pytest.raises(QuotaExceeded):
         world.core.create_session(SessionCreateRequest())
-    world.dispatcher.max_queue_size = 1
-    world.call("a", output_criteria="latency")
-    with pytest.raises(QuotaExceeded):
-        world.call("b")
     world.core.delete_session(*world.scope.values())
     world.core.create_session(SessionCreateRequest())
+    await world.core.close()
+
+
+async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> None:
+    world = World(global_scheduler={"max_queue_size": 2})
+    late = world.call("late", idempotency_key="k")
+    world.call("a", output_criteria="latency")
+    busy = world.call("b", output_criteria="latency")
+    with pytest.raises(QuotaExceeded, match="try again"):
+        world.call("c")
+    with pytest.raises(QuotaExceeded):
+        await world.read(late)
+    with pytest.raises(QuotaExceeded):
+        world.core.stream(world.request(), late)
+    assert world.call("late", idempotency_key="k") == late  # accepted long ago
+    reading = world.read(busy)  # runs anyway
+    await world.settle()
+    world.dispatcher.finish(world.dispatcher.started[1], "done")
+    assert await reading == "done"
+    again = world.read(late)
+    await world.settle()
+    world.dispatcher.finish(world.dispatcher.started[1], "at last")
+    assert await again == "at last"
+    world.core.check_integrity()
+    await world.core.close()
+
+
+async def test_one_read_may_need_more_than_the_queue_size() -> None:
+    world = World(global_scheduler={"max_queue_size": 4})
+    reading = world.read(world.call("sum", *[world.call(f"part{n}") for n in range(20)]))
+    await world.settle()
+    assert world.core.num_queued == 20
+    with pytest.raises(QuotaExceeded):
+        world.call("more")
+    for _ in range(20):
+        world.dispatcher.finish(world.dispatcher.started[0])
+    world.dispatcher.finish(world.dispatcher.started[0], "joined")
+    assert await reading == "joined"
     await world.core.close()
 
 

@@ -17,6 +17,7 @@ from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     ParrotError,
+    QuotaExceeded,
     SessionGone,
     TimedOut,
     Unavailable,
@@ -43,6 +44,8 @@ Request = TypeVar("Request", SemanticCallRequest, NativeCallRequest)
 _NUM_CALL_CONNECTIONS = 32
 _NUM_READ_CONNECTIONS = 512  # each pending read holds one
 _NUM_ATTEMPTS = 3
+_ROOM_TIMEOUT_S = 60.0
+_MAX_ROOM_PAUSE_S = 1.0
 _READ_MARGIN_S = 1.0  # the server ends a read at its timeout; after this we do
 _CLOSE_TIMEOUT_S = 5.0
 _LIVENESS_INTERVAL_S = 30.0
@@ -52,7 +55,8 @@ class Session:
     """Its coroutines run on its own background loop: give them to `run`, `arun` or `start`.
 
     Reads, calls and cancellations are tried again when the connection breaks (a call carries an
-    idempotency key); making a session or a variable and setting one are not."""
+    idempotency key); making a session or a variable and setting one are not. A call also waits for
+    a full queue to have room again, up to a minute."""
 
     def __init__(
         self,
@@ -144,14 +148,14 @@ class Session:
             payload["remove_pure_fill"] = False
         request = self._checked(SemanticCallRequest, payload)
         return self._accepted(
-            call, await self._with_retries(lambda: self._calls.semantic_call(request))
+            call, await self._when_there_is_room(lambda: self._calls.semantic_call(request))
         )
 
     async def submit_native(self, call: PyNativeCall) -> int:
         await self._register_loose(call)
         request = self._checked(NativeCallRequest, call.to_request_payload(self))
         return self._accepted(
-            call, await self._with_retries(lambda: self._calls.native_call(request))
+            call, await self._when_there_is_room(lambda: self._calls.native_call(request))
         )
 
     async def register(self, var: SemanticVariable) -> None:
@@ -248,6 +252,17 @@ class Session:
                 var.attach(self, info.var_id)
         logger.debug("session %d: request %d is %s", self.session_id, response.request_id, call)
         return response.request_id
+
+    async def _when_there_is_room(self, submit: Callable[[], Awaitable[T]]) -> T:
+        """A service whose queue is full has room again when it has worked for a while."""
+        try:
+            return await self._with_retries(submit)
+        except QuotaExceeded:
+            import stamina
+
+        return await stamina.AsyncRetryingCaller(
+            attempts=None, timeout=_ROOM_TIMEOUT_S, wait_max=_MAX_ROOM_PAUSE_S
+        )(QuotaExceeded, self._with_retries, submit)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The first attempt is made plainly: it is the hot path, and all but always succeeds."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import ParrotError
 from parrot.serve.graph.deduce import deduce, objective_of, tighten
 from parrot.serve.graph.links import Reader, Runner, TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, CompletionState
@@ -127,12 +126,7 @@ class Demand:
         task.task.times.ready = self._clock.now()
         task.is_started = True
         self.num_started += 1
-        try:
-            self._runner.start(task.task)
-        except ParrotError as error:
-            task.task.state = CompletionState.FAILED
-            for output in task.outputs:
-                output.variable.fail(error)
+        self._runner.start(task.task)
 
     def _lower(self, tasks: Iterable[TaskNode]) -> None:
         """Each of `tasks` lost one who wanted it. Those without any other stop."""

@@ -107,6 +107,10 @@ class SessionGraph:
             raise Conflict(f"variable `{node.variable.name}` is the output of a call")
         node.variable.set(text)
 
+    def is_known(self, request: CallRequest) -> bool:
+        """Its idempotency key was used before: submitting it adds no call."""
+        return request.idempotency_key in self._replays
+
     def submit_semantic(self, request: SemanticCallRequest) -> CallResponse:
         if (replay := self._replays.find(request)) is not None:
             return replay

@@ -31,6 +31,11 @@ class VariableNode:
     def is_settled(self) -> bool:
         return self.variable.is_settled
 
+    @property
+    def is_idle(self) -> bool:
+        """Wanting it would set work going."""
+        return self.producer is not None and not self.producer.demand and not self.is_settled
+
 
 @dataclass(slots=True, eq=False)
 class Reader:
@@ -95,8 +100,7 @@ class Runner(Protocol):
     possibly before the call returns."""
 
     def start(self, task: Task) -> None:
-        """Run `task`: its inputs are ready and it has an objective. May raise a `ParrotError`,
-        which fails its outputs."""
+        """Run `task`: its inputs are ready and it has an objective."""
         ...
 
     def withdraw(self, task: Task) -> None:

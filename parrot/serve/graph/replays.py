@@ -12,6 +12,9 @@ class Replays:
     def __init__(self) -> None:
         self._answers: dict[str, tuple[bytes, CallResponse]] = {}
 
+    def __contains__(self, key: str | None) -> bool:
+        return key in self._answers
+
     def find(self, request: SemanticCallRequest | NativeCallRequest) -> CallResponse | None:
         """The answer that this key got, if any. Raises `Conflict` if it was for another request."""
         if request.idempotency_key is None:
