@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -29,9 +30,10 @@ class Cluster:
         with Cluster(engines=[{"engine_type": "sim"}] * 2) as cluster:
             vm = P.VirtualMachine(cluster.core_url)
 
-    `core` None: engines alone (`--without_core`). Entering starts all and waits until every engine
-    has registered; leaving stops all. Each process logs to `log_dir/NAME.log`; engines are named by
-    their `engine_name`, by default engine-0, engine-1, ..."""
+    `with_core` False: engines alone (`--without_core`). Entering starts all and waits until every
+    engine has registered or, alone, is ready; leaving stops all. Each process logs to
+    `log_dir/NAME.log`; engines are named by their `engine_name`, by default engine-0, engine-1, ...
+    """
 
     CORE_MODULE: ClassVar = "parrot.serve.http_server"
     ENGINE_MODULE: ClassVar = "parrot.engine.http_server"
@@ -113,8 +115,9 @@ class Cluster:
     def wait_ready(
         self, names: Iterable[str] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Return when ServeCore lists these engines (default: all) as live. Raises `ClusterError`
-        with the end of a log as soon as any process dies, or after the timeout."""
+        """Return when ServeCore lists these engines (default: all) as live or, without a ServeCore,
+        when they are ready. Raises `ClusterError` with the end of a log as soon as any process
+        dies, or after the timeout."""
         missing = set(self.engine_names if names is None else names)
         deadline = time.monotonic() + (timeout_s or self._ready_timeout_s)
         pause_s = _FIRST_PAUSE_S
@@ -220,11 +223,11 @@ class Cluster:
         return self.log_dir / f"{name}.json"
 
     def _core_answers(self) -> bool:
-        return CORE not in self.configs or self._ask(CORE, "GET", "/health") is not None
+        return CORE not in self.configs or self._ask(CORE, "/health") is not None
 
     def _live_engines(self, names: Iterable[str]) -> set[str]:
         if CORE not in self.configs:
-            return {name for name in names if self._ask(name, "POST", "/ping") is not None}
+            return {name for name in names if self._is_ready(name)}
         return {
             name
             for name, engine_id in self._registered_ids().items()
@@ -233,17 +236,20 @@ class Cluster:
 
     def _registered_ids(self, only: str | None = None) -> dict[str, int]:
         """Engine ids by name of the engines (or that one) that ServeCore believes to be live."""
-        answer = self._ask(CORE, "GET", "/ready") if CORE in self.configs else None
-        if answer is None or "error" in answer:
+        answer = self._ask(CORE, "/ready") if CORE in self.configs else None
+        if answer is None or answer[0] != HTTPStatus.OK:
             return {}
-        engines = ReadyResponse.model_validate(answer).engines
+        engines = ReadyResponse.model_validate(answer[1]).engines
         return {e.engine_name: e.engine_id for e in engines if only in (None, e.engine_name)}
 
-    def _ask(self, name: str, method: str, path: str) -> Any:
-        """The decoded answer of one of our servers, None when there is none (yet)."""
+    def _is_ready(self, name: str) -> bool:
+        answer = self._ask(name, "/ready")
+        return answer is not None and answer[0] == HTTPStatus.OK
+
+    def _ask(self, name: str, path: str) -> tuple[int, Any] | None:
+        """Status and decoded answer of one of our servers, None when there is none (yet)."""
         config = self.configs[name]
-        answer = ask(_reachable(config["host"]), config["port"], method, path)
-        return None if answer is None else answer[1]
+        return ask(_reachable(config["host"]), config["port"], "GET", path)
 
     def _late_message(self, missing: set[str]) -> str:
         slow = sorted(missing) or [CORE]

@@ -2,7 +2,7 @@
 
 Engines tell the core that they are up with POST /hello; the core lists them on /ready, dead ones
 included, as a core may for a while. Config keys steer it: `die_after_s`, `exit_code`, `stubborn`,
-`silent`, `with_child`."""
+`silent`, `loading`, `with_child`."""
 
 import itertools
 import json
@@ -18,11 +18,15 @@ from pathlib import Path
 config = json.loads(Path(sys.argv[sys.argv.index("--config_path") + 1]).read_text())
 engines: list[dict[str, object]] = []
 engine_ids = itertools.count()
+alone = "--without_core" in sys.argv
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer({"engines": engines} if engines else {"error": {"type": "no_engine"}})
+        if self.path == "/ready" and (config.get("loading") or not (engines or alone)):
+            self._answer({"error": {"type": "no_engine"}}, status=503)
+        else:
+            self._answer({"engines": engines})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -31,9 +35,9 @@ class Handler(BaseHTTPRequestHandler):
             engines.append(body | {"engine_id": next(engine_ids)})
         self._answer({})
 
-    def _answer(self, payload: object) -> None:
+    def _answer(self, payload: object, status: int = 200) -> None:
         raw = json.dumps(payload).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)

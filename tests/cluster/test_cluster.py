@@ -77,6 +77,13 @@ def test_engines_without_a_core() -> None:
             _ = cluster.core_url
 
 
+def test_an_engine_without_a_core_is_awaited_until_it_is_ready() -> None:
+    cluster = make([{}, {"loading": True}], with_core=False, ready_timeout_s=1.0)
+    with pytest.raises(ClusterError, match="not ready in time: engine-1"), cluster:
+        pass
+    assert not any(cluster.process(name).is_alive for name in cluster.configs)
+
+
 def test_a_server_that_cannot_start_ends_the_wait_with_its_log() -> None:
     cluster = make([{}, {"exit_code": 3}])
     with pytest.raises(ClusterError, match="engine-1 ended with exit code 3") as caught, cluster:
