@@ -1,12 +1,13 @@
 """Registering with ServeCore, and staying registered: the only calls an engine makes by itself."""
 
+import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from parrot.engine.service import EngineService
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.internal import EngineInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.utils.clock import Clock
@@ -49,10 +50,14 @@ class Heartbeat:
             await self._service.reset()
 
     async def _register(self) -> int:
-        info = reachable(self._service.engine_info(), *self._core)
-        engine_id = await self._until_answered(lambda: self._client.register_engine(info))
-        logger.info("registered as engine %d (%s)", engine_id, info.engine_name)
+        engine_id = await self._until_answered(self._try_to_register)
+        name = self._service.engine_info().engine_name
+        logger.info("registered as engine %d (%s)", engine_id, name)
         return engine_id
+
+    async def _try_to_register(self) -> int:
+        info = await reachable(self._service.engine_info(), *self._core)
+        return await self._client.register_engine(info)
 
     async def _beat_while_known(self, engine_id: int) -> None:
         """Heartbeats until ServeCore says that it does not know this engine."""
@@ -79,14 +84,21 @@ class Heartbeat:
             delay_s = min(2 * delay_s, MAX_RETRY_S)
 
 
-def reachable(info: EngineInfo, core_host: str, core_port: int) -> EngineInfo:
+async def reachable(info: EngineInfo, core_host: str, core_port: int) -> EngineInfo:
     """`info` with a host that ServeCore can call: an engine bound to every interface tells the
-    address of the one that leads to ServeCore."""
+    address of the one that leads to ServeCore. Raises `Unavailable` while none does."""
     if info.host not in _WILDCARD_HOSTS:
         return info
-    family, kind, proto, _, address = socket.getaddrinfo(
-        core_host, core_port, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(address)  # a datagram socket: chooses a route, sends nothing
-        return info.model_copy(update={"host": probe.getsockname()[0]})
+    host = await asyncio.to_thread(_own_address_towards, core_host, core_port)
+    return info.model_copy(update={"host": host})
+
+
+def _own_address_towards(host: str, port: int) -> str:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # a datagram socket: chooses a route, sends nothing
+            own: str = probe.getsockname()[0]
+            return own
+    except OSError as error:
+        raise Unavailable(f"no way to {host}: {error.strerror}") from None

@@ -1,6 +1,7 @@
 """Registration on virtual time, against a ServeCore that comes, goes and forgets."""
 
 import asyncio
+import socket
 
 import pytest
 
@@ -9,7 +10,7 @@ from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.sim.engine import create_sim_engine
 from parrot.protocol.errors import AuthenticationFailed, Unavailable
 from parrot.protocol.internal import FillRequest, HeartbeatResponse
-from parrot.utils.clock import ManualClock
+from parrot.utils.clock import Clock, ManualClock, MonotonicClock
 
 INTERVAL_S = 3.0
 
@@ -17,9 +18,10 @@ INTERVAL_S = 3.0
 class FakeServeClient:
     """`error` None: ServeCore is up. `known` holds the ids it has given out since it started."""
 
-    def __init__(self, clock: ManualClock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.error = None
+        self.registered = asyncio.Event()
         self.known: set[int] = set()
         self.infos = []
         self.times: list[float] = []
@@ -34,6 +36,7 @@ class FakeServeClient:
         self._answer()
         self.infos.append(info)
         self.known.add(len(self.infos))
+        self.registered.set()
         return len(self.infos)
 
     async def engine_heartbeat(self, engine_id, engine_name, runtime_info) -> HeartbeatResponse:
@@ -129,6 +132,36 @@ async def test_a_wrong_token_is_tried_again_not_fatal(scene, caplog):
 async def test_an_engine_on_all_interfaces_tells_an_address_that_can_be_called(scene):
     _, _, service = scene
     info = service.engine_info()
-    assert reachable(info, "localhost", 9000) is info
+    assert await reachable(info, "localhost", 9000) is info
     wild = info.model_copy(update={"host": "0.0.0.0"})
-    assert reachable(wild, "127.0.0.1", 9000).host == "127.0.0.1"
+    assert (await reachable(wild, "127.0.0.1", 9000)).host == "127.0.0.1"
+
+
+async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, caplog):
+    """As when both are started together and the name server learns of ServeCore later."""
+    num_questions = 0
+    ask = socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        nonlocal num_questions
+        if host != "core.example":
+            return ask(host, *args, **kwargs)
+        num_questions += 1
+        if num_questions == 1:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ask("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    service = create_sim_engine(SimConfig(host="0.0.0.0"))
+    await service.start()
+    client = FakeServeClient(clock := MonotonicClock())
+    core = ("core.example", 9000)
+    heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=core)
+    running = asyncio.ensure_future(heartbeat.run())
+    async with asyncio.timeout(10):
+        await client.registered.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await service.close()
+    assert client.infos[0].host == "127.0.0.1"
+    assert "no way to core.example: Name or service not known; trying on" in caplog.text
