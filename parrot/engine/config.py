@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_json_object
 
@@ -16,6 +16,7 @@ _ORIGINAL_ATTN_FUNCS = frozenset(
         "xformers_fill_shared_prompts_generate",
     }
 )
+_ORIGINAL_POLICIES = ("fifo", "tgi")
 _DEFAULT_BLOCK_SIZE = 16
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -32,6 +33,12 @@ class SchedulerConfig(ConfigModel):
     policy: Literal["priority", "fcfs"] = Field(
         "priority", description="By ServeCore's priorities, or by arrival."
     )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _read_original(cls, policy: Any) -> Any:
+        """The original's two policies both took jobs by arrival."""
+        return "fcfs" if policy in _ORIGINAL_POLICIES else policy
 
 
 class ServeCoreAddress(ConfigModel):

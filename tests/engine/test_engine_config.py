@@ -76,6 +76,13 @@ def test_the_originals_other_attention_functions_keep_their_block_size():
     assert (config.dtype, config.device) == ("float16", "cuda")
 
 
+@pytest.mark.parametrize("policy", ["fifo", "tgi"])
+def test_the_originals_policies_mean_by_arrival(policy):
+    scheduler = {**ORIGINAL_LOCAL["scheduler"], "policy": policy}
+    config = parse_engine_config({**ORIGINAL_LOCAL, "scheduler": scheduler}, "original")
+    assert config.scheduler.policy == "fcfs"
+
+
 def test_the_originals_openai_config_loads():
     config = parse_engine_config(ORIGINAL_OPENAI, "original")
     assert isinstance(config, OpenAIConfig)
@@ -106,6 +113,7 @@ def test_a_nameless_engine_keeps_its_name_over_restarts():
         ({"engine_type": "mlcllm"}, ["`engine_type`", "builtin, openai, huggingface, sim"]),
         ({"engine_type": []}, ["`engine_type`"]),
         ({"scheduler": {"max_batch": 1}}, ["`scheduler.max_batch`", "max_batch_size"]),
+        ({"scheduler": {"policy": ["fifo"]}}, ["`scheduler.policy`", "'priority' or 'fcfs'"]),
         ({"scheduler": {"policy": "best"}}, ["`scheduler.policy`", "'priority' or 'fcfs'"]),
         ({"instance": {"attn_func": "magic"}}, ["`instance.attn_func`", "'auto'"]),
         ({"instance": {"block_sz": 1}}, ["`instance.block_sz`", "block_size"]),
