@@ -6,6 +6,7 @@ from parrot.engine.context import ContextTree
 from parrot.engine.jobs import JobLines, Order, Piece
 from parrot.protocol.errors import InvalidRequest, NotFound, PromptTooLong
 from parrot.protocol.internal import NO_PARENT
+from parrot.protocol.sampling import SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,25 @@ class OrderLimits:
     def check_tokens(self, piece: Piece) -> None:
         """Raise `InvalidRequest` for a token that the model does not have."""
         if piece.token_ids and (largest := max(piece.token_ids)) >= self.vocab_size:
-            size = self.vocab_size
-            raise InvalidRequest(f"token id {largest} is outside of the vocabulary of {size}")
+            raise self._foreign_token(largest, "token_ids")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `InvalidRequest` for a bias of a token that the model does not have."""
+        if sampling.logit_bias and (largest := max(sampling.logit_bias)) >= self.vocab_size:
+            raise self._foreign_token(largest, "logit_bias")
+
+    def _foreign_token(self, token_id: int, param: str) -> InvalidRequest:
+        size = self.vocab_size
+        return InvalidRequest(
+            f"token id {token_id} is outside of the vocabulary of {size}", param=param
+        )
 
 
 def check_order(order: Order, tree: ContextTree, lines: JobLines, limits: OrderLimits) -> None:
     """Raise if a token, a parent or a length is already known to be impossible. What is not known
     yet (a parent still generates) is checked when the job opens."""
+    if order.sampling is not None:
+        limits.check_sampling(order.sampling)
     lengths: dict[int, int] = {}
     last = len(order.pieces) - 1
     for index, piece in enumerate(order.pieces):

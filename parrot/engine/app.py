@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
+from parrot.engine.metrics import CONTENT_TYPE, render_metrics
 from parrot.engine.service import EngineService
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.internal import (
@@ -128,9 +129,9 @@ class _Routes:
         return Response(b"{}", media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        info = self._service.runtime_info().model_dump()
-        lines = [f"parrot_engine_{name} {value}\n" for name, value in info.items()]
-        return Response("".join(lines), media_type="text/plain; version=0.0.4")
+        return Response(
+            render_metrics(self._service.runtime_info()), headers={"Content-Type": CONTENT_TYPE}
+        )
 
 
 async def _named(

@@ -21,6 +21,7 @@ from parrot.utils.clock import Clock
 logger = logging.getLogger(__name__)
 
 _MAX_CATCH_UP_S = 0.02
+_THREAD_NAME = "engine-core"
 
 R = TypeVar("R")
 Verb = Callable[[EngineCore], None]
@@ -92,7 +93,7 @@ class ThreadDriver:
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[EngineCore] = loop.create_future()
         self._thread = threading.Thread(
-            target=self._run, args=(loop, loaded), name="engine-core", daemon=True
+            target=self._run, args=(loop, loaded), name=_THREAD_NAME, daemon=True
         )
         self._thread.start()
         core = await loaded
@@ -197,6 +198,11 @@ class AsyncDriver:
             await self._clock.sleep(delay)
         else:
             await asyncio.sleep(0)
+
+
+def core_thread_is_alive() -> bool:
+    """True after `close` only if the thread still loads a model, which cannot be interrupted."""
+    return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:

@@ -6,6 +6,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from parrot.engine.config import (
     load_engine_config,
     parse_engine_config,
 )
+from parrot.engine.driver import core_thread_is_alive
 from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer
@@ -123,6 +125,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         uvloop.run(serve(config, with_core=not args.without_core))
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    if core_thread_is_alive():
+        # Native code that still loads weights would abort the process in Python's own shutdown.
+        logging.shutdown()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class JobRequest(InternalPayload):
 
 
 class FillRequest(JobRequest, FillPiece):
-    end_flag: bool = False
+    end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
 
 
 class FillResponse(InternalPayload):
@@ -66,7 +66,7 @@ class GenerateRequest(JobRequest):
     context_id: ContextId
     parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=MAX_CONTEXT_ID)
     parent_len: int | None = Field(None, ge=0)
-    end_flag: bool = False
+    end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
     fills: list[FillPiece] = Field([], max_length=4096)
     sampling_config: SamplingConfig = SamplingConfig()
 
@@ -109,7 +109,7 @@ class FreeContextRequest(InternalPayload):
 
     @model_validator(mode="after")
     def _names_something(self) -> "FreeContextRequest":
-        if not self.model_fields_set & {"context_id", "context_ids"}:
+        if self.context_id is None and "context_ids" not in self.model_fields_set:
             raise ValueError("give context_id or context_ids")
         return self
 

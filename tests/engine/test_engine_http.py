@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig
@@ -27,10 +29,13 @@ from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
     EngineFailed,
+    InvalidRequest,
+    ModelNumerics,
     NotFound,
     PromptTooLong,
     Unavailable,
     UnsupportedField,
+    ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
 from parrot.protocol.internal import EngineType, FillRequest, GenerateRequest, GenerateResponse
@@ -107,6 +112,9 @@ async def test_free_context_takes_one_id_too():
         assert await http.request("POST", "/free_context", body={"context_id": 1}) == {
             "context_len": 20
         }
+        for nothing in ({}, {"context_id": None}):
+            with pytest.raises(ValidationFailed):
+                await http.request("POST", "/free_context", body=nothing)
 
 
 async def test_typed_errors_reach_the_client():
@@ -116,6 +124,9 @@ async def test_typed_errors_reach_the_client():
         with pytest.raises(UnsupportedField) as error:
             await client.generate(request(sampling={"n": 2}))
         assert error.value.param == "n"
+        with pytest.raises(InvalidRequest, match="259 is outside of the vocabulary") as error:
+            await client.generate(request(sampling={"logit_bias": {"259": 1.0}}))
+        assert error.value.param == "logit_bias"
         with pytest.raises(NotFound):
             await client.fill(FillRequest(context_id=1, parent_context_id=7, token_ids=[1]))
 
@@ -185,7 +196,12 @@ async def test_health_ready_and_metrics():
         assert await http.request("GET", "/health") == {}
         assert await http.request("GET", "/ready") == {}
         async with session.get(f"{http.base_url}/metrics") as response:
-            assert "parrot_engine_num_free_blocks 8192\n" in await response.text()
+            assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            families = list(text_string_to_metric_families(await response.text()))
+        assert all(family.documentation for family in families)
+        values = {sample.name: sample.value for family in families for sample in family.samples}
+        assert values["parrot_engine_kv_blocks_free"] == 8192
+        assert {family.name: family.type for family in families}["parrot_engine_steps"] == "counter"
         await service.close()
         with pytest.raises(Unavailable):
             await http.request("GET", "/ready")
@@ -230,11 +246,19 @@ async def test_many_at_once():
 
 
 class FaultyRunner(SimRunner):
+    """Crashes on `!`; the logits after a context with `?` are not finite."""
+
     def run(self, plan):
         assert threading.current_thread().name == "engine-core"
-        if any(33 in sequence.token_ids for sequence in plan.sequences):
+        if any(ord("!") in sequence.token_ids for sequence in plan.sequences):
             raise RuntimeError("!")
-        return super().run(plan)
+        result = super().run(plan)
+        samples = [sequence.sample for sequence in plan.sequences if sequence.sample]
+        for sample in samples:
+            if ord("?") in sample.context_ids:
+                del result.tokens[sample.job_id]
+                result.errors[sample.job_id] = ModelNumerics("the logits are not finite")
+        return result
 
 
 def threaded(**keys) -> tuple[RunnerService, SimConfig]:
@@ -260,6 +284,21 @@ async def test_a_threaded_engine_serves_and_outlives_a_crash():
         events = [e async for e in client.generate_stream(request(100, length=50))]
         assert len(events[-1].generated_ids) == 50
         assert await client.free_contexts(range(101)) > 0
+        assert (await client.ping()).num_free_blocks == 8192
+
+
+async def test_logits_that_are_not_finite_fail_their_own_request_only():
+    service, config = threaded()
+    async with serving(service, config) as (client, _):
+        good = [client.generate(request(i)) for i in range(20)]
+        bad = client.generate(request(99, "a?"))
+        *answers, error = await asyncio.gather(*good, bad, return_exceptions=True)
+        assert type(error) is ModelNumerics
+        assert {len(answer.generated_ids) for answer in answers} == {5}
+        with pytest.raises(ModelNumerics):
+            async for _ in client.generate_stream(request(98, "?")):
+                pass
+        assert await client.free_contexts(range(100)) > 0
         assert (await client.ping()).num_free_blocks == 8192
 
 
@@ -334,6 +373,19 @@ def test_the_process_says_when_it_is_ready_and_ends_cleanly(tmp_path):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
         assert process.returncode == 0
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.3])
+def test_a_process_that_is_loading_its_model_ends_cleanly(tmp_path, delay_s):
+    pytest.importorskip("torch")
+    with run_engine(tmp_path, f'{{"model": "embedded", "port": {free_port()}}}') as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("loading embedded" in line for line in lines)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 0, stderr
+        assert "Traceback" not in stderr
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path):
