@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.errors import (
@@ -34,6 +35,12 @@ from parrot.utils.ids import tokens_equal
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
+_ERROR_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 
@@ -104,12 +111,11 @@ class _BodyLimit:
 
 
 def error_response(error: ParrotError) -> Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return Response(
         orjson.dumps(error.to_payload(), option=orjson.OPT_NON_STR_KEYS, default=str),
         status_code=error.status,
         media_type="application/json",
-        headers=headers,
+        headers=_ERROR_HEADERS.get(error.status),
     )
 
 
@@ -140,7 +146,7 @@ def parse_payload(model: type[T], payload: Any) -> T:
 
 def validation_failed(errors: Any) -> ValidationFailed:
     first = errors[0]
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "path", "query"))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     where = f"`{param}`: " if param else ""
     return ValidationFailed(f"{where}{first['msg']}{more}", param=param or None)
@@ -186,7 +192,9 @@ async def _disconnected(request: Request) -> None:
 def event_stream(events: AsyncIterator[tuple[str, BaseModel]]) -> StreamingResponse:
     """An SSE response from (event name, payload) pairs, with keep-alive comments while idle. An
     exception of the iterator becomes a final `error` event: the stream never just stops."""
-    return StreamingResponse(_encode_events(events), media_type="text/event-stream")
+    return StreamingResponse(
+        _encode_events(events), media_type="text/event-stream", headers=_STREAM_HEADERS
+    )
 
 
 async def _encode_events(events: AsyncIterator[tuple[str, BaseModel]]) -> AsyncIterator[bytes]:
@@ -239,8 +247,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response(NotFound(f"no such path: {request.url.path}"))
     if error.status_code == 405:
-        return error_response(MethodNotAllowed(f"{request.method} is not allowed here"))
+        response = error_response(MethodNotAllowed(f"{request.method} is not allowed here"))
+        response.headers["Allow"] = ", ".join(_allowed_methods(request))
+        return response
     return error_response(error_from_payload(None, error.status_code))
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -76,7 +76,9 @@ def _shorten(app: FastAPI, method: str, path: str) -> None:
         response: Response = await documented.endpoint(request, **request.path_params)
         return response
 
-    app.router.routes.insert(0, Route(path, direct, methods=[method]))
+    route = Route(path, direct, methods=[method])
+    route.methods = {method}  # without HEAD, which would be a read
+    app.router.routes.insert(0, route)
 
 
 def _add_engine_routes(app: FastAPI, core: ServeCore) -> None:
@@ -112,14 +114,17 @@ def _add_engine_routes(app: FastAPI, core: ServeCore) -> None:
 
 
 def _add_service_routes(app: FastAPI, core: ServeCore) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", **describe("The process answers", response=EmptyResponse))
     async def health() -> Response:
         return json_response(EmptyResponse())
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", **describe("An engine is there", response=ReadyResponse, errors=(503,)))
     async def ready() -> Response:
         return json_response(core.readiness())
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
     async def metrics() -> Response:
         return Response(core.metrics(), media_type=CONTENT_TYPE)

@@ -185,6 +185,24 @@ async def test_each_mistake_gets_its_documented_error(site: Site) -> None:
         assert answer["error"]["message"]
 
 
+async def test_errors_carry_the_headers_that_http_asks_for(site: Site) -> None:
+    for method, path, status, header, text in (
+        ("PUT", "/v1/semantic_var/x", 405, "Allow", "GET, POST"),
+        ("HEAD", "/v1/semantic_var/x", 405, "Allow", "GET, POST"),
+        ("DELETE", "/v1/session", 405, "Allow", "POST"),
+        ("HEAD", "/health", 200, "Content-Type", "application/json"),
+        ("HEAD", "/metrics", 200, "Allow", None),
+        ("HEAD", "/ready", 503, "Retry-After", "1"),
+    ):
+        async with site.http.request(method, path) as answer:
+            found = (answer.status, answer.headers.get(header))
+            assert found == (status, text), (method, path)
+            assert method != "HEAD" or not await answer.read()
+    scope = await site.session()
+    async with site.http.get(f"/v1/session/{scope['session_id']}") as answer:
+        assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
 async def test_set_twice_and_cycles_are_conflicts(site: Site) -> None:
     scope = await site.session()
     x = await site.post("/v1/semantic_var", scope | {"var_name": "x", "content": "1"})
