@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import (
     InternalError,
-    NoEngine,
     ParrotError,
     Unavailable,
 )
@@ -330,7 +329,6 @@ class Dispatcher:
     def _give_up(self, models: Models, since: float) -> None:
         """The grace is over for all that was queued when it began."""
         del self._unserved[models]
-        wanted = " or ".join(models) or "any model"
         later: list[float] = []
         for task in self._scheduler.queued(models):
             if task.arrived > since:
@@ -338,7 +336,7 @@ class Dispatcher:
                 continue
             self._leave_queue(task.completion.id)
             self._scheduler.remove(task)
-            error = NoEngine(f"no live engine serves {wanted}")
+            error = self._fleet.registry.unserved(models)
             self._settle(task.completion, CompletionState.FAILED, error)
         if later:
             self._give_grace(models, min(later))

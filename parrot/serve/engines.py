@@ -1,11 +1,11 @@
 """The live engines, and when each was last heard of."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import QuotaExceeded
+from parrot.protocol.errors import NoEngine, NotFound, ParrotError, QuotaExceeded
 from parrot.protocol.internal import EngineInfo, RuntimeInfo
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.utils.clock import Clock
@@ -53,6 +53,7 @@ class EngineRegistry:
         self._ids = IdCounter()
         self._engines: OrderedDict[int, Engine] = OrderedDict()  # longest silent first
         self._by_address: dict[tuple[str, str, int], Engine] = {}
+        self._known_models: set[str] = set()  # of lost engines, too
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -79,6 +80,7 @@ class EngineRegistry:
         engine = Engine(self._ids.next(), info, client, now, now)
         assert engine.address not in self._by_address, engine.address
         self._engines[engine.id] = self._by_address[engine.address] = engine
+        self._known_models.add(info.model)
         return engine
 
     def remove(self, engine: Engine) -> None:
@@ -110,6 +112,15 @@ class EngineRegistry:
                 break
             overdue.append(engine)
         return overdue
+
+    def unserved(self, models: Sequence[str]) -> ParrotError:
+        """Why nothing with one of these models (empty: any) can run. If engines are there, and none
+        ever had such a model, it is the request that is wrong."""
+        wanted = " or ".join(models) or "any model"
+        if self._engines and self._known_models.isdisjoint(models):
+            served = ", ".join(sorted({engine.info.model for engine in self}))
+            return NotFound(f"unknown model: {wanted}; there is {served}", param="models")
+        return NoEngine(f"no live engine serves {wanted}")
 
     def models(self) -> ModelsResponse:
         by_name = {engine.info.model: engine.info for engine in self._engines.values()}

@@ -494,14 +494,31 @@ async def test_a_late_result_is_dropped(world: World) -> None:
     assert await completion.output.wait() == "fresh"
 
 
+async def test_a_model_that_was_never_there_is_unknown(world: World) -> None:
+    await world.join(fake_engine(model="tiny"))
+    options = CallOptions(func_name="f", models=("llama", "opt"))
+    waiting = world.submit("a", options=options)
+    for _ in range(2):
+        await world.clock.advance(20)
+        world.dispatcher.heartbeat(
+            HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
+        )
+    error = await error_of(waiting)
+    assert isinstance(error, NotFound)
+    assert error.param == "models"
+    assert "llama or opt; there is tiny" in error.message
+
+
 async def test_no_engine(world: World) -> None:
     other = CallOptions(func_name="f", models=("llama",))
+    await world.join(fake_engine("llama", model="llama"))
+    await world.clock.advance(31)  # it is lost
     await world.join(fake_engine(model="tiny"))
     waiting = world.submit("a", options=other)
     await world.clock.advance(29)
     assert not waiting.output.is_settled
     late = world.submit("b", options=other)
-    for engine_id in (0,):
+    for engine_id in (1,):
         world.dispatcher.heartbeat(
             HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=RuntimeInfo())
         )
