@@ -36,7 +36,7 @@ from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.links import VariableNode
 from parrot.serve.lifecycle import SessionExpiry, time_limit
 from parrot.serve.metrics import CoreCollector, CoreMetrics
-from parrot.serve.native import NativeRunner, check_names
+from parrot.serve.native import NativeRunner, check_call
 from parrot.serve.running import TaskRunner
 from parrot.serve.session import Session, SessionRegistry, tenant_of
 from parrot.serve.views import engine_view, session_view, variables_view
@@ -112,7 +112,7 @@ class ServeCore:
 
     def submit_native(self, request: NativeCallRequest) -> CallResponse:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        check_names(request)
+        check_call(request)
         if not session.graph.is_known(request):
             self._require_room()
         return session.graph.submit_native(request)

@@ -15,6 +15,7 @@ from parrot.protocol.errors import (
     ParrotError,
 )
 from parrot.protocol.public import MAX_TEXT, NativeCallRequest
+from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall
 from parrot.utils.clock import Clock
@@ -22,6 +23,7 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
+_NO_SAMPLING = SamplingConfig()
 _MAX_MESSAGE = 1000  # characters of a function's own error that are passed on
 
 # What the function sees besides the language: its outputs, and stand-ins for the decorator and the
@@ -55,8 +57,15 @@ native_function = P.native_function
 """
 
 
-def check_names(request: NativeCallRequest) -> None:
-    """The function and its parameters must have Python names. Raises `InvalidRequest`."""
+def check_call(request: NativeCallRequest) -> None:
+    """The function and its parameters must have Python names, and nothing is sampled. Raises
+    `InvalidRequest`."""
+    for parameter in request.parameters:
+        if parameter.sampling_config not in (None, _NO_SAMPLING):
+            raise InvalidRequest(
+                f"nothing is sampled for output `{parameter.name}` of a native function",
+                param="sampling_config",
+            )
     for name in (request.func_name, *(parameter.name for parameter in request.parameters)):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InvalidRequest(f"`{name}` is not a Python name", param=name)

@@ -11,7 +11,7 @@ from parrot.protocol.errors import InvalidRequest, NativeFunctionFailed
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.native import NativeRunner, check_names
+from parrot.serve.native import NativeRunner, check_call
 from parrot.utils.clock import MonotonicClock
 from tests.serve.serve_fakes import given, made, native
 
@@ -205,9 +205,16 @@ def test_names_that_are_not_pythons_are_refused(name: str) -> None:
         native("f", made(name)),
     ):
         with pytest.raises(InvalidRequest, match="not a Python name") as caught:
-            check_names(request)
+            check_call(request)
         assert caught.value.param == name
-    check_names(native("größe", made("o")))
+    check_call(native("größe", made("o")))
+
+
+def test_sampling_of_a_native_output_is_refused() -> None:
+    check_call(native("f", made("o") | {"sampling_config": {"temperature": 1.0}}))
+    with pytest.raises(InvalidRequest, match="`o`") as caught:
+        check_call(native("f", made("o") | {"sampling_config": {"temperature": 0.5}}))
+    assert caught.value.param == "sampling_config"
 
 
 async def until(condition: Callable[[], bool]) -> None:
