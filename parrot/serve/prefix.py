@@ -10,7 +10,7 @@ model is not part of a key: a key is only ever looked up together with an engine
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -80,11 +80,3 @@ def extend_key(key: bytes, segment: Segment) -> bytes:
     mark = b"." if segment.ends_turn else b"-"
     text = segment.text.encode("utf-8", "surrogatepass")
     return hashlib.sha256(key + segment.kind.value + mark + text).digest()
-
-
-def num_leading_constants(segments: Sequence[Segment]) -> int:
-    """How many segments of the prompt's start come from the template alone."""
-    for i, segment in enumerate(segments):
-        if segment.kind is not SegmentKind.CONSTANT:
-            return i
-    return len(segments)

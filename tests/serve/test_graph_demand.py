@@ -15,7 +15,6 @@ from parrot.protocol.errors import (
     SessionGone,
 )
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.nodes import CompletionState, Task
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import (
     FakeRunner,
