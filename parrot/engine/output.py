@@ -15,12 +15,13 @@ _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
 
 class Detokenizer:
     """Tokens in, text out, without special tokens. Text that ends inside a character is held back;
-    if the character never comes, it is left out."""
+    if the character never comes, its beginning is left out."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
+        self._shown: list[int] = []  # the tokens of the last piece: what follows may depend on them
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often of several tokens, often none."""
@@ -31,13 +32,23 @@ class Detokenizer:
             return self._restart()
         if text is None:
             return ""
-        self._pending.clear()
+        self._shown, self._pending = self._pending, []
         return text
+
+    def flush(self) -> str:
+        """The whole characters among what is held back; after this there are no more tokens."""
+        if not self._pending:
+            return ""
+        shown = self._tokenizer.decode(self._shown, skip_special_tokens=True)
+        text = decode(self._tokenizer, self._shown + self._pending)
+        self._pending.clear()
+        return text[len(shown) :]
 
     def _restart(self) -> str:
         """The library gives up on bytes that form no character; decode them alone, go on after."""
         text = decode(self._tokenizer, self._pending)
         self._pending.clear()
+        self._shown.clear()
         self._stream = DecodeStream(skip_special_tokens=True)
         return text
 
@@ -135,7 +146,15 @@ class Generation:
             self._add_text(self._detokenizer.push(token_id))
         if self.finish_reason is None and len(self.output_ids) >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        if self.finish_reason is not None and self._stops is not None and not self._stops.found:
+        if self.finish_reason is not None:
+            self._end_text()
+
+    def _end_text(self) -> None:
+        """Let go of what was held back, unless it is beyond a stop string."""
+        if self._detokenizer is None or (self._stops is not None and self._stops.found):
+            return
+        self._add_text(self._detokenizer.flush())
+        if self._stops is not None and not self._stops.found:
             self._delta.append(self._stops.flush())
 
     def _add_text(self, piece: str) -> None:

@@ -1,5 +1,8 @@
+import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from parrot.engine.output import Detokenizer, Generation, Language, StopStrings, decode
 from parrot.engine.sim.tokenizer import BOS_ID, EOS_ID, byte_tokenizer_response
@@ -38,9 +41,48 @@ def test_text_comes_back_whole_whatever_its_characters(text):
 @settings(max_examples=300)
 def test_any_tokens_give_the_same_text_piecewise_and_at_once(ids):
     detokenizer = Detokenizer(TOKENIZER)
-    text = "".join(detokenizer.push(token_id) for token_id in ids)
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
     assert text.rstrip("\ufffd") == decode(TOKENIZER, ids)
     text.encode()  # never half a character
+
+
+def language_with_a_token_that_ends_inside_a_character() -> tuple[Language, int]:
+    """As byte-level vocabularies have them: a blank with the first byte of a letter."""
+    response = byte_tokenizer_response()
+    model = orjson.loads(response.tokenizer_json)
+    model["model"]["vocab"]["Ġà"] = 300
+    return Language.of(
+        response.model_copy(update={"tokenizer_json": orjson.dumps(model).decode()})
+    ), 300
+
+
+@pytest.mark.parametrize("stop", [None, "zz", "b "])
+def test_whole_characters_before_a_broken_one_are_not_lost_at_the_end(stop):
+    language, blank_and_byte = language_with_a_token_that_ends_inside_a_character()
+    ids = [ord("a"), ord("b"), blank_and_byte]
+    sampling = SamplingConfig(max_gen_length=3, stop_str=stop)
+    at_once, streamed = (Generation(sampling, 0, language, stream) for stream in (False, True))
+    chunks = feed(streamed, ids)
+    feed(at_once, ids)
+    want = "a" if stop == "b " else "ab "
+    assert "".join(chunk.text for chunk in chunks) == streamed.text() == at_once.text() == want
+    assert [i for chunk in chunks for i in chunk.ids] == ids
+
+
+def test_the_rest_depends_on_the_text_before_it():
+    """Decoders of SentencePiece's kind drop the blank of the first token, and only there."""
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<0xE0>": 2}, "▁a"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.ByteFallback(),
+            decoders.Replace("▁", " "),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(i) for i in (0, 1, 2)]
+    assert "".join(pieces) + detokenizer.flush() == "a b" == decode(tokenizer, [0, 1, 2])
 
 
 def test_no_piece_ends_inside_a_character():
