@@ -1,7 +1,7 @@
 """The embedded model's greedy output is that of transformers, however the work is cut up."""
 
 import random
-from collections.abc import Callable
+from array import array
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +10,16 @@ import transformers
 from tokenizers import Tokenizer
 
 from parrot.engine.config import BuiltinConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.driver import deliver
+from parrot.engine.jobs import Order, Piece
 from parrot.engine.model_runner import ModelRunner, load_runner
 from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.testing.runner_driver import Context, Driver
+from parrot.engine.output import Language
+from parrot.engine.plan import StepPlan, StepResult
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.runner_driver import Driver
+from parrot.utils.clock import MonotonicClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,7 +53,7 @@ def runner() -> ModelRunner:
         {
             "model": "embedded",
             "dtype": "float32",
-            "instance": {"num_kv_cache_blocks": 400, "num_threads": 1},
+            "instance": {"num_kv_cache_blocks": 400},
         }
     )
     return load_runner(config)[0]
@@ -88,33 +95,30 @@ def test_filled_in_chunks_of_7(runner: ModelRunner, golden: Golden) -> None:
     assert driver.generate(contexts, NUM_TOKENS, chunk=7) == golden.outputs
 
 
-@pytest.mark.parametrize("cut", [lambda n: 2, lambda n: n // 2, lambda n: n - 1])
-def test_forked_from_a_shared_context(
-    runner: ModelRunner, golden: Golden, cut: Callable[[int], int]
-) -> None:
-    """Two forks of each context, one of them taken while the parent goes on generating."""
+def test_forked_from_a_shared_context(runner: ModelRunner, golden: Golden) -> None:
+    """Three forks of each prompt's context: within a block, near its end, and all but a token."""
     driver = Driver(runner)
-    pairs: list[tuple[Context, Context]] = []
-    for prompt in golden.prompts[::3]:
+    contexts = []
+    for prompt in golden.prompts:
         parent = driver.context(prompt)
         driver.step([(parent, len(prompt))])
-        pairs.append((driver.fork(parent, cut(len(prompt))), driver.fork(parent, cut(len(prompt)))))
-    for (first, second), prompt in zip(pairs, golden.prompts[::3], strict=True):
-        first.tokens, second.tokens = list(prompt), list(prompt)
-    contexts = [context for pair in pairs for context in pair]
-    want = [output for output in golden.outputs[::3] for _ in range(2)]
+        for length in (2, len(prompt) // 2, len(prompt) - 1):
+            fork = driver.fork(parent, length)
+            fork.tokens = list(prompt)
+            contexts.append(fork)
+    want = [output for output in golden.outputs for _ in range(3)]
     assert driver.generate(contexts, NUM_TOKENS) == want
 
 
 def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
-    runner: ModelRunner, golden: Golden
+    runner: ModelRunner, golden: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefix of 1,000 tokens, then forks that decode together: with and without sharing."""
     rng = random.Random(1)
     prefix = [token for _ in range(100) for token in rng.choice(golden.prompts)[:10]][:1000]
     outputs = []
     for gate in (1, 10**9):
-        runner._attention._min_saved_tokens = gate
+        monkeypatch.setattr(runner._attention, "_min_saved_tokens", gate)
         driver = Driver(runner)
         parent = driver.context(prefix)
         driver.step([(parent, len(prefix))])
@@ -130,9 +134,50 @@ def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
 def test_after_a_preemption(runner: ModelRunner, golden: Golden) -> None:
     """Half of the contexts lose their KV in the middle and are computed again from their tokens."""
     driver = Driver(runner)
-    contexts = [driver.context(prompt) for prompt in golden.prompts[:6]]
+    contexts = [driver.context(prompt) for prompt in golden.prompts]
     first = driver.generate(contexts, 30)
     for context in contexts[::2]:
         driver.release(context)
     rest = driver.generate(contexts, NUM_TOKENS - 30, chunk=20)
-    assert [a + b for a, b in zip(first, rest, strict=True)] == golden.outputs[:6]
+    assert [a + b for a, b in zip(first, rest, strict=True)] == golden.outputs
+
+
+class CountingRunner:
+    """The runner, and how many tokens it has computed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.info = runner.info
+        self.num_tokens = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_tokens += plan.num_tokens
+        return self._runner.run(plan)
+
+
+class ListSink:
+    """Keeps a request's outcome."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[object] = []
+        self.chunk = self.done = self.fail = self.outcomes.append
+
+
+def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
+    """A pool for half of the contexts: the core takes KV from some to let others end."""
+    counting = CountingRunner(runner)
+    capacity = 6 * (PROMPT_LENGTH + NUM_TOKENS)
+    language = Language.of(open_checkpoint("embedded").load_tokenizer())
+    config = BuiltinConfig(tokens_capacity=capacity)
+    core = EngineCore(config, counting, language, MonotonicClock())
+    sampling = SamplingConfig(temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True)
+    sinks = [ListSink() for _ in golden.prompts]
+    for i, (prompt, sink) in enumerate(zip(golden.prompts, sinks, strict=True)):
+        core.submit(Order(i, (Piece(i, array("i", prompt)),), sink, sampling=sampling))
+    while core.step():
+        deliver(core.take_outcomes())
+    core.check_integrity()
+    num_needed = len(golden.prompts) * (PROMPT_LENGTH + NUM_TOKENS - 1)
+    assert counting.num_tokens > num_needed + 100, "nobody was preempted"
+    answers = [outcome for sink in sinks for outcome in sink.outcomes]
+    assert [answer.generated_ids for answer in answers] == golden.outputs
