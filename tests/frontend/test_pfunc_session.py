@@ -475,11 +475,15 @@ class TestScopes:
         try:
             assert ask("x").get()
             assert vm.session_id is not None
+            with ThreadPoolExecutor(4) as pool:  # whose threads have contexts of their own
+                assert len(set(pool.map(lambda n: ask(n).get(), range(8)))) == 8
+            with P.VirtualMachine(vm.core_http_addr).running_scope():
+                assert ask("x").session.session_id != vm.session_id
         finally:
             vm.unset_global_env()
-        assert len(serve.ended) == 1
+        assert len(serve.ended) == 2
         vm.unset_global_env()
-        assert len(serve.ended) == 1
+        assert len(serve.ended) == 2
 
     def test_a_session_by_hand(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         vm.register_session()

@@ -34,6 +34,15 @@ class BasicCall(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.func.name}, {self.bindings})"
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Tell who takes it for an output variable, as in a new thread, why it is none."""
+            raise AttributeError(
+                f"a {type(self).__name__} has no `{name}`: it was called outside any session, so "
+                "nothing was sent; call it inside vm.running_scope() (also in each new thread)"
+            )
+
     @property
     def output_vars(self) -> list[SemanticVariable]:
         """In the order of declaration."""

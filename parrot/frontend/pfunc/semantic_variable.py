@@ -3,7 +3,7 @@
 import queue
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,32 @@ if TYPE_CHECKING:
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
 
-current_session: "ContextVar[Session | None]" = ContextVar("parrot_session", default=None)
-"""The session that calls go to. Set by `VirtualMachine.running_scope` and its like."""
+
+class CurrentSession:
+    """The session that calls go to: that of the innermost scope of this context, else the one that
+    was made the whole process's, for threads and notebook cells, which have contexts of their own.
+    """
+
+    def __init__(self) -> None:
+        self._scoped: ContextVar[Session | None] = ContextVar("parrot_session", default=None)
+        self._global: Session | None = None
+
+    def get(self) -> "Session | None":
+        return self._scoped.get() or self._global
+
+    @contextmanager
+    def scope(self, session: "Session") -> Iterator[None]:
+        token = self._scoped.set(session)
+        try:
+            yield
+        finally:
+            self._scoped.reset(token)
+
+    def set_global(self, session: "Session | None") -> None:
+        self._global = session
+
+
+current_session = CurrentSession()
 
 
 class SemanticVariable:

@@ -74,25 +74,25 @@ class VirtualMachine:
             ended.close()
 
     def set_global_env(self) -> None:
-        """Open a scope and make its session current until `unset_global_env`: in this thread, and
-        in asyncio tasks started from here on (it is a context variable)."""
-        current_session.set(self._enter())
+        """Open a scope and make its session that of the process, in all its threads, until
+        `unset_global_env`. Where another scope is open, that one counts."""
+        current_session.set_global(self._enter())
 
     def unset_global_env(self) -> None:
-        current_session.set(None)
+        current_session.set_global(None)
         self.unregister_session()
 
     @contextmanager
     def running_scope(self, timeit: bool = False) -> Iterator[None]:
         """Calls inside go to this machine's session. Exceptions pass through; the session ends
         either way. `stat_run_time` is the time inside, in seconds; `timeit` also logs it."""
-        token = current_session.set(self._enter())
+        session = self._enter()
         start = time.perf_counter()
         try:
-            yield
+            with current_session.scope(session):
+                yield
         finally:
             self.stat_run_time = time.perf_counter() - start
-            current_session.reset(token)
             self.unregister_session()
             if timeit:
                 logger.info("the program ran for %.3f s", self.stat_run_time)
