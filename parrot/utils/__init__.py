@@ -1,0 +1,3 @@
+from parrot.utils.cprofile import cprofile
+
+__all__ = ["cprofile"]

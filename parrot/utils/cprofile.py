@@ -1,7 +1,7 @@
-"""Profile a block of code from user programs: `with cprofile("name"): ...`."""
+"""Profile a block of code from user programs: `with cprofile("name"): ...`.
 
-import cProfile
-import pstats
+The profilers are imported when they are used: every process imports this package."""
+
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,9 @@ from contextlib import contextmanager
 @contextmanager
 def cprofile(name: str = "", num_rows: int = 30) -> Iterator[None]:
     """Print the cumulative profile of the block to stdout when it ends, also when it raises."""
+    import cProfile
+    import pstats
+
     profile = cProfile.Profile()
     profile.enable()
     try:

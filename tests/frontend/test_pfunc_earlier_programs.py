@@ -1,6 +1,7 @@
 """Programs in the manner of the original ParrotServe (third version) run as they are."""
 
 import asyncio
+import copy
 import sys
 import types
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from parrot.frontend.pfunc.transforms.conversation_template import vicuna_templa
 from parrot.frontend.pfunc.transforms.prompt_formatter import PyIndentRemover
 from parrot.testing.fake_serve import FakeServe
 from parrot.testing.multiproc_manager import MultiProcessManager
-from parrot.utils.cprofile import cprofile
+from parrot.utils import cprofile
+from parrot.utils.cprofile import cprofile as cprofile_by_path
 
 
 @P.semantic_function(conversation_template=P.vicuna_template, try_register=False)
@@ -118,6 +120,9 @@ def test_calls_outside_a_machine() -> None:
     assert call.to_request_payload()["func_name"] == "add"
     semantic: SemanticCall = riddle("the sea")
     assert semantic.to_request_payload()["func_name"] == "riddle"
+    with pytest.raises(AttributeError, match="outside any session"):
+        semantic.get()
+    assert copy.copy(semantic).bindings == semantic.bindings
 
 
 def test_a_native_function_in_a_program(vm: P.VirtualMachine, serve: FakeServe) -> None:
@@ -140,6 +145,7 @@ def test_profiling_a_block(capsys: pytest.CaptureFixture[str]) -> None:
     with cprofile("block"):
         sorted([3, 1])
     assert "cumulative" in capsys.readouterr().out
+    assert cprofile_by_path is cprofile
 
 
 def double(number: int) -> int:
