@@ -32,6 +32,7 @@ def read_configs(paths: Sequence[Path]) -> tuple[Config, list[Config]]:
     if not engines:
         raise ConfigError("no engine among " + ", ".join(map(str, paths)))
     core = cores[0] if cores else {}
+    _check_tokens(core, engines)
     _give_ports(core, engines)
     return core, engines
 
@@ -77,6 +78,13 @@ def _resolve(path: Path, key: str, entry: object) -> Config:
     if not isinstance(base, str):
         raise ConfigError(f"{path}: `{key}.config` must be a path")
     return {**read_json_object(path.parent / base), **overrides}
+
+
+def _check_tokens(core: Config, engines: list[Config]) -> None:
+    """An engine without a token gets ServeCore's; with another it could never register."""
+    for engine in engines:
+        if engine.get("cluster_token") not in (None, core.get("cluster_token")):
+            raise ConfigError("`cluster_token` of an engine differs from its ServeCore's")
 
 
 def _give_ports(core: Config, engines: list[Config]) -> None:

@@ -74,12 +74,14 @@ class Heartbeat:
     async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """Try again, less and less often, as long as there is no good answer."""
         delay_s = FIRST_RETRY_S
+        reason: type[ParrotError] | None = None
         while True:
             try:
                 return await call()
             except ParrotError as error:
-                if delay_s == FIRST_RETRY_S:  # once for each outage
+                if type(error) is not reason:  # not at each attempt
                     logger.warning("ServeCore: %s; trying on", error.message)
+                reason = type(error)
             await self._clock.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_RETRY_S)
 

@@ -84,6 +84,18 @@ def test_mistakes_are_named(tmp_path: Path, sim: Path, payload: Any, message: st
         read_configs([path])
 
 
+def test_an_engine_with_another_token_than_its_core_is_refused(tmp_path: Path) -> None:
+    core = write(tmp_path / "core.json", {"cluster_token": "a"})
+    same, other = (
+        write(tmp_path / f"{token}.json", {"engine_type": "sim", "cluster_token": token})
+        for token in ("a", "b")
+    )
+    read_configs([core, same])
+    for paths in ([core, other], [other]):
+        with pytest.raises(ConfigError, match="`cluster_token` of an engine differs"):
+            read_configs(paths)
+
+
 def test_one_core_only(sim: Path, core: Path) -> None:
     with pytest.raises(ConfigError, match="more than one ServeCore"):
         read_configs([core, sim, core])

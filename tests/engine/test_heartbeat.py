@@ -129,6 +129,19 @@ async def test_a_wrong_token_is_tried_again_not_fatal(scene, caplog):
     assert len(client.infos) == 1
 
 
+async def test_each_reason_for_not_registering_is_said_once(scene, caplog):
+    client, clock, _ = scene
+    client.error = Unavailable("nobody there")
+    client.start()
+    await clock.advance(20.0)
+    client.error = AuthenticationFailed("wrong token")
+    await clock.advance(20.0)
+    assert [record.message for record in caplog.records if "trying on" in record.message] == [
+        "ServeCore: nobody there; trying on",
+        "ServeCore: wrong token; trying on",
+    ]
+
+
 async def test_an_engine_on_all_interfaces_tells_an_address_that_can_be_called(scene):
     _, _, service = scene
     info = service.engine_info()
