@@ -30,10 +30,10 @@ FAST, SLOW = {"step_s": 0.001}, {"step_s": 0.5}
 
 
 @pytest.fixture
-def mark() -> Iterator[dict[str, str]]:
+def mark(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment by which every process of a test is found; none may be left at its end."""
     name = f"PARROT_TEST_{uuid.uuid4().hex}"
-    env = {**os.environ, name: "1"}
+    env = {**os.environ, name: "1", "TMPDIR": str(tmp_path)}  # who is killed leaves its logs
     yield env
     all_ended = eventually(lambda: not pids_of("", env))
     left = pids_of("", env)

@@ -160,12 +160,12 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_servers_end_when_their_parent_is_killed(stubborn: bool) -> None:
+def test_servers_end_when_their_parent_is_killed(stubborn: bool, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(here=str(HERE), stubborn=stubborn)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | ENV,
+        env=os.environ | ENV | {"TMPDIR": str(tmp_path)},
     )
     with parent:
         assert parent.stdout is not None
