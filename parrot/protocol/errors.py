@@ -13,7 +13,8 @@
     |   `-- CyclicGraph           409  the call would close a cycle (names the variables)
     |-- SessionGone               410  expired or deleted
     |-- PayloadTooLarge           413
-    |-- QuotaExceeded             429  queue full, too many sessions, ...
+    |-- QuotaExceeded             429  too many sessions, a provider's limit, ...
+    |   `-- QueueFull             429  nothing was done: the same request may come again
     |-- Cancelled                 499  the reader or its program cancelled the work
     |-- InternalError             500  a defect; details are only in the server's log
     |-- CallFailed                502  a producer failed, so this value will never exist
@@ -110,6 +111,10 @@ class PayloadTooLarge(ParrotError):
 class QuotaExceeded(ParrotError):
     status = 429
     type = "quota_exceeded"
+
+
+class QueueFull(QuotaExceeded):
+    type = "queue_full"
 
 
 class Cancelled(ParrotError):

@@ -7,7 +7,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     NoEngine,
     ParrotError,
-    QuotaExceeded,
+    QueueFull,
     SessionGone,
     TimedOut,
     Unavailable,
@@ -104,7 +104,7 @@ class ServeCore:
     # Calls
 
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
-        """Raises `InvalidRequest`, `CyclicGraph`, `QuotaExceeded` and what bindings may raise."""
+        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull` and what bindings may raise."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         if not session.graph.is_known(request):
             self._require_room()
@@ -148,7 +148,7 @@ class ServeCore:
 
     async def read(self, request: VarGetRequest, var_id: str) -> str:
         """Wait for the value, and meanwhile want it. Raises the variable's error, `TimedOut`, or
-        `QuotaExceeded` (to this reader alone). Cancelling withdraws the read."""
+        `QueueFull` (to this reader alone). Cancelling withdraws the read."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
         if node.is_settled:
@@ -235,7 +235,7 @@ class ServeCore:
         however much it is: it exists already, and refusing a part of it would fail the whole."""
         limit = self.config.global_scheduler.max_queue_size
         if self._dispatcher.num_queued + self._native.num_waiting >= limit:
-            raise QuotaExceeded(f"the queue is full ({limit} tasks): try again later")
+            raise QueueFull(f"the queue is full ({limit} tasks): try again later")
 
     def _expire(self, session: Session) -> None:
         self._end(session, SessionGone(f"session {session.id} has expired"))

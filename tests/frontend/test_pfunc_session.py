@@ -20,6 +20,7 @@ from parrot.protocol.errors import (
     EngineFailed,
     InvalidRequest,
     NoEngine,
+    QueueFull,
     QuotaExceeded,
     SessionGone,
     TimedOut,
@@ -402,16 +403,26 @@ class TestRetries:
             ask("x")
         assert len({call.idempotency_key for call in serve.calls} - {None}) == 2
 
-    def test_a_call_waits_for_a_full_queue_to_empty(
+    def test_calls_and_reads_wait_for_a_full_queue_to_empty(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope():
-            serve.errors["call"] = [QuotaExceeded("full")] * 2
-            assert ask("x").get()
+            serve.errors["call"] = [QueueFull("full")] * 2
+            answer = ask("x")
             assert serve.num_requests["call"] == 3
-            serve.errors["call"] = [QuotaExceeded("full")] * 9
-            with pytest.raises(QuotaExceeded):
+            serve.errors["get"] = [QueueFull("full")] * 2
+            assert answer.get()
+            assert serve.num_requests["get"] == 3
+            serve.errors["call"] = [QueueFull("full")] * 9
+            with pytest.raises(QueueFull):
                 ask("x")
+
+    def test_another_quota_is_told_at_once(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+        with vm.running_scope():
+            serve.errors["get"] = [QuotaExceeded("your provider's limit")]
+            with pytest.raises(QuotaExceeded, match="provider"):
+                ask("x").get()
+            assert serve.num_requests["get"] == 1
 
 
 class TestScopes:

@@ -12,6 +12,7 @@ from parrot.protocol.errors import (
     EngineFailed,
     InvalidRequest,
     NotFound,
+    QueueFull,
     QuotaExceeded,
     SessionGone,
     TimedOut,
@@ -366,11 +367,11 @@ async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> N
     late = world.call("late", idempotency_key="k")
     world.call("a", output_criteria="latency")
     busy = world.call("b", output_criteria="latency")
-    with pytest.raises(QuotaExceeded, match="try again"):
+    with pytest.raises(QueueFull, match="try again"):
         world.call("c")
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(QueueFull):
         await world.read(late)
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(QueueFull):
         world.core.stream(world.request(), late)
     assert world.call("late", idempotency_key="k") == late  # accepted long ago
     reading = world.read(busy)  # runs anyway
@@ -390,7 +391,7 @@ async def test_one_read_may_need_more_than_the_queue_size() -> None:
     reading = world.read(world.call("sum", *[world.call(f"part{n}") for n in range(20)]))
     await world.settle()
     assert world.core.num_queued == 20
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(QueueFull):
         world.call("more")
     for _ in range(20):
         world.dispatcher.finish(world.dispatcher.started[0])

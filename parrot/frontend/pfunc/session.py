@@ -17,7 +17,7 @@ from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     ParrotError,
-    QuotaExceeded,
+    QueueFull,
     SessionGone,
     TimedOut,
     Unavailable,
@@ -55,8 +55,8 @@ class Session:
     """Its coroutines run on its own background loop: give them to `run`, `arun` or `start`.
 
     Reads, calls and cancellations are tried again when the connection breaks (a call carries an
-    idempotency key); making a session or a variable and setting one are not. A call also waits for
-    a full queue to have room again, up to a minute."""
+    idempotency key); making a session or a variable and setting one are not. Calls and reads also
+    wait for a full queue to have room again, up to a minute."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Session:
             return self._liveness.guard(read) if timeout_s is None else read
 
         async with _deadline(var, timeout_s):
-            content = await self._with_retries(get)
+            content = await self._when_there_is_room(get)
         var.settle(content)
         return content
 
@@ -204,7 +204,7 @@ class Session:
                     emit(delta[-num_new:])
 
         async with _deadline(var, timeout_s):
-            await self._with_retries(attempt)
+            await self._when_there_is_room(attempt)
         var.settle(text)
 
     async def cancel(self, var: SemanticVariable) -> None:
@@ -253,16 +253,16 @@ class Session:
         logger.debug("session %d: request %d is %s", self.session_id, response.request_id, call)
         return response.request_id
 
-    async def _when_there_is_room(self, submit: Callable[[], Awaitable[T]]) -> T:
+    async def _when_there_is_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """A service whose queue is full has room again when it has worked for a while."""
         try:
-            return await self._with_retries(submit)
-        except QuotaExceeded:
+            return await self._with_retries(attempt)
+        except QueueFull:
             import stamina
 
         return await stamina.AsyncRetryingCaller(
             attempts=None, timeout=_ROOM_TIMEOUT_S, wait_max=_MAX_ROOM_PAUSE_S
-        )(QuotaExceeded, self._with_retries, submit)
+        )(QueueFull, self._with_retries, attempt)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The first attempt is made plainly: it is the hot path, and all but always succeeds."""
