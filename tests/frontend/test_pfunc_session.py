@@ -335,6 +335,11 @@ class TestErrors:
         assert not vm.session_registered
         assert [t.name for t in threading.enumerate()].count("parrot-io") == 0
 
+        async def program() -> None: ...
+
+        with pytest.raises(Unavailable):
+            vm.run(program())  # without a warning of a coroutine that nobody awaited
+
     def test_a_refused_session(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         with vm.running_scope():
             serve.errors["call"] = [AuthenticationFailed("no")]

@@ -103,11 +103,15 @@ class VirtualMachine:
         """Run a program, a function or a coroutine function, in a scope; returns its seconds."""
         import asyncio
 
-        with self.running_scope(timeit):
+        try:
+            with self.running_scope(timeit):
+                if inspect.iscoroutine(program):
+                    asyncio.run(program)
+                elif inspect.isawaitable(result := program(*args)):
+                    asyncio.run(_awaited(result))
+        finally:
             if inspect.iscoroutine(program):
-                asyncio.run(program)
-            elif inspect.isawaitable(result := program(*args)):
-                asyncio.run(_awaited(result))
+                program.close()  # which does nothing, unless there was no session to run it in
         return self.stat_run_time
 
     def profile(
