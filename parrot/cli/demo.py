@@ -11,6 +11,7 @@ from pathlib import Path
 from parrot import P
 from parrot.cli.console import OUT, fail, orderly_exit
 from parrot.cli.demo_program import split_text, summarize
+from parrot.cli.graph_picture import can_draw, draw_session
 from parrot.cli.launch import start_visibly
 from parrot.cli.report import calls_table
 from parrot.cli.watch import SessionWatch
@@ -32,7 +33,8 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
     _make_dir(output_dir)
     with orderly_exit():
         # Its first import on a machine takes seconds; the engine is loading anyway.
-        _in_background(importlib.import_module, "matplotlib.figure")
+        if can_draw():
+            _in_background(importlib.import_module, "matplotlib.figure")
         cluster = Cluster(_CORE, [_ENGINE])
         try:
             start_visibly(cluster)
@@ -106,8 +108,9 @@ def _write(text: str) -> None:
 
 
 def _draw(info: SessionInfo, title: str, output_dir: Path) -> None:
-    from parrot.cli.graph_picture import draw_session
-
+    if not can_draw():
+        OUT.print("No picture of the graph: matplotlib is not installed, see INSTALL.md")
+        return
     paths = [output_dir / "graph.svg", output_dir / "graph.png"]
     try:
         draw_session(info, title, paths)

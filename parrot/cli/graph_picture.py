@@ -1,6 +1,7 @@
 """Draw the executed graph of a session, as SVG and PNG."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,11 @@ _MARGIN, _TITLE = 0.5, 0.3
 _COLOURS = {"done": "#d9efe0", "failed": "#f6d5d5", "cancelled": "#ececec"}
 _OTHER_COLOUR = "#fdf3d1"
 _INK, _FAINT = "#1f2933", "#7b8794"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there; it comes with the `demo` extra."""
+    return find_spec("matplotlib") is not None
 
 
 def draw_session(info: SessionInfo, title: str, paths: Iterable[Path]) -> None:

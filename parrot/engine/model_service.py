@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig
 from parrot.engine.core import EngineCore
@@ -11,8 +13,11 @@ from parrot.engine.plan import Runner
 from parrot.engine.runner_service import RunnerService
 from parrot.protocol.internal import TokenizerResponse
 from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_ENGINE_EXTRA = frozenset({"torch", "transformers", "numpy", "safetensors", "gguf"})
 
 
 def create_model_service(config: BuiltinConfig | HuggingFaceConfig) -> RunnerService:
@@ -37,11 +42,26 @@ def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
 
 
 def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, TokenizerResponse]:
+    """Raises `ConfigError` if this installation cannot run models."""
+    try:
+        return _import_loader(config)()
+    except ModuleNotFoundError as error:
+        if error.name not in _ENGINE_EXTRA:
+            raise
+        raise ConfigError(
+            f"an engine of type {config.engine_type} needs {error.name}, which is not installed: "
+            "see INSTALL.md"
+        ) from None
+
+
+def _import_loader(
+    config: BuiltinConfig | HuggingFaceConfig,
+) -> Callable[[], tuple[Runner, TokenizerResponse]]:
     """Only the engine's own type is imported: importing torch alone takes seconds."""
     if isinstance(config, BuiltinConfig):
         from parrot.engine.model_runner import load_runner
 
-        return load_runner(config)
+        return partial(load_runner, config)
     from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
 
-    return load_huggingface_runner(config)
+    return partial(load_huggingface_runner, config)

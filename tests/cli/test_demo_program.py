@@ -1,13 +1,16 @@
 """How the demo cuts a text, and which document it takes."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.cli.demo import read_document
+from parrot.cli import graph_picture
+from parrot.cli.demo import _draw, read_document
 from parrot.cli.demo_program import WORDS_PER_PART, split_text, summarize_part
+from parrot.protocol.public import SessionInfo
 
 WORDS = st.lists(st.text(st.characters(categories=["L", "N"]), min_size=1), max_size=60)
 
@@ -20,6 +23,16 @@ def test_parts_hold_all_words_in_order_and_are_even(words: list[str], limit: int
     assert len(parts) == -(-len(words) // limit)
     assert all(0 < length <= limit for length in lengths)
     assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+def test_without_matplotlib_there_is_no_picture_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(graph_picture, "find_spec", lambda name: None)
+    _draw(SessionInfo.model_construct(calls=[], edges=[]), "title", tmp_path)
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_and_its_prompt_fit_a_small_model() -> None:

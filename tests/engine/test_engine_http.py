@@ -15,10 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import create_app
-from parrot.engine.config import SimConfig
+from parrot.engine.config import BuiltinConfig, HuggingFaceConfig, SimConfig
 from parrot.engine.core import EngineCore
 from parrot.engine.driver import ThreadDriver, deliver
 from parrot.engine.http_server import create_service, main
+from parrot.engine.model_service import _load_runner
 from parrot.engine.output import Language
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.engine import create_sim_engine
@@ -41,6 +42,7 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.internal import EngineType, FillRequest, GenerateRequest, GenerateResponse
 from parrot.testing.app_server import serve_app
 from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError
 
 ZERO = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
 SLOW = {**ZERO, "step_s": 0.002}
@@ -395,6 +397,16 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path
         _, stderr = process.communicate(timeout=100)
         assert process.returncode == 1
         assert "Traceback" not in stderr
+
+
+def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
+    for name in [*sys.modules]:
+        if name.startswith(("parrot.engine.model_runner", "parrot.engine.huggingface")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for engine_type in (BuiltinConfig, HuggingFaceConfig):
+        with pytest.raises(ConfigError, match=r"needs torch, which is not installed: see INSTALL"):
+            _load_runner(engine_type())
 
 
 def test_a_bad_config_ends_the_command_with_its_message(tmp_path):
