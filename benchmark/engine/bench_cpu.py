@@ -1,11 +1,11 @@
 """Decode speed of the builtin engine on a CPU, against transformers on the same weights.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmark/engine/bench_cpu.py [--rounds 5]
+    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python benchmark/engine/bench_cpu.py
 
 Everything runs in one process and alternates, round by round, so that a slow moment of the machine
 hits all arms alike; ratios are medians of the ratios within a round. Prompts are random tokens; the
 first token (the prompt's computation) is not timed. Results go to benchmark/results/ as JSON. The
-variable is what `parrot.engine` sets for a server; here torch is loaded first.
+variables are what `parrot.engine` sets for a server; here torch is loaded first.
 """
 
 import argparse
