@@ -170,6 +170,7 @@ def main() -> None:
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT"),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
