@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +17,7 @@ from parrot.engine.jobs import Order, Piece
 from parrot.engine.model_runner import ModelRunner, load_runner
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.output import Language
-from parrot.engine.plan import StepPlan, StepResult
+from parrot.engine.plan import Runner, StepPlan, StepResult
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
 from parrot.utils.clock import MonotonicClock
@@ -163,21 +164,42 @@ class ListSink:
         self.chunk = self.done = self.fail = self.outcomes.append
 
 
-def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
-    """A pool for half of the contexts: the core takes KV from some to let others end."""
-    counting = CountingRunner(runner)
-    capacity = 6 * (PROMPT_LENGTH + NUM_TOKENS)
+def complete(
+    runner: Runner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
+) -> list[list[int]]:
+    """The tokens that an engine core generates for prompts that arrive together."""
     language = Language.of(open_checkpoint("embedded").load_tokenizer())
-    config = BuiltinConfig(tokens_capacity=capacity)
-    core = EngineCore(config, counting, language, MonotonicClock())
-    sampling = SamplingConfig(temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True)
-    sinks = [ListSink() for _ in golden.prompts]
-    for i, (prompt, sink) in enumerate(zip(golden.prompts, sinks, strict=True)):
+    core = EngineCore(BuiltinConfig(**config), runner, language, MonotonicClock())
+    sinks = [ListSink() for _ in requests]
+    for i, ((prompt, sampling), sink) in enumerate(zip(requests, sinks, strict=True)):
         core.submit(Order(i, (Piece(i, array("i", prompt)),), sink, sampling=sampling))
     while core.step():
         deliver(core.take_outcomes())
     core.check_integrity()
+    return [outcome.generated_ids for sink in sinks for outcome in sink.outcomes]
+
+
+def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
+    """A pool for half of the contexts: the core takes KV from some to let others end."""
+    counting = CountingRunner(runner)
+    capacity = 6 * (PROMPT_LENGTH + NUM_TOKENS)
+    sampling = SamplingConfig(temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True)
+    requests = [(prompt, sampling) for prompt in golden.prompts]
+    assert complete(counting, requests, tokens_capacity=capacity) == golden.outputs
     num_needed = len(golden.prompts) * (PROMPT_LENGTH + NUM_TOKENS - 1)
     assert counting.num_tokens > num_needed + 100, "nobody was preempted"
-    answers = [outcome for sink in sinks for outcome in sink.outcomes]
-    assert [answer.generated_ids for answer in answers] == golden.outputs
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
+    runner: ModelRunner, golden: Golden
+) -> None:
+    def seeded(seed: int) -> SamplingConfig:
+        return SamplingConfig(seed=seed, temperature=0.9, top_p=0.95, max_gen_length=16)
+
+    requests = [(prompt, seeded(i)) for i, prompt in enumerate(golden.prompts)]
+    together = complete(runner, requests)
+    assert [complete(runner, [request])[0] for request in requests[::4]] == together[::4]
+    prompt = golden.prompts[0]
+    assert (
+        len({tuple(ids) for ids in complete(runner, [(prompt, seeded(i)) for i in range(4)])}) > 2
+    )
