@@ -2,11 +2,15 @@
 
     plan = scheduler.schedule();  result = runner.run(plan);  deliver(result)
 
+While all jobs only generate, and the runner can, a step is launched before the tokens of the one
+before it are known. A job that turns out to have ended leaves a row in that step which is ignored;
+what it writes is written before any later step, so its blocks may be given away at once.
+
 Not thread-safe: a driver (driver.py) calls everything here, and only between steps.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +20,17 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.context import ContextTree
 from parrot.engine.jobs import Job, Order
 from parrot.engine.output import Language
-from parrot.engine.plan import Runner, RunnerInfo, StepPlan, StepResult
+from parrot.engine.plan import (
+    LaunchedStep,
+    OverlappingRunner,
+    Runner,
+    RunnerInfo,
+    StepPlan,
+    StepResult,
+)
 from parrot.engine.requests import Delivery, RequestDesk
 from parrot.engine.scheduler.policy import POLICIES
-from parrot.engine.scheduler.scheduler import LocalScheduler
+from parrot.engine.scheduler.scheduler import LocalScheduler, Share
 from parrot.protocol.errors import EngineFailed, ParrotError
 from parrot.protocol.internal import RuntimeInfo
 from parrot.utils.clock import Clock
@@ -40,6 +51,15 @@ class StepOutcome:
     broken: Mapping[int, ParrotError] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step whose tokens nobody has waited for."""
+
+    step: LaunchedStep
+    planned: list[tuple[Job, Share]]
+    began: float
+
+
 class EngineCore:
     """One model's requests, contexts and steps."""
 
@@ -52,6 +72,8 @@ class EngineCore:
             num_blocks = min(num_blocks, -(-config.tokens_capacity // info.block_size))
         self.language = language
         self._runner = runner
+        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self._flight: _Flight | None = None
         self._info = info
         self._clock = clock
         self._tree = ContextTree(BlockPool(num_blocks, info.block_size))
@@ -74,6 +96,7 @@ class EngineCore:
         self._num_steps = 0
         self._latency_ns = 0.0
         self._step_began = 0.0
+        self._landed = 0.0
 
     @property
     def runner_info(self) -> RunnerInfo:
@@ -101,6 +124,7 @@ class EngineCore:
         self._desk.reset()
 
     def fail_everything(self, error: ParrotError) -> None:
+        self._flight = None
         self._desk.fail_everything(error)
 
     def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
@@ -111,12 +135,62 @@ class EngineCore:
         return self._desk.take_outcomes()
 
     def step(self) -> bool:
-        """Run one step; False when there was nothing to run."""
+        """Run one step, or launch the next and finish the last; False when there was nothing to
+        run. `finish_launched` must come before anything else is asked of the core."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            plan = self._plan_ahead(flight)
+            ahead = None if plan is None else self._launch(plan, flight.step)
+            planned = self._scheduler.planned()
+            self._land(flight)
+            if plan is not None and ahead is None:
+                self.deliver(self.run(_with_known_tokens(plan, planned)), planned)
+            self._flight = ahead
+            return True
         plan = self.plan()
         if plan is None:
             return False
-        self.deliver(self.run(plan))
+        if self._scheduler.only_decodes:
+            self._flight = self._launch(plan, None)
+        if self._flight is None:
+            self.deliver(self.run(plan))
         return True
+
+    def finish_launched(self) -> None:
+        """Wait for the step that is on its way, if there is one, and deliver it."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
+
+    def _plan_ahead(self, flight: _Flight) -> StepPlan | None:
+        if not self._scheduler.only_decodes:
+            return None
+        jobs = [job for job, _ in flight.planned if not job.has_ended]
+        return self._scheduler.schedule_ahead(jobs)
+
+    def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> _Flight | None:
+        if self._overlapping is None:
+            return None
+        began = self._clock.now()
+        try:
+            step = self._overlapping.launch(plan, previous)
+        except Exception:
+            logger.exception("a step of %d sequences could not be launched", len(plan.sequences))
+            return None
+        return None if step is None else _Flight(step, self._scheduler.planned(), began)
+
+    def _land(self, flight: _Flight) -> None:
+        try:
+            outcome = StepOutcome(flight.step.wait())
+        except Exception:
+            logger.exception("a launched step of %d sequences failed", len(flight.planned))
+            error = EngineFailed(_CANNOT_RUN)
+            outcome = StepOutcome(
+                StepResult({}, {}), dict.fromkeys(range(len(flight.planned)), error)
+            )
+        self._step_began = max(flight.began, self._landed)
+        self._landed = self._clock.now()
+        self.deliver(outcome, flight.planned)
 
     def plan(self) -> StepPlan | None:
         """Decide on the next step. If not None, `run` and `deliver` must follow."""
@@ -157,19 +231,23 @@ class EngineCore:
             errors |= result.errors
         return StepOutcome(StepResult(tokens, errors), broken)
 
-    def deliver(self, outcome: StepOutcome) -> None:
-        """Enter what a step computed, and answer the requests that it completed."""
+    def deliver(
+        self, outcome: StepOutcome, planned: Sequence[tuple[Job, Share]] | None = None
+    ) -> None:
+        """Enter what a step computed, and answer the requests that it completed. `planned`: what
+        the step consists of, if it is not the last that was planned."""
         self._num_steps += 1
         now = self._clock.now()
         elapsed_ns = (now - self._step_began) * 1e9
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_ns - self._latency_ns)
         tokens, errors = outcome.result.tokens, outcome.result.errors
-        for index, (job, share) in enumerate(self._scheduler.planned()):
+        planned = self._scheduler.planned() if planned is None else planned
+        for index, (job, share) in enumerate(planned):
+            if job.has_ended:
+                continue  # its request failed with another job of this step, or it ended before
             if index in outcome.broken:
                 self._desk.fail_job(job, outcome.broken[index])
                 continue
-            if job.has_ended:
-                continue  # its request failed with another job of this step
             job.context.num_computed += share.num_tokens
             if job.job_id in errors:
                 self._desk.fail_job(job, errors[job.job_id])
@@ -216,3 +294,13 @@ class EngineCore:
         self._tree.check_integrity()
         self._scheduler.check_integrity()
         self._desk.check_integrity()
+
+
+def _with_known_tokens(plan: StepPlan, planned: Sequence[tuple[Job, Share]]) -> StepPlan:
+    """A plan that was made ahead, with the tokens that are known by now; those of jobs that have
+    failed meanwhile do not matter."""
+    sequences = tuple(
+        s._replace(token_ids=job.context.token_ids[s.start : s.end] or (0,))
+        for s, (job, _) in zip(plan.sequences, planned, strict=True)
+    )
+    return StepPlan(sequences, plan.copies)

@@ -1,5 +1,6 @@
 """Engines whose model runs in this process, in a thread of its own: `builtin`, `huggingface`."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
     began = time.monotonic()
     logger.info("loading %s (device %s, dtype %s)", config.model, config.device, config.dtype)
     runner, tokenizer = _load_runner(config)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: collections during steps need not look at it
     info = runner.info
     logger.info(
         "loaded %s in %.1f s: %.0f MiB of weights, %.0f MiB of KV for %d tokens",

@@ -137,6 +137,11 @@ class Generation:
         self._delta: list[str] = []
         self._num_streamed_ids = 0
 
+    @property
+    def num_left(self) -> int:
+        """How many more tokens there may be."""
+        return self.max_tokens - len(self.output_ids)
+
     def push(self, token_id: int) -> None:
         """Take the next sampled token; sets `finish_reason` when it is the last."""
         self.output_ids.append(token_id)

@@ -5,11 +5,14 @@ Contexts that share a prefix share its full blocks, so equal leading block ids m
 
     context 7   [ 3 | 9 | 4 ]          parent
     context 8   [ 3 | 9 | 6 | 1 ]      forked from 7 inside its third block: block 4 was copied to 6
+
+Some are named tuples because hundreds are made in each step, and frozen dataclasses take four times
+as long.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
@@ -34,8 +37,7 @@ SUPPORTED_SAMPLING = frozenset(
 """The sampling fields that an engine built on `Runner` carries out; others are refused by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """Ask for one token after the last position of a sequence.
 
     `seed` and `step` (tokens generated so far) fix the random number, whatever else is in the
@@ -51,8 +53,7 @@ class SampleSpec:
     banned_ids: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
 
     `block_ids` covers [0, end); positions before `start` are already computed."""
@@ -110,6 +111,12 @@ class RunnerInfo:
     cache_mem: float
 
 
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> StepResult: ...
+
+
 class Runner(Protocol):
     """Runs steps, one after the other, always from the same thread."""
 
@@ -117,3 +124,15 @@ class Runner(Protocol):
     def info(self) -> RunnerInfo: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@runtime_checkable
+class OverlappingRunner(Runner, Protocol):
+    """A runner that can begin a step before the tokens of the one before it are known."""
+
+    def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+        """Begin a step in which every sequence has one token; None (and nothing done) when it must
+        be `run` instead. With `previous`, the step before, which has not been waited for: the
+        sequences are among its, and their tokens are those that it samples, whatever the plan
+        says. Steps still happen one after the other."""
+        ...

@@ -1,8 +1,9 @@
 """A runner without a model that proves what the scheduler promises about KV."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.plan import LaunchedStep, RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.protocol.errors import ModelNumerics, ParrotError
 
 EMPTY = 0
@@ -106,3 +107,33 @@ class CheckingRunner:
             else:
                 tokens[sample.job_id] = self._next_token(sample.context_ids)
         return StepResult(tokens, errors)
+
+
+class LaunchingRunner(CheckingRunner):
+    """Also launches steps: it does them when they are waited for, with the tokens that the core
+    knows by then. `num_ahead` counts those launched while another was on its way."""
+
+    num_ahead = 0
+
+    def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+        if any(len(s.token_ids) != 1 or s.sample is None for s in plan.sequences):
+            return None
+        self.num_ahead += previous is not None
+        return _Launched(self, plan)
+
+    def with_known_tokens(self, plan: StepPlan) -> StepPlan:
+        """Without the sequences whose job has failed in the step before: they have no token."""
+        known = [
+            s._replace(token_ids=self._tokens_of(s.context_id)[s.start : s.end])
+            for s in plan.sequences
+        ]
+        return StepPlan(tuple(s for s in known if s.token_ids), plan.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    runner: LaunchingRunner
+    plan: StepPlan
+
+    def wait(self) -> StepResult:
+        return self.runner.run(self.runner.with_known_tokens(self.plan))

@@ -16,7 +16,7 @@ from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_respo
 from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, NotFound, ParrotError
 from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.checking_runner import CheckingRunner
+from parrot.testing.checking_runner import CheckingRunner, LaunchingRunner
 from parrot.utils.clock import ManualClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())
@@ -54,6 +54,7 @@ def next_token(context_ids) -> int:
 
 class EngineMachine(RuleBasedStateMachine):
     faults: ClassVar[dict[str, int]] = {}
+    runner_type: ClassVar[type[CheckingRunner]] = CheckingRunner
     errors: ClassVar = InvalidRequest | NotFound | Cancelled
 
     @initialize(
@@ -75,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0)
         self.limits = (max_batch, max_batched)
-        self.runner = CheckingRunner(info, self.tokens_of, next_token, **self.faults)
+        self.runner = self.runner_type(info, self.tokens_of, next_token, **self.faults)
         self.core = EngineCore(config, self.runner, LANGUAGE, ManualClock())
         self.sinks: list[RecordingSink] = []
         self.next_context = 0
@@ -88,6 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
         sink = RecordingSink()
         self.sinks.append(sink)
         order = Order(len(self.sinks), tuple(pieces), sink, priority, sampling, stream)
+        self.core.finish_launched()
         self.core.submit(order)
         self.deliver()
 
@@ -136,6 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num=st.integers(1, 3))
     def free(self, data, num):
         ids = data.draw(st.lists(st.sampled_from(self.live), max_size=num, unique=True))
+        self.core.finish_launched()
         self.core.free(ids)
         self.live = [context_id for context_id in self.live if context_id not in ids]
         self.deliver()
@@ -144,6 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.integers(1, len(self.sinks)))
+        self.core.finish_launched()
         self.core.abort(request_id)
         self.deliver()
         assert self.sinks[request_id - 1].num_ends == 1
@@ -161,7 +165,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(plan.sequences) <= self.limits[0]
             assert plan.num_tokens <= self.limits[1]
         assert not self.runner.violations, self.runner.violations[0]
-        assert self.faults or len(self.runner.plans) == num_plans + ran
+        can_differ = self.faults or self.runner_type is LaunchingRunner
+        assert can_differ or len(self.runner.plans) == num_plans + ran
         self.core.check_integrity()
         return ran
 
@@ -180,8 +185,10 @@ class EngineMachine(RuleBasedStateMachine):
         for sink in self.sinks:
             assert sink.num_ends == 1
             self.check_answer(sink)
+        self.core.finish_launched()
         self.core.free(self.live)
         self.deliver()
+        assert not self.runner.violations, self.runner.violations[0]
         info = self.core.runtime_info()
         assert info.num_free_blocks == info.num_max_blocks
         assert info.num_total_jobs == 0
@@ -207,6 +214,16 @@ class FaultyEngineMachine(EngineMachine):
     errors: ClassVar = InvalidRequest | NotFound | Cancelled | EngineFailed
 
 
+class OverlappingEngineMachine(EngineMachine):
+    """Steps are launched before the tokens of those before them are known."""
+
+    runner_type: ClassVar = LaunchingRunner
+
+
+class FaultyOverlappingEngineMachine(FaultyEngineMachine):
+    runner_type: ClassVar = LaunchingRunner
+
+
 SETTINGS = settings(
     max_examples=100,
     stateful_step_count=30,
@@ -217,3 +234,7 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = SETTINGS
 TestFaultyEngineMachine = FaultyEngineMachine.TestCase
 TestFaultyEngineMachine.settings = SETTINGS
+TestOverlappingEngineMachine = OverlappingEngineMachine.TestCase
+TestOverlappingEngineMachine.settings = SETTINGS
+TestFaultyOverlappingEngineMachine = FaultyOverlappingEngineMachine.TestCase
+TestFaultyOverlappingEngineMachine.settings = SETTINGS

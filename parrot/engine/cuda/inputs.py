@@ -75,6 +75,17 @@ class InputBuilder:
         self._free += [place.row for place in self._places.values()]
         self._places.clear()
 
+    def are_plain_decodes(self, plan: StepPlan) -> bool:
+        """Whether each sequence has one token and samples the largest logit; known only of
+        contexts that have a row."""
+        return all(
+            len(s.token_ids) == 1
+            and s.sample is not None
+            and (place := self._places.get(s.context_id)) is not None
+            and _is_plain(place, s.sample)
+            for s in plan.sequences
+        )
+
     def build(self, plan: StepPlan) -> StepInputs:
         sequences = [s for s in plan.sequences if len(s.token_ids)]
         if len(sequences) > len(self._free):

@@ -10,14 +10,14 @@ from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
 from parrot.engine.cuda.forward import make_forward
 from parrot.engine.cuda.graphs import Decoded, DecodeGraphs, Rooms, bucket_list, decode
 from parrot.engine.cuda.inputs import InputBuilder, IntArray, StepInputs
-from parrot.engine.cuda.stage import Stage
+from parrot.engine.cuda.stage import Landing, Stage
 from parrot.engine.kernels.attention import Capacity, PlanBuffers
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.planner import WorkPlanner
 from parrot.engine.kernels.work_list import TABLE_ROW, SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.plan import RunnerInfo, SampleSpec, StepPlan, StepResult
+from parrot.engine.plan import LaunchedStep, RunnerInfo, SampleSpec, StepPlan, StepResult
 from parrot.engine.sampler import not_finite, sample
 from parrot.protocol.errors import OutOfMemory, ParrotError
 
@@ -27,19 +27,38 @@ _WARM_UP_LENGTHS = (64, 2048)
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
     """`max_rows`: sequences in a step. `max_tokens`: tokens in a step. `gate` None: read no prefix
-    once for several sequences. `upcast`: compute attention in float32."""
+    once for several sequences. `overlap`: steps may be launched ahead. `upcast`: compute attention
+    in float32."""
 
     max_rows: int = 256
     max_tokens: int = 2048
     max_seq_len: int | None = None
     gate: GateConfig | None = field(default_factory=GateConfig)
     use_graphs: bool = True
+    overlap: bool = True
     upcast: bool = False
 
 
+# Tokens of an earlier step on the device, and which of them the rows of this one take.
+Sources = tuple[torch.Tensor, IntArray]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on the device. `tokens` stay valid until the step after it has run."""
+
+    samples: tuple[SampleSpec, ...]
+    tokens: torch.Tensor
+    row_of: dict[int, int]
+    landing: Landing
+
+    def wait(self) -> StepResult:
+        return _results(self.samples, self.landing.wait(len(self.samples)))
+
+
 class CudaRunner:
-    """`Runner` over a decoder and a paged KV pool. Steps in which every sequence has one token run
-    as CUDA graphs."""
+    """`OverlappingRunner` over a decoder and a paged KV pool. Steps in which every sequence has one
+    token run as CUDA graphs."""
 
     def __init__(
         self,
@@ -76,6 +95,7 @@ class CudaRunner:
         self._shape = shape
         self._planner = WorkPlanner(shape, options.gate, self._split)
         self._gate = options.gate
+        self._overlap = options.overlap
         self._planned: tuple[WorkList, WorkList] | None = None
         self._forward = make_forward(model, max_seq_len)
         memory = self._cache.pool.transpose(2, 3)
@@ -90,6 +110,7 @@ class CudaRunner:
                 bucket_list(options.max_rows),
                 self._bind,
             )
+        self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self.shared_tokens_saved = 0
 
     @property
@@ -117,6 +138,35 @@ class CudaRunner:
             self._inputs.forget()
             raise
 
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched | None:
+        if not self._overlap or not self._inputs.are_plain_decodes(plan):
+            return None
+        try:
+            return self._launch(plan, previous)
+        except BaseException:
+            self._inputs.forget()
+            raise
+
+    def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched:
+        self._cache.prepare(plan.copies)
+        inputs = self._inputs.build(plan)
+        work = self._plan_work(inputs)
+        self.shared_tokens_saved += work.num_shared_tokens
+        sources = None
+        if previous is not None:
+            assert isinstance(previous, Launched)
+            rows = [previous.row_of[s.context_id] for s in plan.sequences]
+            sources = (previous.tokens, np.array(rows, dtype=np.int32))
+        decoded = self._run_graph(inputs, work, sources)
+        if decoded is None:
+            decoded = self._run_eagerly(inputs, work, sources)
+        row_of = {s.context_id: i for i, s in enumerate(plan.sequences)}
+        landing = self._landings[0]
+        self._landings.reverse()
+        landing.receive(decoded.tokens[: len(row_of)])
+        return Launched(inputs.samples, decoded.tokens, row_of, landing)
+
     def _run(self, plan: StepPlan) -> StepResult:
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
@@ -143,10 +193,11 @@ class CudaRunner:
             self._planned = (work, _with_rows(work, inputs.rows))
         return self._planned[1]
 
-    def _run_eagerly(self, inputs: StepInputs, work: WorkList) -> Decoded:
-        token_ids, positions, table_rows, sample_rows = self._send(
-            (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.sample_rows), inputs
-        )
+    def _run_eagerly(
+        self, inputs: StepInputs, work: WorkList, sources: Sources | None = None
+    ) -> Decoded:
+        parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.sample_rows)
+        token_ids, positions, table_rows, sample_rows = self._send(parts, inputs, sources)
         buffers = PlanBuffers(Capacity.of(work), self._device)
         buffers.upload(work)
         self._stage.sent()
@@ -154,7 +205,9 @@ class CudaRunner:
         plan = TritonPlan(buffers, self._tables, positions, table_rows)
         return decode(self._forward(token_ids, self._attention, plan, sample_rows))
 
-    def _run_graph(self, inputs: StepInputs, work: WorkList) -> Decoded | None:
+    def _run_graph(
+        self, inputs: StepInputs, work: WorkList, sources: Sources | None = None
+    ) -> Decoded | None:
         """None: no graph is large enough."""
         graphs = self._graphs
         bucket = None if graphs is None else graphs.bucket(inputs.num_tokens)
@@ -162,15 +215,22 @@ class CudaRunner:
             return None
         arrays = (inputs.token_ids, inputs.positions, inputs.table_rows)
         padding = zip(arrays, (0, 0, -1), strict=True)
-        self._send([_pad(array, bucket, fill) for array, fill in padding], inputs)
+        self._send([_pad(array, bucket, fill) for array, fill in padding], inputs, sources)
         graph = graphs.find(bucket, work)
         self._stage.sent()
         return None if graph is None else graphs.replay(graph)
 
-    def _send(self, parts: Sequence[IntArray], inputs: StepInputs) -> list[torch.Tensor]:
-        *sent, at, to = self._stage.send((*parts, inputs.changed_at, inputs.changed_to))
+    def _send(
+        self, parts: Sequence[IntArray], inputs: StepInputs, sources: Sources | None
+    ) -> list[torch.Tensor]:
+        """`parts` begin with the tokens, which `sources` replace."""
+        known, rows = (None, _NONE) if sources is None else sources
+        extra = (inputs.changed_at, inputs.changed_to, rows)
+        *sent, at, to, row = self._stage.send((*parts, *extra))
         if len(at):
             self._tables.view(-1)[at] = to
+        if known is not None:  # -1 marks a job that has failed: its row does not matter
+            sent[0][: len(row)] = known[row].clamp(min=0)
         return sent
 
     def _bind(self, rows: int, work: PlanBuffers) -> tuple[torch.Tensor, TritonPlan]:

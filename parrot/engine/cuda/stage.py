@@ -38,3 +38,23 @@ class Stage:
         """All copies from pinned memory that belong to this step are under way."""
         if self._done is not None:
             self._done.record()
+
+
+class Landing:
+    """Pinned memory in which one step's tokens arrive."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=is_cuda)
+        self._done = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def receive(self, tokens: torch.Tensor) -> None:
+        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self, count: int) -> list[int]:
+        if self._done is not None:
+            self._done.synchronize()
+        numbers: list[int] = self._host[:count].tolist()
+        return numbers

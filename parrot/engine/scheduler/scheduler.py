@@ -5,7 +5,8 @@ of them from many jobs. Jobs that miss one token (they generate) come first, the
 order of their keys, in chunks, as far as the step's budget goes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from parrot.engine.config import SchedulerConfig
 from parrot.engine.context import Context, ContextTree
@@ -15,8 +16,7 @@ from parrot.engine.scheduler.policy import Policy
 from parrot.engine.scheduler.room import IdleContexts, drop_kv
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """A job's part of a step."""
 
     num_tokens: int
@@ -61,6 +61,27 @@ class LocalScheduler:
         """What the last plan consists of, in the order of its sequences."""
         return list(self._shares.items())
 
+    @property
+    def only_decodes(self) -> bool:
+        """Every job only generates, and the next step of all would not have to make room."""
+        return not self._queue and self._tree.num_free_blocks >= 2 * len(self._decoding)
+
+    def schedule_ahead(self, jobs: Sequence[Job]) -> StepPlan | None:
+        """The step after one of `jobs` whose tokens are not known yet: each is taken to go on,
+        unless that token is its last. Tokens in the plan mean nothing. Only if `only_decodes`."""
+        last = {job for job in jobs if job.generation and job.generation.num_left <= 1}
+        for job in jobs:
+            job.context.num_computed += 1
+            if job not in last:
+                job.context.token_ids.append(0)
+        try:
+            return self.schedule()
+        finally:
+            for job in jobs:
+                job.context.num_computed -= 1
+                if job not in last:
+                    job.context.token_ids.pop()
+
     def add(self, job: Job) -> None:
         """Take a job whose context misses at least one token's KV."""
         assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
@@ -95,7 +116,7 @@ class LocalScheduler:
         self._tokens_left = self._limits.max_num_batched_tokens
         self._context_tokens = 0
         for job in self._decoding:
-            if job.is_admitted and self._has_place(job):
+            if job.is_admitted and job.context.num_missing and self._has_place(job):
                 self._take(job, 1)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
         for job in self._queue:

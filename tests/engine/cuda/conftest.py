@@ -1,5 +1,5 @@
-"""Run the kernels in Triton's interpreter where there is no CUDA device, as tests/engine/kernels do;
-the variable must be set before they are first imported."""
+"""Run the kernels in Triton's interpreter where there is no CUDA device, as
+tests/engine/kernels does; the variable must be set before they are first imported."""
 
 import importlib.util
 import os

