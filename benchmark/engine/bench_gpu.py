@@ -1,0 +1,228 @@
+"""Speed of the builtin engine on a GPU: random weights of well-known shapes, in bfloat16.
+
+    python benchmark/engine/bench_gpu.py [--models qwen3-0.6b ...] [--parts decode http ...]
+
+Parts: `decode` and `prefill` run steps in this process, without an engine around them; `load256`
+runs the engine core without HTTP; `http` starts the engine's server and asks it from here. Floors:
+weights and unique KV once at the copy rate of an H200, or the arithmetic at its matrix rate.
+Contexts of `decode` begin with random KV. Results go to benchmark/results/ as JSON.
+"""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_http
+import torch
+import triton
+from gpu_cases import DECODES, PREFILLS, VLLM, Decode, Sequences, Shape, load_256
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.cuda.runner import CudaRunner
+from parrot.engine.jobs import Order, Piece
+from parrot.engine.model_runner import load_runner
+from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.output import Language
+from parrot.engine.plan import StepPlan
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.internal import FillResponse, GenerateResponse, StreamChunk, TokenizerResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import MonotonicClock
+
+RESULTS = Path(__file__).parents[1] / "results"
+MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b")
+PARTS = ("decode", "prefill", "load256", "http")
+WARM_STEPS, STEPS = 10, 60
+Row = dict[str, Any]
+
+
+def config_of(model: str, port: int = 9001) -> BuiltinConfig:
+    return BuiltinConfig.model_validate(
+        {
+            "model": model,
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "port": port,
+            "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
+            "instance": {"load_format": "dummy", "max_seq_len": 16384},
+        }
+    )
+
+
+def bench_decode(runner: CudaRunner, case: Decode) -> Row:
+    """`ms`: a step as the engine core sees it, plan in, tokens out. `gpu_ms`: its graph alone."""
+    sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
+    times = []
+    shared = runner.num_shared_steps
+    for _ in range(WARM_STEPS + STEPS):
+        plan = StepPlan(sequences.next_step())
+        began = time.perf_counter()
+        result = runner.run(plan)
+        times.append((time.perf_counter() - began) * 1e3)
+        assert len(result.tokens) == case.batch, result.errors
+    return {
+        "ms": statistics.median(times[WARM_STEPS:]),
+        "p90_ms": sorted(times[WARM_STEPS:])[int(STEPS * 0.9)],
+        "gpu_ms": _graph_ms(runner),
+        "shared_steps": runner.num_shared_steps - shared,
+    }
+
+
+def _graph_ms(runner: CudaRunner) -> float | None:
+    graphs, planned = runner._graphs, runner._planned
+    assert graphs is not None
+    assert planned is not None
+    used = [g for g in graphs._graphs.values() if g.work is planned[1]]
+    if not used:
+        return None
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
+    marks[0].record()
+    for mark in marks[1:]:
+        used[0].graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def bench_prefill(runner: CudaRunner, tokens: int, chunk: int) -> Row:
+    times = []
+    for _ in range(5):
+        case = Decode(f"prefill {tokens}", 1, 0)
+        sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
+        steps = sequences.fill(tokens, chunk)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for step in steps:
+            runner.run(StepPlan((step,)))
+        times.append((time.perf_counter() - began) * 1e3)
+    return {"ms": statistics.median(times[1:])}
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.response: GenerateResponse | None = None
+
+    def chunk(self, chunk: StreamChunk) -> None: ...
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        assert isinstance(response, GenerateResponse)
+        self.response = response
+
+    def fail(self, error: ParrotError) -> None:
+        raise error
+
+
+def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerResponse) -> Row:
+    """All requests at once, greedy, through the engine core in this thread."""
+    core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
+    requests, best = load_256(), None
+    for attempt in range(2):
+        sinks = [Sink() for _ in requests]
+        began = time.perf_counter()
+        for number, (request, sink) in enumerate(zip(requests, sinks, strict=True)):
+            sampling = SamplingConfig(
+                temperature=0.0, max_gen_length=request.output, ignore_tokenizer_eos=True
+            )
+            key = attempt * len(requests) + number
+            core.submit(Order(key, (Piece(key, request.prompt),), sink, sampling=sampling))
+        while core.has_work and core.step():
+            pass
+        seconds = time.perf_counter() - began
+        for call, argument in core.take_outcomes():
+            call(argument)
+        assert all(sink.response is not None for sink in sinks)
+        core.free(range(attempt * len(requests), (attempt + 1) * len(requests)))
+        best = min(best or seconds, seconds)
+    assert best is not None
+    tokens = sum(request.output for request in requests)
+    return {"seconds": best, "tokens_per_s": tokens / best, "steps": core.runtime_info().num_steps}
+
+
+def show(rows: list[Row], row: Row) -> None:
+    rows.append(row)
+    texts = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()]
+    print("  ".join(texts), flush=True)
+
+
+def bench_model(model: str, parts: list[str], rows: list[Row]) -> None:
+    config = config_of(model)
+    shape = Shape.of(model)
+    began = time.perf_counter()
+    loaded, tokenizer = load_runner(config)
+    assert isinstance(loaded, CudaRunner)
+    show(rows, {"model": model, "case": "load", "seconds": time.perf_counter() - began})
+    memory = loaded._cache.pool
+    for layer in range(memory.shape[0]):
+        memory[layer].normal_()
+    if "decode" in parts:
+        for case in DECODES[model]:
+            row = {"model": model, "case": case.name, "floor_ms": shape.decode_floor_ms(case)}
+            row |= {"vllm_ms": VLLM.get(f"{model} {case.name}")} | bench_decode(loaded, case)
+            show(rows, row | {"over_floor": row["ms"] / row["floor_ms"]})
+    if "prefill" in parts:
+        for tokens, chunk in PREFILLS[model]:
+            row = {"model": model, "case": f"prefill {tokens}", "chunk": chunk}
+            row |= {"floor_ms": shape.prefill_floor_ms(tokens)}
+            row |= bench_prefill(loaded, tokens, chunk)
+            show(rows, row | {"vllm_ms": VLLM.get(f"{model} prefill {tokens}")})
+    if "load256" in parts and model != "llama-2-7b":
+        row = bench_256(config, loaded, tokenizer)
+        show(rows, {"model": model, "case": "256, no HTTP"} | row)
+
+
+def bench_http(model: str, rows: list[Row]) -> None:
+    """A server in a process of its own."""
+    path = Path(f"/tmp/bench_gpu_{model}.json")
+    path.write_text(config_of(model).model_dump_json(exclude={"engine_name"}))
+    command = [sys.executable, "-m", "parrot.engine.http_server", "--without_core"]
+    server = subprocess.Popen([*command, "--config_path", str(path), "--release_mode"])
+    try:
+        url = "http://localhost:9001"
+        for row in asyncio.run(gpu_http.measure(model, url, lambda: server.poll() is None)):
+            show(rows, {"model": model, **row})
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--output", type=Path, default=RESULTS / "engine_gpu.json")
+    args = parser.parse_args()
+    # `copilot` and `roots4` are longer than Llama 2's own limit.
+    KNOWN_SHAPES["llama-2-7b"]["max_position_embeddings"] = 16384
+    rows: list[Row] = []
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "rows": rows,
+    }
+    try:
+        for model in args.models:
+            if "http" in args.parts:
+                bench_http(model, rows)
+            if set(args.parts) - {"http"}:
+                bench_model(model, args.parts, rows)
+                gc.collect()
+                torch.cuda.empty_cache()
+    finally:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The loads of `bench_gpu`, their floors on an H200, and vLLM 0.25.1's figures for the same."""
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parrot.engine.models.registry import spec_from_config
+from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.plan import SampleSpec, SequenceStep
+from parrot.protocol.sampling import SamplingConfig
+
+MEMORY_RATE = 4.3e12
+MATRIX_RATE = 790e12
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A step of `batch` sequences: `shared` tokens that each of `roots` groups has in common, then
+    from `own` to `own_max` of their own."""
+
+    name: str
+    batch: int
+    own: int
+    own_max: int | None = None
+    shared: int = 0
+    roots: int = 1
+
+    def own_lengths(self) -> list[int]:
+        rng = random.Random(0)
+        return [rng.randint(self.own, self.own_max or self.own) for _ in range(self.batch)]
+
+
+PLAIN = tuple(Decode(f"decode B={batch} ctx 2k", batch, 2048) for batch in (1, 8, 64))
+# Prompts of 5835 to 7100 tokens whose first 5107 are common, in the middle of their outputs.
+COPILOT = tuple(Decode(f"copilot B={batch}", batch, 728, 1632, 5107) for batch in (8, 16, 32, 64))
+ROOTS4 = Decode("roots4 B=64", 64, 728, 1632, 5107, 4)
+DECODES = {
+    "qwen3-0.6b": PLAIN,
+    "llama-3.1-8b": PLAIN,
+    "llama-2-7b": (*PLAIN, *COPILOT, ROOTS4),
+}
+# (tokens, tokens in one step)
+PREFILLS = {
+    "qwen3-0.6b": ((2048, 2048), (8192, 8192)),
+    "llama-3.1-8b": ((2048, 2048), (8192, 8192), (8192, 4096), (8192, 2048)),
+    "llama-2-7b": ((2048, 2048),),
+}
+VLLM = {
+    "qwen3-0.6b decode B=1 ctx 2k": 1.72,
+    "qwen3-0.6b decode B=8 ctx 2k": 1.97,
+    "qwen3-0.6b decode B=64 ctx 2k": 5.08,
+    "llama-3.1-8b decode B=1 ctx 2k": 4.98,
+    "llama-3.1-8b decode B=8 ctx 2k": 5.51,
+    "llama-3.1-8b decode B=64 ctx 2k": 9.43,
+    "llama-3.1-8b prefill 2048": 50.3,
+    "llama-3.1-8b prefill 8192": 210.8,
+    "llama-2-7b decode B=1 ctx 2k": 4.85,
+    "llama-2-7b decode B=8 ctx 2k": 6.71,
+    "llama-2-7b decode B=64 ctx 2k": 21.9,
+    "llama-2-7b copilot B=8": 8.2,
+    "llama-2-7b copilot B=16": 9.0,
+    "llama-2-7b copilot B=32": 13.0,
+    "llama-2-7b copilot B=64": 15.9,
+    "llama-2-7b roots4 B=64": 51.5,
+}
+"""Milliseconds, offline, its cascade attention switched on where that is faster."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    weight_bytes: int
+    token_bytes: int
+    layer_weights: int
+    num_layers: int
+    q_width: int
+
+    @classmethod
+    def of(cls, model: str) -> "Shape":
+        spec = spec_from_config(KNOWN_SHAPES[model], model)
+        sizes = {name: _product(shape) for name, shape in spec.tensor_shapes().items()}
+        embed = sizes[f"{spec.names.embed}.weight"]
+        head = 0 if spec.tie_embeddings else embed
+        return cls(
+            weight_bytes=2 * (sum(sizes.values()) - head),
+            token_bytes=4 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
+            layer_weights=sum(sizes.values()) - embed - head,
+            num_layers=spec.num_layers,
+            q_width=spec.num_heads * spec.head_dim,
+        )
+
+    def decode_floor_ms(self, case: Decode) -> float:
+        tokens = sum(case.own_lengths()) + case.shared * case.roots
+        return (self.weight_bytes + tokens * self.token_bytes) / MEMORY_RATE * 1e3
+
+    def prefill_floor_ms(self, tokens: int) -> float:
+        attention = 2 * self.num_layers * self.q_width * tokens**2
+        return (2 * self.layer_weights * tokens + attention) / MATRIX_RATE * 1e3
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+class Sequences:
+    """The contexts of a case, in blocks in random order at the beginning of the pool, where the
+    engine's are too; and their steps one after the other."""
+
+    def __init__(self, case: Decode, block_size: int, num_blocks: int, steps: int = 128) -> None:
+        self._size = block_size
+        rng = random.Random(1)
+        full = case.shared // block_size
+        own = [-(-(case.shared + n + steps) // block_size) - full for n in case.own_lengths()]
+        needed = min(num_blocks, case.roots * full + sum(own) + 8192 // block_size)
+        free = iter(rng.sample(range(needed), needed))
+        roots = [[next(free) for _ in range(full)] for _ in range(case.roots)]
+        self._ends = [case.shared + own for own in case.own_lengths()]
+        self._tables = []
+        for i, count in enumerate(own):
+            self._tables.append(roots[i % case.roots] + [next(free) for _ in range(count)])
+        self._free = free
+
+    def next_step(self) -> tuple[SequenceStep, ...]:
+        sequences = []
+        for i, table in enumerate(self._tables):
+            end = self._ends[i]
+            blocks = table[: end // self._size + 1]
+            sequences.append(SequenceStep(i, [7], end, blocks, SampleSpec(i, GREEDY, 0, 0)))
+            self._ends[i] += 1
+        return tuple(sequences)
+
+    def fill(self, num_tokens: int, chunk: int) -> list[SequenceStep]:
+        """The steps that compute one more context."""
+        blocks = [next(self._free) for _ in range(-(-num_tokens // self._size))]
+        rng = random.Random(2)
+        tokens = array("i", [rng.randrange(10_000) for _ in range(num_tokens)])
+        spec = SampleSpec(0, GREEDY, 0, 0)
+        return [
+            SequenceStep(
+                10_000,
+                tokens[first : first + chunk],
+                first,
+                blocks[: (first + chunk) // self._size],
+                spec if first + chunk == num_tokens else None,
+            )
+            for first in range(0, num_tokens, chunk)
+        ]
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: "array[int]"
+    output: int
+
+
+def load_256() -> list[Request]:
+    """256 requests, prompts and outputs of 100 to 1024 tokens: 142,827 in, 133,966 out."""
+    rng = random.Random(0)
+    prompts = [
+        array("i", [rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))])
+        for _ in range(256)
+    ]
+    return [Request(prompt, rng.randint(100, 1024)) for prompt in prompts]

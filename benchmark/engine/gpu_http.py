@@ -1,0 +1,124 @@
+"""`bench_gpu`'s questions to a running engine."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from gpu_cases import load_256
+
+Row = dict[str, Any]
+LOAD_TIMEOUT_S = 240
+OUTPUT = 128
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._next_context = 0
+
+    async def post(self, path: str, payload: Row) -> Row:
+        async with self._session.post(path, json=payload) as response:
+            body: Row = await response.json()
+            assert response.status == 200, body
+            return body
+
+    async def wait_until_ready(self, is_alive: Callable[[], bool]) -> float:
+        began = time.perf_counter()
+        while is_alive() and time.perf_counter() - began < LOAD_TIMEOUT_S:
+            try:
+                async with self._session.get("/ready") as response:
+                    if response.status == 200:
+                        return time.perf_counter() - began
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+        raise TimeoutError("the engine did not become ready")
+
+    def new_context(self) -> int:
+        self._next_context += 1
+        return self._next_context
+
+    async def fill(self, tokens: list[int]) -> int:
+        context = self.new_context()
+        await self.post("/fill", {"context_id": context, "token_ids": tokens})
+        return context
+
+    async def generate(self, context: int, count: int, prompt: list[int] | None = None) -> Row:
+        sampling = {"temperature": 0.0, "max_gen_length": count, "ignore_tokenizer_eos": True}
+        payload: Row = {"context_id": context, "sampling_config": sampling}
+        if prompt is not None:
+            payload["fills"] = [{"context_id": context, "token_ids": prompt}]
+        return await self.post("/generate", payload)
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10_000) for _ in range(count)]
+
+
+async def decode_ms(client: Client, batch: int) -> Row:
+    """Contexts of 2k tokens are filled first. `ms`: the engine's own account of a request's
+    decoding, over its tokens; `wall_ms`: the client's, over all of the batch."""
+    contexts = [await client.fill(random_tokens(i, 2048)) for i in range(batch)]
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(client.generate(c, OUTPUT) for c in contexts))
+    wall = time.perf_counter() - began
+    await client.post("/free_context", {"context_ids": contexts})
+    per_token = [a["usage"]["decode_s"] / (OUTPUT - 1) * 1e3 for a in answers]
+    return {
+        "case": f"HTTP decode B={batch} ctx 2k",
+        "ms": statistics.median(per_token),
+        "wall_ms": wall / OUTPUT * 1e3,
+    }
+
+
+async def prefill_ms(client: Client, tokens: int) -> Row:
+    """The time to the first token; a fill alone is answered once it is on its way."""
+    times = []
+    for seed in range(4):
+        prompt = random_tokens(seed, tokens)
+        context = client.new_context()
+        began = time.perf_counter()
+        await client.generate(context, 1, prompt)
+        times.append((time.perf_counter() - began) * 1e3)
+        await client.post("/free_context", {"context_ids": [context]})
+    return {"case": f"HTTP prefill {tokens}", "ms": statistics.median(times[1:])}
+
+
+async def whole_load(client: Client) -> Row:
+    requests, times = load_256(), []
+    for _ in range(2):
+        contexts = [client.new_context() for _ in requests]
+        began = time.perf_counter()
+        await asyncio.gather(
+            *(
+                client.generate(context, request.output, list(request.prompt))
+                for context, request in zip(contexts, requests, strict=True)
+            )
+        )
+        times.append(time.perf_counter() - began)
+        await client.post("/free_context", {"context_ids": contexts})
+    tokens = sum(request.output for request in requests)
+    return {"case": "HTTP 256", "seconds": min(times), "tokens_per_s": tokens / min(times)}
+
+
+async def measure(model: str, url: str, is_alive: Callable[[], bool]) -> list[Row]:
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+        client = Client(session)
+        rows: list[Row] = [
+            {"case": "HTTP ready", "seconds": await client.wait_until_ready(is_alive)}
+        ]
+        for batch in (1, 1, 8, 64):
+            rows.append(await decode_ms(client, batch))
+        del rows[1]  # the first one warms up
+        fills = (2048,) if model == "llama-2-7b" else (2048, 8192)
+        rows += [await prefill_ms(client, tokens) for tokens in fills]
+        if model != "llama-2-7b":
+            rows.append(await whole_load(client))
+        return rows
