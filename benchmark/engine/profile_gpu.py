@@ -1,0 +1,97 @@
+"""Where the time of a step goes on a GPU: kernels by name, summed over a few steps.
+
+    python benchmark/engine/profile_gpu.py [--model llama-3.1-8b] [--output FILE.json]
+
+`share` is of the kernels' time, `ms` per step. `idle_ms`: time of a step, by the host's clock, in
+which no kernel ran (the host plans, copies and reads; the profiler itself adds some).
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu import RESULTS, config_of
+from gpu_cases import Decode, Sequences
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from parrot.engine.cuda.runner import CudaRunner
+from parrot.engine.model_runner import load_runner
+from parrot.engine.plan import StepPlan
+
+STEPS = 10
+TOP = 12
+
+
+def profile_steps(runner: CudaRunner, next_plan: Callable[[], StepPlan]) -> dict[str, Any]:
+    for _ in range(5):
+        runner.run(next_plan())
+    plans = [next_plan() for _ in range(STEPS)]
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        began = time.perf_counter()
+        for plan in plans:
+            runner.run(plan)
+        torch.cuda.synchronize()
+        step_ms = (time.perf_counter() - began) * 1e3 / STEPS
+    kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA]
+    kernels.sort(key=lambda e: e.self_device_time_total, reverse=True)
+    total_ms = sum(e.self_device_time_total for e in kernels) / 1e3 / STEPS
+    rows = [
+        {
+            "kernel": event.key[:90],
+            "calls": event.count / STEPS,
+            "ms": round(event.self_device_time_total / 1e3 / STEPS, 4),
+            "share": round(event.self_device_time_total / 1e3 / STEPS / total_ms, 4),
+        }
+        for event in kernels[:TOP]
+    ]
+    return {
+        "step_ms": round(step_ms, 3),
+        "kernels_ms": round(total_ms, 3),
+        "idle_ms": round(step_ms - total_ms, 3),
+        "top": rows,
+    }
+
+
+def decoding(runner: CudaRunner, batch: int) -> Callable[[], StepPlan]:
+    case = Decode(f"decode B={batch} ctx 2k", batch, 2048)
+    sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
+    return lambda: StepPlan(sequences.next_step())
+
+
+def filling(runner: CudaRunner, num_tokens: int) -> Callable[[], StepPlan]:
+    sequences = Sequences(Decode("prefill", 1, 0), runner.info.block_size, runner.info.num_blocks)
+    step = sequences.fill(num_tokens, num_tokens)[0]
+    return lambda: StepPlan((step,))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    output = args.output or RESULTS / f"profile_gpu_{args.model}.json"
+    runner, _ = load_runner(config_of(args.model))
+    assert isinstance(runner, CudaRunner)
+    cases = {f"decode B={batch} ctx 2k": decoding(runner, batch) for batch in (1, 64)}
+    cases["prefill 8192"] = filling(runner, 8192)
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": args.model,
+        **{name: profile_steps(runner, next_plan) for name, next_plan in cases.items()},
+    }
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
