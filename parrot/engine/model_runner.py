@@ -13,7 +13,7 @@ from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.loader import load_decoder, resolve_dtype
+from parrot.engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.sampler import sample
@@ -90,7 +90,7 @@ class ModelRunner:
 def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
     """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
     that cannot be served exactly."""
-    device = _resolve_device(config.device)
+    device = resolve_device(config.device)
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
         raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
@@ -172,11 +172,3 @@ def _default_threads() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     capabilities: dict[str, int] = getattr(torch.cpu, "get_capabilities", dict)()
     return max(1, min(usable or 1, capabilities.get("num_physical_cores") or usable or 1))
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"`device`: {name} is configured, but torch sees no CUDA device")
-    return torch.device(name)

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 # Idle connections must be closed by their clients (aiohttp's do it after 15 s, uvicorn's default
 # is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
-_KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 75
 _SHUTDOWN_GRACE_S = 5
 
 
@@ -28,7 +28,7 @@ class AppServer(uvicorn.Server):
                 port=port,
                 access_log=False,
                 log_config=None,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )
         )

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from parrot.protocol.app_server import KEEP_ALIVE_S
+
 
 class _AnnouncingServer(uvicorn.Server):
     """Says when it accepts connections, instead of being asked again and again."""
@@ -28,7 +30,9 @@ async def serve_app(app: FastAPI) -> AsyncIterator[str]:
     # asyncio does this only for sockets that it makes; without it each answer may take 40 ms more.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = _AnnouncingServer(
-        uvicorn.Config(app, log_level="error", timeout_keep_alive=75, timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, log_level="error", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1
+        )
     )
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     listening = asyncio.ensure_future(server.listening.wait())

@@ -11,7 +11,7 @@ import torch
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.engine.models.checkpoint import EMBEDDED, Checkpoint, open_checkpoint, open_tokenizer
-from parrot.engine.models.loader import resolve_dtype
+from parrot.engine.models.loader import resolve_device, resolve_dtype
 from parrot.protocol.internal import TokenizerResponse
 from parrot.utils.config import ConfigError
 
@@ -24,7 +24,7 @@ _UNKNOWN_MAX_LEN = 2048
 def load_runner(config: HuggingFaceConfig) -> tuple[HuggingFaceRunner, TokenizerResponse]:
     """Load what the config names; takes seconds to minutes. Raises `ConfigError` for a model that
     is not there or that cannot be served. No code of a model's repository is ever run."""
-    device = _resolve_device(config.device)
+    device = resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(os.cpu_count() or 1)
     dtype = resolve_dtype(config.dtype, device)
@@ -44,14 +44,6 @@ def load_runner(config: HuggingFaceConfig) -> tuple[HuggingFaceRunner, Tokenizer
     )
     logger.info("loaded %s in %.1f s", config.model, time.perf_counter() - started)
     return runner, tokenizer
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"`device`: {name} is configured, but torch sees no CUDA device")
-    return torch.device(name)
 
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> Any:

@@ -17,6 +17,15 @@ GIB = 1 << 30
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises `ConfigError` for a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"`device`: {name} is configured, but torch sees no CUDA device")
+    return torch.device(name)
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 wherever the hardware multiplies it: on such CPUs decoding is nearly
     twice as fast as in float32. CPUs without it would emulate it slowly, so they get float32."""
