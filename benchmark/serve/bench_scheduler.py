@@ -57,7 +57,7 @@ def make_task(number: int, rng: random.Random, hasher: PrefixHasher) -> Completi
         Segment(SegmentKind.CONSTANT, "Answer:", None, True),
     ]
     keys = hasher.keys(completion.options.tenant, False, segments)
-    return CompletionTask(completion, segments, keys, number * 1e-4)
+    return CompletionTask(completion, segments, keys, number * 1e-4, expected_output=64)
 
 
 def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: random.Random) -> None:

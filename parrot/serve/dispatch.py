@@ -41,6 +41,7 @@ from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
+_OUTPUT_SHARE = 0.5  # of max_gen_length that an output is expected to have
 _CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 
 
@@ -89,7 +90,8 @@ class Dispatcher:
         segments = prompt_segments(completion)
         options = completion.options
         keys = self._hasher.keys(options.tenant, options.chat, segments)
-        task = CompletionTask(completion, segments, keys, self._clock.now())
+        expected_output = int(completion.sampling.max_gen_length * _OUTPUT_SHARE) + 1
+        task = CompletionTask(completion, segments, keys, self._clock.now(), expected_output)
         self._scheduler.add(task)
         self._enter_queue(task)
 

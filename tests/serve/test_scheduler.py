@@ -70,7 +70,13 @@ class Bench:
             Segment(SegmentKind.VALUE, str(number), TokenizedText("t", (1,)), True),
         ]
         keys = HASHER.keys("tenant", False, segments)
-        return CompletionTask(completion, segments, keys, self.clock.now())
+        return CompletionTask(
+            completion,
+            segments,
+            keys,
+            self.clock.now(),
+            expected_output=completion.sampling.max_gen_length // 2 + 1,
+        )
 
     def add(self, *tasks: CompletionTask) -> None:
         for task in tasks:

@@ -25,12 +25,14 @@ class CostModel:
 @dataclass(slots=True)
 class EngineLoad:
     """What was placed on an engine and has not ended. `num_tokens`: prompts (shared beginnings
-    once) and room for outputs. `prefill_until`: when it will have computed the prompts."""
+    once) and room for outputs. `prefill_until`: when it will have computed the prompts. `cost`:
+    what its answers have taught of its speed."""
 
     id: int
     model: str
     max_tasks: int
     max_tokens: int
+    cost: CostModel
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator
 
-from parrot.serve.scheduler.cost import CostModel, EngineLoad
+from parrot.serve.scheduler.cost import EngineLoad
 
 ANY_MODEL = None
 
@@ -12,8 +12,7 @@ class LoadIndex:
     """Every engine's load, and lazy heaps that give the least loaded engines of a model: an entry
     counts only while its weight is the engine's, and the engine has a free slot."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         self._loads: dict[int, EngineLoad] = {}
         self._heaps: dict[str | None, list[tuple[float, int]]] = {ANY_MODEL: []}
         self._members: dict[str | None, set[int]] = {ANY_MODEL: set()}
@@ -86,7 +85,7 @@ class LoadIndex:
         return found
 
     def _file(self, load: EngineLoad) -> None:
-        load.weight = self._cost.decode_step_s(load.num_tasks, load.num_tokens)
+        load.weight = load.cost.decode_step_s(load.num_tasks, load.num_tokens)
         if not load.is_open:
             return
         for name in (ANY_MODEL, load.model):

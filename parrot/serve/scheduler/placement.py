@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from parrot.serve.context_index import PrefixIndex
-from parrot.serve.scheduler.cost import CostModel, EngineLoad, RunningPrefixes
+from parrot.serve.scheduler.cost import EngineLoad, RunningPrefixes
 from parrot.serve.scheduler.task import CompletionTask
 
 _MAX_HOLDERS = 8  # engines proposed per policy; a warm prefix may be on all of them
@@ -69,8 +69,7 @@ class GraphGroup(PlacementPolicy):
     """Task groups together: they share a batch, and leave the other engines to others. The pull is
     weaker than a real difference in load, so a group that does not fit is split."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         self._running: dict[tuple[int, str], dict[int, int]] = {}
 
     def candidates(self, task: CompletionTask) -> Iterable[int]:
@@ -79,7 +78,7 @@ class GraphGroup(PlacementPolicy):
     def extra_s(self, task: CompletionTask, engine: EngineLoad, output: int) -> float:
         if task.group is None or engine.id not in self._running.get(task.group, ()):
             return 0.0
-        return -_GROUP_PULL * output * self._cost.step_s
+        return -_GROUP_PULL * output * engine.cost.step_s
 
     def placed(self, task: CompletionTask, engine_id: int) -> None:
         if task.group is not None:
@@ -100,18 +99,15 @@ class LatencyBound(PlacementPolicy):
     """Latency tasks bound the batch of the engine they sit on. What a newcomer takes from each of
     them counts as its own cost, and throughput work has to go far out of its way to avoid that."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
-
     def admits(self, task: CompletionTask, engine: EngineLoad) -> bool:
         if task.is_latency or not engine.num_latency:
             return True
         tokens = engine.num_tokens + task.prompt_len
-        step_s = self._cost.decode_step_s(engine.num_tasks + 1, tokens)
-        return step_s <= _LATENCY_STEP_GROWTH * self._cost.step_s
+        step_s = engine.cost.decode_step_s(engine.num_tasks + 1, tokens)
+        return step_s <= _LATENCY_STEP_GROWTH * engine.cost.step_s
 
     def extra_s(self, task: CompletionTask, engine: EngineLoad, output: int) -> float:
-        growth_s = self._cost.decode_step_s(1, task.prompt_len) - self._cost.step_s
-        prefill_s = task.prompt_len * self._cost.prefill_s
+        growth_s = engine.cost.decode_step_s(1, task.prompt_len) - engine.cost.step_s
+        prefill_s = task.prompt_len * engine.cost.prefill_s
         weight = 1.0 if task.is_latency else _HARM_WEIGHT
         return weight * engine.num_latency * (output * growth_s + prefill_s)

@@ -2,7 +2,7 @@
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
-from parrot.serve.scheduler.cost import CostModel, RunningPrefixes
+from parrot.serve.scheduler.cost import RunningPrefixes
 from parrot.serve.scheduler.order import AppFifo, Arrival, CriticalPath, NoApps
 from parrot.serve.scheduler.placement import (
     ContextAware,
@@ -20,13 +20,13 @@ def build_order(config: GlobalSchedulerConfig, clock: Clock) -> NoApps:
 
 
 def build_placement(
-    config: GlobalSchedulerConfig, cost: CostModel, index: PrefixIndex, running: RunningPrefixes
+    config: GlobalSchedulerConfig, index: PrefixIndex, running: RunningPrefixes
 ) -> list[PlacementPolicy]:
-    policies: list[PlacementPolicy] = [LatencyBound(cost)]
+    policies: list[PlacementPolicy] = [LatencyBound()]
     if config.ctx_aware:
         policies.append(ContextAware(index))
     if config.ctx_group:
         policies.append(ContextGroup(running))
     if config.graph_group:
-        policies.append(GraphGroup(cost))
+        policies.append(GraphGroup())
     return policies

@@ -15,7 +15,6 @@ from parrot.utils.clock import Clock
 _LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per queue
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
 _LEAST_LOADED = 2  # engines considered for their load alone
-_OUTPUT_SHARE = 0.5  # of max_gen_length that an output is expected to have
 _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
 _MAX_PRIORITY = 2**31 - 1
 
@@ -47,9 +46,9 @@ class Scheduler:
         self._cost = cost or CostModel()
         self._running = RunningPrefixes()
         self._order = build_order(config, clock)
-        self._policies = build_placement(config, self._cost, index, self._running)
+        self._policies = build_placement(config, index, self._running)
         self._queues: dict[Models, TaskQueue] = {}
-        self._loads = LoadIndex(self._cost)
+        self._loads = LoadIndex()
         self._epoch = clock.now()
 
     @property
@@ -59,7 +58,7 @@ class Scheduler:
     # Engines
 
     def add_engine(self, engine_id: int, model: str, max_tasks: int, max_tokens: int) -> None:
-        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens))
+        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens, self._cost))
 
     def remove_engine(self, engine_id: int) -> None:
         """Its tasks must have been ended or requeued."""
@@ -167,18 +166,15 @@ class Scheduler:
         for engine_id in task.avoided:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
-        output = int(task.max_output * _OUTPUT_SHARE) + 1
         now = self._clock.now()
         best, best_cost = None, float("inf")
         for load in candidates.values():
-            cost = self._cost_of(task, load, output, now)
+            cost = self._cost_of(task, load, now)
             if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
                 best, best_cost = load, cost
         return best
 
-    def _cost_of(
-        self, task: CompletionTask, load: EngineLoad, output: int, now: float
-    ) -> float | None:
+    def _cost_of(self, task: CompletionTask, load: EngineLoad, now: float) -> float | None:
         """Predicted seconds of running the task there now; None if it does not fit."""
         shared = self._running.shared_len(task, load.id)
         new_tokens = task.prompt_len - shared + min(task.max_output, load.max_tokens)
@@ -188,12 +184,12 @@ class Scheduler:
         for policy in self._policies:
             if not policy.admits(task, load):
                 return None
-            extra_s += policy.extra_s(task, load, output)
+            extra_s += policy.extra_s(task, load, task.expected_output)
             reused = max(reused, policy.reused_len(task, load))
         wait_s = max(0.0, load.prefill_until - now)
-        prefill_s = (task.prompt_len - reused) * self._cost.prefill_s * _WORK_WEIGHT
-        step_s = self._cost.decode_step_s(load.num_tasks + 1, load.num_tokens + new_tokens)
-        return wait_s + prefill_s + output * step_s + extra_s
+        prefill_s = (task.prompt_len - reused) * load.cost.prefill_s * _WORK_WEIGHT
+        step_s = load.cost.decode_step_s(load.num_tasks + 1, load.num_tokens + new_tokens)
+        return wait_s + prefill_s + task.expected_output * step_s + extra_s
 
     # Loads
 
@@ -203,13 +199,13 @@ class Scheduler:
         room = min(task.max_output, load.max_tokens)
         new_tokens = self._running.add(task, load.id) + room
         load.tasks[task] = room
-        prefill_s = (task.prompt_len - reused) * self._cost.prefill_s
+        prefill_s = (task.prompt_len - reused) * load.cost.prefill_s
         load.prefill_until = max(load.prefill_until, now) + prefill_s
         self._loads.change(load, 1, int(task.is_latency), new_tokens)
         for policy in self._policies:
             policy.placed(task, load.id)
         priority_s = self._order.priority_s(task) - self._epoch
-        self._order.placed(task, prefill_s + room * _OUTPUT_SHARE * self._cost.step_s)
+        self._order.placed(task, prefill_s + task.expected_output * load.cost.step_s)
         priority = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, int(priority_s * 10)))
         return Placement(task, load.id, priority)
 

@@ -16,12 +16,14 @@ class CompletionTask:
     """A completion whose inputs are ready, from its submission until its output is settled.
 
     `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
-    of that segment's tokens. The counters say how often it was run in vain."""
+    of that segment's tokens. `expected_output`: tokens that the output is predicted to have. The
+    counters say how often it was run in vain."""
 
     completion: Completion
     segments: list[Segment]
     keys: tuple[bytes, ...]
     arrived: float
+    expected_output: int
     num_lost: int = 0  # engines that died or failed with it
     num_refused: int = 0  # times an engine had no memory, or had lost its parent context
     avoided: set[int] = field(default_factory=set)  # engines that failed with it
