@@ -110,18 +110,24 @@ class FusedDecoder:
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [sampled rows, vocab] in the model's dtype; `sample_rows` None: of all rows."""
+        """Logits [sampled rows, vocab] in the model's dtype; `sample_rows` None: of all rows.
+
+        Of the last layer, the other rows need nothing but their KV: a prompt saves most of it."""
         x = F.embedding(token_ids, self._embed)
         residual, normed = torch.empty_like(x), torch.empty_like(x)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             norm = layer.attn_norm
             add_rms_norm(x, residual, norm.weight, norm.eps, normed, add=index > 0)
-            x = self._attend(index, layer, normed, attention, plan)
+            attended = self._attend(index, layer, normed, attention, plan)
+            if index == last and sample_rows is not None:
+                attended = attended.index_select(0, sample_rows)
+                residual = residual.index_select(0, sample_rows)
+                normed = torch.empty_like(residual)
+            x = layer.out(attended)
             norm = layer.mlp_norm
             add_rms_norm(x, residual, norm.weight, norm.eps, normed)
             x = layer.down(layer.gate_up.gated(normed))
-        if sample_rows is not None:
-            x, residual = x.index_select(0, sample_rows), residual.index_select(0, sample_rows)
         out = torch.empty_like(x)
         add_rms_norm(x, residual, self._norm.weight, self._norm.eps, out)
         return self._lm_head(out)
@@ -142,4 +148,4 @@ class FusedDecoder:
             attention.shape,
             layer.head_norm,
         )
-        return layer.out(attention.attend(index, q, plan))
+        return attention.attend(index, q, plan)
