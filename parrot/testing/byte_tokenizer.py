@@ -1,6 +1,8 @@
 """A real tokenizer.json without a download: a token per byte, plus special tokens."""
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -29,6 +31,21 @@ def byte_tokenizer(
         chat_template=chat_template,
         special_ids=SpecialIds(bos=bos, eos=[eos], add_bos=add_bos),
         vocab_size=tokenizer.get_vocab_size(),
+    )
+
+
+def plain_byte_tokenizer(
+    vocab_size: int, special_tokens: Mapping[str, int] = MappingProxyType({})
+) -> TokenizerResponse:
+    """Ids 0 to 255 and `special_tokens`, of a model whose vocabulary may have more."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)} | dict(special_tokens)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerResponse(
+        tokenizer_json=tokenizer.to_str(), special_ids=SpecialIds(), vocab_size=vocab_size
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from parrot.engine.models.registry import spec_from_config
-from parrot.engine.models.tokenizers import byte_tokenizer
+from parrot.testing.byte_tokenizer import plain_byte_tokenizer
 
 _WEIGHT_STD = 0.2
 _VOCAB_SIZE = 259  # one token per byte, then bos, eos and one that the tokenizer does not know
@@ -73,7 +73,7 @@ def make_tiny_model(
     config = TINY_CONFIGS[family] | dict(overrides or {})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = byte_tokenizer(config["vocab_size"], {"<s>": BOS_ID, "</s>": EOS_ID})
+    tokenizer = plain_byte_tokenizer(config["vocab_size"], {"<s>": BOS_ID, "</s>": EOS_ID})
     (folder / "tokenizer.json").write_text(tokenizer.tokenizer_json)
     settings = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

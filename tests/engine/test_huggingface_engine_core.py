@@ -12,11 +12,11 @@ from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core import EngineCore
 from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.engine.jobs import Order, Piece
-from parrot.engine.models.tokenizers import byte_tokenizer
 from parrot.engine.output import Language
 from parrot.protocol.errors import ParrotError, PromptTooLong
 from parrot.protocol.internal import FillResponse, GenerateResponse, SpecialIds, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.byte_tokenizer import plain_byte_tokenizer
 from parrot.utils.clock import ManualClock
 
 NUM_TOKENS = 8
@@ -79,7 +79,7 @@ class Harness:
         runner = HuggingFaceRunner(
             tiny_model(), num_blocks=num_blocks, block_size=4, max_seq_len=128
         )
-        response = byte_tokenizer(256).model_copy(update={"special_ids": SpecialIds()})
+        response = plain_byte_tokenizer(256).model_copy(update={"special_ids": SpecialIds()})
         language = Language.of(response)
         self.core = EngineCore(
             HuggingFaceConfig.model_validate(config), runner, language, ManualClock()

@@ -17,7 +17,8 @@ from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.loader import load_decoder, resolve_dtype
 from parrot.engine.models.shapes import KNOWN_SHAPES
-from parrot.engine.models.tokenizers import gguf_tokenizer
+from parrot.engine.models.tokenizers import gguf_tokenizer, word_tokenizer
+from parrot.engine.output import Detokenizer, Language
 from parrot.testing.tiny_model import BOS_ID, EOS_ID, TINY_CONFIGS, make_tiny_model
 from parrot.utils.config import ConfigError
 
@@ -226,7 +227,26 @@ def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
     assert checkpoint.take("model.norm.weight").eq(1).all()
     load_decoder(checkpoint, torch.float32, CPU)
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
-    assert tokenizer.decode(tokenizer.encode("Hi, 世界!").ids) == "Hi, 世界!"
+    assert tokenizer.decode(tokenizer.encode("Hi,\n世界!").ids) == "Hi,\n??!"
+
+
+def test_every_id_of_a_random_model_has_a_text_of_its_own() -> None:
+    language = Language.of(word_tokenizer(32000))
+    ids = [*range(97, 32000, 3), 31999, 5, 98, 98, 7, 20, 97]
+    text = language.tokenizer.decode(ids)
+    assert language.tokenizer.encode(text).ids == ids
+    detokenizer = Detokenizer(language.tokenizer)
+    assert "".join([detokenizer.push(i) for i in ids]) == text
+    assert language.tokenizer.get_vocab_size() == 32000
+    assert len(set(language.tokenizer.decode_batch([[i] for i in range(32000)]))) == 32000
+
+
+def test_a_random_model_may_have_a_small_vocabulary_but_not_an_endless_one() -> None:
+    tokenizer = Tokenizer.from_str(word_tokenizer(40).tokenizer_json)
+    assert tokenizer.get_vocab_size() == 40
+    assert max(tokenizer.encode("Hi, 世界!").ids) < 40
+    with pytest.raises(ConfigError, match="too large"):
+        word_tokenizer(500_000)
 
 
 @pytest.mark.parametrize("name", KNOWN_SHAPES)

@@ -16,7 +16,7 @@ from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.registry import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
-from parrot.engine.models.tokenizers import byte_tokenizer, folder_tokenizer, gguf_tokenizer
+from parrot.engine.models.tokenizers import folder_tokenizer, gguf_tokenizer, word_tokenizer
 from parrot.protocol.internal import TokenizerResponse
 from parrot.utils.config import ConfigError
 
@@ -113,7 +113,7 @@ def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkp
     if dummy and model in KNOWN_SHAPES:
         config = KNOWN_SHAPES[model]
         vocab_size = int(config["vocab_size"])
-        return _checkpoint(model, config, None, lambda: byte_tokenizer(vocab_size), seed)
+        return _checkpoint(model, config, None, lambda: word_tokenizer(vocab_size), seed)
     path = _locate(model)
     if path.is_file():
         file = GGUFFile(path)
@@ -126,7 +126,7 @@ def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkp
         str(path),
         config,
         None if dummy else SafetensorsFolder(path),
-        lambda: _folder_or_byte_tokenizer(path, config, dummy),
+        lambda: _folder_or_word_tokenizer(path, config, dummy),
         seed,
     )
 
@@ -157,9 +157,9 @@ def _checkpoint(
     return Checkpoint(source, config, spec, shapes, tensors, load_tokenizer)
 
 
-def _folder_or_byte_tokenizer(folder: Path, config: HFConfig, dummy: bool) -> TokenizerResponse:
+def _folder_or_word_tokenizer(folder: Path, config: HFConfig, dummy: bool) -> TokenizerResponse:
     if dummy and not any(folder.glob("*token*")):
-        return byte_tokenizer(int(config["vocab_size"]))
+        return word_tokenizer(int(config["vocab_size"]))
     return folder_tokenizer(folder, config)
 
 

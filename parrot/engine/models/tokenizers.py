@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice, product
 from pathlib import Path
-from types import MappingProxyType
+from string import ascii_lowercase
 from typing import Any
 
 from tokenizers import (
@@ -38,6 +39,9 @@ _SPLITS: dict[str, str | None] = {
     "deepseek-r1-qwen": _QWEN2_SPLIT,
 }
 _SINGLE_DIGITS = ("smollm",)
+
+_CHARACTERS = ("?", *(chr(i) for i in (9, 10, *range(32, 127)) if chr(i) != "?"))
+_WORD_LETTERS = 4
 
 
 def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerResponse:
@@ -101,16 +105,26 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerRespons
     )
 
 
-def byte_tokenizer(
-    vocab_size: int, special_tokens: Mapping[str, int] = MappingProxyType({})
-) -> TokenizerResponse:
-    """One token per byte (ids 0 to 255) and special ones, for weights without a tokenizer."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)} | dict(special_tokens)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens(list(special_tokens))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+def word_tokenizer(vocab_size: int) -> TokenizerResponse:
+    """For random weights, which have no tokenizer: every id of the vocabulary has a text of its
+    own, so that outputs can be read, chained and sent again like a real model's.
+
+        ids   0 ...... 96 | 97 ...................... vocab_size - 1
+        text  ASCII chars | " aaaa", " aaab", ... one word each
+
+    Text of such words and ids give each other exactly; of other text each character is a token, and
+    all beyond ASCII becomes "?"."""
+    words = (" " + "".join(letters) for letters in product(ascii_lowercase, repeat=_WORD_LETTERS))
+    if vocab_size > len(_CHARACTERS) + len(ascii_lowercase) ** _WORD_LETTERS:
+        raise ConfigError(f"a vocabulary of {vocab_size} is too large for `load_format: dummy`")
+    texts = islice(chain(_CHARACTERS, words), vocab_size)
+    vocab = {text: i for i, text in enumerate(texts)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=[], ignore_merges=True, unk_token=_CHARACTERS[0])
+    )
+    word = Regex(f" [a-z]{{{_WORD_LETTERS}}}")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(word, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     return TokenizerResponse(
         tokenizer_json=tokenizer.to_str(), special_ids=SpecialIds(), vocab_size=vocab_size
     )

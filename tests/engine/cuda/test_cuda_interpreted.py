@@ -22,11 +22,11 @@ from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
-from parrot.engine.models.tokenizers import byte_tokenizer
 from parrot.engine.output import Language
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.internal import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.byte_tokenizer import plain_byte_tokenizer
 from parrot.testing.core_harness import Answer
 from parrot.testing.kernel_cases import SHARE_ALL
 from parrot.testing.runner_driver import Driver
@@ -113,7 +113,9 @@ def test_steps_launched_ahead_under_the_engine_core(
     prompts = random_prompts(5, 40, 17)
     driver = Driver(plain)
     want = driver.generate([driver.context(p) for p in prompts], 8)
-    core = EngineCore(BuiltinConfig(), own, Language.of(byte_tokenizer(259)), MonotonicClock())
+    core = EngineCore(
+        BuiltinConfig(), own, Language.of(plain_byte_tokenizer(259)), MonotonicClock()
+    )
     answers = [Answer() for _ in prompts]
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         sampling = SamplingConfig(
