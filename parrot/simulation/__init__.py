@@ -1,0 +1,35 @@
+"""Simulation: the real ServeCore and real engine cores on virtual time.
+
+from parrot.simulation import SimCluster, run_virtual
+
+async def main() -> float:
+    async with SimCluster(num_engines=4) as cluster:
+        client = cluster.client()
+        session = await client.create_session()
+        ...  # client.semantic_call, client.get_var, asyncio.sleep: as with a real service
+        cluster.check_integrity()
+        return cluster.clock.now()
+
+seconds = run_virtual(main())
+"""
+
+from parrot.simulation.client import SimClient
+from parrot.simulation.cluster import PATIENT, SimCluster, SimEngine
+from parrot.simulation.links import Latency, fixed, lan, sampled, wan
+from parrot.simulation.loop import Deadlock, LoopClock, VirtualLoop, run_virtual
+
+__all__ = [
+    "PATIENT",
+    "Deadlock",
+    "Latency",
+    "LoopClock",
+    "SimClient",
+    "SimCluster",
+    "SimEngine",
+    "VirtualLoop",
+    "fixed",
+    "lan",
+    "run_virtual",
+    "sampled",
+    "wan",
+]

@@ -1,0 +1,160 @@
+"""A whole cluster in one event loop: the real ServeCore over `sim` engines, without sockets."""
+
+from types import TracebackType
+from typing import Any
+
+from parrot.engine.arrivals import InOrder
+from parrot.engine.config import SimConfig
+from parrot.engine.sim.engine import SimService, create_sim_engine
+from parrot.protocol.internal import EngineInfo, HeartbeatRequest, RegisterRequest
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.dispatch import Dispatcher
+from parrot.simulation.client import SimClient
+from parrot.simulation.engine_link import EngineLink
+from parrot.simulation.links import LAN_RTT_S, Latency, lan
+from parrot.simulation.loop import LoopClock
+from parrot.utils.clock import Clock
+from parrot.utils.tasks import TaskSet
+
+PATIENT = CoreConfig(
+    engine_heartbeat_timeout=1e9,
+    session_life_span=1e9,
+    max_sessions_num=2**31 - 1,
+    max_engines_num=2**31 - 1,
+)
+"""ServeCore without expiry or heartbeats: nothing happens that nobody asked for."""
+
+_BEATS = 1e6  # heartbeat timeouts up to this are meant, so the engines beat
+_BEATS_PER_TIMEOUT = 3
+
+
+class SimEngine:
+    """One engine of a cluster."""
+
+    def __init__(self, service: SimService, link: EngineLink) -> None:
+        self.service = service
+        self.link = link
+        self.engine_id = -1
+        self.is_alive = True
+
+    @property
+    def name(self) -> str:
+        return self.service.engine_info().engine_name
+
+    def slow_down(self, factor: float) -> None:
+        """From its next step on, every step takes `factor` times what the cost model says."""
+        self.service.slowdown = factor
+
+    async def kill(self) -> None:
+        """Its process dies: what it was asked, and will be asked, fails with `Unavailable`."""
+        self.is_alive = False
+        await self.service.close()
+
+
+class SimCluster:
+    """Use as an async context manager, in `run_virtual` (any loop will do, in real time):
+
+        async def main():
+            async with SimCluster(4) as cluster:
+                client = cluster.client(wan(seed=1))
+                session = await client.create_session()
+                ...
+        run_virtual(main())
+
+    `engine`: what engines are made from; `core`: default `PATIENT`. With a heartbeat timeout of
+    less than 1e6 s the engines that are alive send heartbeats (one task for all)."""
+
+    def __init__(
+        self,
+        num_engines: int = 0,
+        *,
+        engine: SimConfig | None = None,
+        core: CoreConfig | None = None,
+        engine_rtt_s: float = LAN_RTT_S,
+    ) -> None:
+        self.clock: Clock = LoopClock()
+        self.engines: dict[str, SimEngine] = {}
+        self._num_engines = num_engines
+        self._engine_config = engine or SimConfig()
+        self._rtt_s = engine_rtt_s
+        config = core or PATIENT
+        dispatcher = Dispatcher(config, self.clock, self._connect)
+        self.core = ServeCore(config, clock=self.clock, dispatcher=dispatcher)
+        self._clients: list[SimClient] = []
+        self._tasks = TaskSet()
+        self._num_named = 0
+
+    async def __aenter__(self) -> "SimCluster":
+        for _ in range(self._num_engines):
+            await self.add_engine()
+        if self.core.config.engine_heartbeat_timeout < _BEATS:
+            self._tasks.spawn(self._beat(), name="heartbeats")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._tasks.close()
+        for client in self._clients:
+            await client.close()
+        await self.core.close()
+        for engine in self.engines.values():
+            await engine.service.close()
+
+    def client(self, latency: Latency | None = None) -> SimClient:
+        """A program `latency` away; default a LAN."""
+        client = SimClient(self.core, latency or lan())
+        self._clients.append(client)
+        return client
+
+    async def add_engine(self, config: SimConfig | None = None, **changes: Any) -> SimEngine:
+        """Start and register one more. `config`: default the cluster's; `changes`: its keys that
+        differ. Its name is `engine<n>` unless `changes` names it."""
+        name = f"engine{self._num_named}"
+        self._num_named += 1
+        base = config or self._engine_config
+        own = base.model_copy(update={"engine_name": name} | changes)
+        service = create_sim_engine(own, self.clock)
+        await service.start()
+        engine = SimEngine(service, EngineLink(InOrder(service, self.clock), self._rtt_s))
+        self.engines[engine.name] = engine
+        engine.engine_id = await self._register(engine)
+        return engine
+
+    def check_integrity(self) -> None:
+        """Recount every book of ServeCore and of the engines that are alive. Only while no step is
+        under way, so best when all is idle."""
+        self.core.check_integrity()
+        for engine in self.engines.values():
+            if engine.is_alive:
+                engine.service.check_integrity()
+
+    def _connect(self, info: EngineInfo) -> EngineLink:
+        return self.engines[info.engine_name].link
+
+    async def _register(self, engine: SimEngine) -> int:
+        info = engine.service.engine_info()
+        return (await self.core.register_engine(RegisterRequest(engine_config=info))).engine_id
+
+    async def _beat(self) -> None:
+        while True:
+            await self.clock.sleep(self.core.config.engine_heartbeat_timeout / _BEATS_PER_TIMEOUT)
+            for engine in list(self.engines.values()):
+                if engine.is_alive:
+                    await self._beat_once(engine)
+
+    async def _beat_once(self, engine: SimEngine) -> None:
+        answer = self.core.heartbeat(
+            HeartbeatRequest(
+                engine_id=engine.engine_id,
+                engine_name=engine.name,
+                runtime_info=engine.service.runtime_info(),
+            )
+        )
+        if answer.state == "unknown":  # given up while it was only slow
+            await engine.service.reset()
+            engine.engine_id = await self._register(engine)

@@ -1,0 +1,137 @@
+"""An event loop on virtual time: when nobody can run, time moves on to the next timer.
+
+What is computed takes no time, what waits takes no computer: a cluster's hour passes in seconds,
+and a program that draws its random numbers from seeds runs the same way every time.
+"""
+
+import asyncio
+import heapq
+import selectors
+from asyncio import AbstractEventLoop, Handle, TimerHandle
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
+from contextvars import Context
+from itertools import count
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+END_OF_TIME_S = 1e7  # timers behind it are only there to expire: nobody waits for them
+_MAX_NAMED = 20
+
+
+class Deadlock(RuntimeError):
+    """Nothing is left that could ever happen, but somebody waits. The message names the tasks."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time moves only when nothing is left to run at the present one; timers that are due at the
+    same time fire in the order in which they were set. `run_in_executor` (and so
+    `asyncio.to_thread`) runs the function at once, in this thread. There is no I/O: sockets, pipes
+    and threads never wake this loop. One that would have to go beyond `end_s` raises `Deadlock`."""
+
+    def __init__(self, end_s: float = END_OF_TIME_S) -> None:
+        super().__init__(_IdleSelector(self._pass_time))
+        self._end_s = end_s
+        self._now = 0.0
+        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._order = count()
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> TimerHandle:
+        timer = TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> "asyncio.Future[T]":
+        """`executor` is not used."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the awaiter's
+            done.set_exception(error)
+        return done
+
+    def _pass_time(self) -> None:
+        """Go to the next timer, and make all that are due then ready to run."""
+        due = list(self._take_due())
+        if not due:
+            raise Deadlock(_explain(self))
+        ready: Any = self._ready  # type: ignore[attr-defined]
+        ready.extend(due)
+
+    def _take_due(self) -> Iterator[Handle]:
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers or timers[0][0] > self._end_s:
+            return
+        self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            yield heapq.heappop(timers)[2]
+
+
+class _IdleSelector(selectors.SelectSelector):
+    """Asked to wait, it calls `on_idle`, which has to make something ready."""
+
+    def __init__(self, on_idle: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_idle = on_idle
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            self._on_idle()
+        return []
+
+
+class LoopClock:
+    """The loop's time as a `Clock`. Use it in that loop only."""
+
+    def __init__(self, loop: AbstractEventLoop | None = None) -> None:
+        """`loop`: default the running one."""
+        self._loop = loop or asyncio.get_running_loop()
+
+    def now(self) -> float:
+        return self._loop.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def run_virtual(main: Coroutine[Any, Any, T], *, end_s: float = END_OF_TIME_S) -> T:
+    """Like `asyncio.run`, on a `VirtualLoop` that begins at time 0. Raises `Deadlock`."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(end_s)) as runner:
+        return runner.run(main)
+
+
+def _explain(loop: AbstractEventLoop) -> str:
+    names = sorted(f"{task.get_name()} ({_where(task)})" for task in asyncio.all_tasks(loop))
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (
+        f"at {loop.time():.6g} s nothing is left to happen, but these tasks wait: "
+        + ", ".join(names[:_MAX_NAMED])
+        + more
+    )
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """The innermost line that the task waits in, outside of asyncio itself."""
+    waiting: Any = task.get_coro()
+    place = "?"
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "ag_frame", None)
+        if frame is not None and "/asyncio/" not in frame.f_code.co_filename:
+            place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+    return place

@@ -1,0 +1,189 @@
+"""The real ServeCore over sim engines, on virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import NotFound
+from parrot.protocol.public import SemanticCallRequest
+from parrot.serve.config import CoreConfig
+from parrot.simulation import SimClient, SimCluster, fixed, run_virtual, wan
+
+COSTS = {"step_s": 0.01, "prefill_token_s": 1e-3, "sequence_s": 0.0, "context_token_s": 0.0}
+ENGINE = SimConfig.model_validate({"instance": COSTS})
+
+
+class Program:
+    """One session, with the few verbs that tests need."""
+
+    def __init__(self, client: SimClient) -> None:
+        self.client = client
+        self.scope: dict[str, Any] = {}
+
+    async def begin(self) -> "Program":
+        self.scope = (await self.client.create_session()).model_dump()
+        return self
+
+    async def call(self, text: str, length: int = 10, **inputs: str) -> str:
+        """Submit; returns the output's id. `inputs` are variable ids."""
+        parameters: list[dict[str, Any]] = [
+            {"name": name, "var_id": var_id} for name, var_id in inputs.items()
+        ]
+        sampling = {"max_gen_length": length}
+        parameters.append({"name": "out", "is_output": True, "sampling_config": sampling})
+        places = "".join(f"{{{{{name}}}}} " for name in inputs)
+        request = {"template": f"{text} {places}{{{{out}}}}", "parameters": parameters}
+        request["cache_prefix"] = False
+        response = await self.client.semantic_call(
+            SemanticCallRequest.model_validate(self.scope | request)
+        )
+        return response.param_info[-1].var_id
+
+    async def read(self, var_id: str, **options: Any) -> str:
+        return await self.client.get_var(**self.scope, var_id=var_id, **options)
+
+
+def simulate(
+    body: Callable[[SimCluster, Program], Awaitable[Any]],
+    num_engines: int = 1,
+    rtt_s: float = 0.0,
+    **options: Any,
+) -> Any:
+    async def main() -> Any:
+        async with SimCluster(num_engines, engine=ENGINE, engine_rtt_s=0.0, **options) as cluster:
+            program = await Program(cluster.client(fixed(rtt_s))).begin()
+            result = await body(cluster, program)
+            await asyncio.sleep(1)
+            cluster.check_integrity()
+            return result
+
+    return run_virtual(main())
+
+
+def test_a_call_takes_what_its_steps_cost():
+    async def body(cluster: SimCluster, program: Program) -> float:
+        await program.read(await program.call("x" * 99, length=10))
+        return cluster.clock.now()
+
+    # 99 characters and a space: 100 tokens to fill, then 10 steps, of which the first is the fill's
+    assert simulate(body) == pytest.approx(0.1 + 10 * 0.01)
+    assert simulate(body, rtt_s=0.2) == pytest.approx(0.1 + 10 * 0.01 + 3 * 0.2)
+
+
+def test_a_chain_needs_one_round_trip_for_its_value():
+    async def body(cluster: SimCluster, program: Program) -> float:
+        var_id = await program.call("start", length=5)
+        for _ in range(4):
+            var_id = await program.call("go on", length=5, before=var_id)
+        began = cluster.clock.now()
+        await program.read(var_id, criteria=PerformanceCriteria.LATENCY)
+        return cluster.clock.now() - began
+
+    alone = simulate(body)
+    assert simulate(body, rtt_s=0.2) == pytest.approx(alone + 0.2)
+
+
+def test_the_same_seed_gives_the_same_run():
+    async def body(cluster: SimCluster, program: Program) -> list[tuple[float, str]]:
+        far = await Program(cluster.client(wan(seed=3))).begin()
+        seen: list[tuple[float, str]] = []
+
+        async def one(owner: Program, n: int) -> None:
+            text = await owner.read(await owner.call(f"Number {n}", length=5 + n))
+            seen.append((cluster.clock.now(), text))
+
+        await asyncio.gather(*(one(owner, n) for n in range(12) for owner in (program, far)))
+        return seen
+
+    first = simulate(body, num_engines=3)
+    assert len(first) == 24
+    assert simulate(body, num_engines=3) == first
+
+
+def test_streams_arrive_as_fast_as_they_are_made_from_any_distance():
+    async def body(cluster: SimCluster, program: Program) -> tuple[str, list[float]]:
+        var_id = await program.call("tell", length=20)
+        times = []
+        text = ""
+        async for delta in program.client.stream_var(**program.scope, var_id=var_id):
+            text += delta
+            times.append(cluster.clock.now())
+        assert text == await program.read(var_id)
+        return text, times
+
+    near_text, _ = simulate(body)
+    text, times = simulate(body, rtt_s=1.0)
+    assert text == near_text
+    assert len(times) > 15
+    assert max(b - a for a, b in pairwise(times)) < 0.03
+
+
+def test_a_killed_engine_costs_its_work_but_no_value():
+    async def body(cluster: SimCluster, program: Program) -> tuple[list[str], int]:
+        var_ids = [await program.call(f"part {n}", length=50) for n in range(6)]
+        reads = [asyncio.ensure_future(program.read(var_id)) for var_id in var_ids]
+        await asyncio.sleep(0.2)
+        if kills:
+            await cluster.engines["engine0"].kill()
+        texts = await asyncio.gather(*reads)
+        info = await program.client.session_info(**program.scope)
+        return texts, max(call.attempts for call in info.calls)
+
+    kills = False
+    texts, attempts = simulate(body, num_engines=2)
+    assert attempts == 1
+    kills = True
+    assert simulate(body, num_engines=2) == (texts, 2)
+
+
+def test_a_slow_engine_is_slow_and_a_new_one_helps():
+    async def body(cluster: SimCluster, program: Program) -> float:
+        cluster.engines["engine0"].slow_down(10.0)
+        began = cluster.clock.now()
+        await program.read(await program.call("slowly", length=10))
+        slow_s = cluster.clock.now() - began
+        await cluster.engines["engine0"].kill()
+        fresh = await cluster.add_engine(tasks_capacity=8)
+        began = cluster.clock.now()
+        await program.read(await program.call("quick!", length=10))
+        assert slow_s == pytest.approx(10 * (cluster.clock.now() - began))
+        return fresh.service.engine_info().tasks_capacity
+
+    assert simulate(body) == 8
+
+
+def test_a_silent_engine_is_given_up_by_its_heartbeats_and_comes_back():
+    core = CoreConfig(engine_heartbeat_timeout=5.0)
+
+    async def body(cluster: SimCluster, program: Program) -> int:
+        engine = cluster.engines["engine0"]
+        first_id = engine.engine_id
+        await asyncio.sleep(20)
+        assert engine.engine_id == first_id
+        engine.is_alive = False  # it sends nothing any more
+        await asyncio.sleep(6)
+        assert cluster.core.models().data == []
+        engine.is_alive = True
+        await asyncio.sleep(2)
+        await program.read(await program.call("back again"))
+        return engine.engine_id - first_id
+
+    assert simulate(body, core=core) == 1
+
+
+def test_without_engines_a_read_ends_with_an_error_or_waits_for_one():
+    async def body(cluster: SimCluster, program: Program) -> str:
+        with pytest.raises(NotFound):
+            await program.read("no such variable")
+        var_id = await program.call("wait")
+        read = asyncio.ensure_future(program.read(var_id))
+        await asyncio.sleep(100)
+        await cluster.add_engine()
+        return await read
+
+    assert len(simulate(body, num_engines=0)) == 10
