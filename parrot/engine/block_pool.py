@@ -1,4 +1,6 @@
-"""Who uses which block of the KV cache. Only this module touches block reference counts."""
+"""Who uses which block of the KV cache, and what the full ones hold.
+
+Only this module touches block reference counts."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,23 +9,31 @@ from collections.abc import Iterable, Sequence
 class BlockPool:
     """Blocks 0..num_blocks-1 of `block_size` token slots each, counted by reference.
 
-    A block is free, or held by as many contexts as its count says. The block freed last is
-    handed out first, while it may still be warm in a cache."""
+    A block is free, or held by as many contexts as its count says. A block can be given a key for
+    what it holds, and then be found by it, also while it is free: until it is handed out again.
+
+    Handed out first are free blocks without a key, the last freed before all others, while it may
+    still be warm in a cache; then those with a key, the one freed first before all others. Whoever
+    holds a block holds the blocks before it, and gives them up after it: so the end of a prefix
+    goes before its beginning."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._found_free: dict[int, None] = {}  # free blocks with a key, longest free first
         self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
         self.num_releases = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._found_free)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def num_refs(self, block: int) -> int:
         return self._refs[block]
@@ -34,12 +44,16 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take blocks, each with one reference; None (and nothing taken) when there is no room."""
-        if num_blocks > len(self._free):
+        if num_blocks > self.num_free:
             return None
         if num_blocks == 0:
             return []
         taken = self._free[-num_blocks:]
         del self._free[-num_blocks:]
+        while len(taken) < num_blocks:
+            block = next(iter(self._found_free))
+            self.forget((block,))
+            taken.append(self._free.pop())
         for block in taken:
             self._refs[block] = 1
         return taken
@@ -59,7 +73,45 @@ class BlockPool:
             assert refs[block] > 0, f"block {block} is already free"
             refs[block] -= 1
             if refs[block] == 0:
+                self._put_back(block)
+
+    def _put_back(self, block: int) -> None:
+        if self._keys[block] is None:
+            self._free.append(block)
+        else:
+            self._found_free[block] = None
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let a block in use be found by `key`, unless another one is found by it already."""
+        assert self._refs[block] > 0, f"block {block} is free and cannot be published"
+        if key not in self._by_key and self._keys[block] is None:
+            self._by_key[key] = block
+            self._keys[block] = key
+
+    def find(self, key: bytes) -> int | None:
+        return self._by_key.get(key)
+
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """One more reference on each of these blocks, which were found by their keys."""
+        for block in blocks:
+            assert self._keys[block] is not None, f"block {block} holds nothing to adopt"
+            self._found_free.pop(block, None)
+            self._refs[block] += 1
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These blocks must not be found any more: what they hold changes or may be wrong."""
+        for block in blocks:
+            key = self._keys[block]
+            if key is None:
+                continue
+            self._keys[block] = None
+            del self._by_key[key]
+            if self._refs[block] == 0:
+                del self._found_free[block]
                 self._free.append(block)
+
+    def key_of(self, block: int) -> bytes | None:
+        return self._keys[block]
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Recount the references from the block tables of all holders."""
@@ -69,6 +121,10 @@ class BlockPool:
             counted.update(blocks)
         for block, refs in enumerate(self._refs):
             assert refs == counted[block], f"block {block}: {refs} refs, {counted[block]} holders"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        free = {*self._free, *self._found_free}
+        assert len(free) == self.num_free, "a block is free twice"
         assert free == {block for block, refs in enumerate(self._refs) if refs == 0}
+        keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
+        assert {block: key for key, block in self._by_key.items()} == keyed
+        assert all(block in keyed for block in self._found_free), "a blank block is kept"
+        assert not any(block in keyed for block in self._free), "a published block is lost"

@@ -34,6 +34,12 @@ class SchedulerConfig(ConfigModel):
         "priority", description="By ServeCore's priorities, or by arrival."
     )
 
+    prefix_caching: bool = Field(
+        True,
+        description="Let contexts share the KV of a common beginning that no fork tells of, also "
+        "that of freed contexts while nobody else needs its memory.",
+    )
+
     @field_validator("policy", mode="before")
     @classmethod
     def _read_original(cls, policy: Any) -> Any:

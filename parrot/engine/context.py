@@ -11,6 +11,10 @@ dropped and computed again. Positions of one context, with blocks of 4 tokens:
 
 Blocks before `owned_from` may also be written by nobody else: they are full, or they are the
 partly filled last block of a fork, which is copied before its first write (copy-on-write).
+
+Full computed blocks are published under keys of what they hold. A context that begins with the same
+tokens adopts them, whoever computed them, also when that context was freed, as long as nobody else
+got the block. Nobody writes to a published block.
 """
 
 from array import array
@@ -18,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from parrot.engine.block_keys import BlockHasher
 from parrot.engine.block_pool import BlockPool
 from parrot.engine.plan import BlockCopy
 
@@ -35,7 +40,8 @@ class Fork:
 @dataclass(slots=True, eq=False)
 class Context:
     """State of one context; `ContextTree` keeps it. `fork` is set until the fork is carried out,
-    and until then the context has no tokens."""
+    and until then the context has no tokens. `keys` are those of its first blocks, as far as they
+    were wanted; its first `num_published` blocks need not be published."""
 
     context_id: int
     fork: Fork | None = None
@@ -43,6 +49,9 @@ class Context:
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     owned_from: int = 0
+    root_key: bytes = b""
+    keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
 
     @property
     def num_missing(self) -> int:
@@ -51,10 +60,12 @@ class Context:
 
 
 class ContextTree:
-    """Owns all contexts of an engine and the blocks they hold."""
+    """Owns all contexts of an engine and the blocks they hold. Without a `hasher`, contexts share
+    KV only with those they were forked from."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, hasher: BlockHasher | None = None) -> None:
         self._pool = pool
+        self._hasher = hasher
         self._contexts: dict[int, Context] = {}
 
     def __len__(self) -> int:
@@ -87,9 +98,12 @@ class ContextTree:
         """Grows whenever a reference to a block is given up."""
         return self._pool.num_releases
 
-    def create(self, context_id: int, fork: Fork | None = None) -> Context:
+    def create(self, context_id: int, fork: Fork | None = None, salt: str = "") -> Context:
+        """`salt` counts for roots only: a fork has that of its root."""
         assert context_id not in self._contexts, f"context {context_id} exists"
         context = self._contexts[context_id] = Context(context_id, fork)
+        if self._hasher is not None and fork is None:
+            context.root_key = self._hasher.root(salt)
         return context
 
     def carry_out_fork(self, child: Context, length: int) -> None:
@@ -103,6 +117,53 @@ class ContextTree:
         child.block_ids = parent.block_ids[: self._pool.blocks_for(child.num_computed)]
         child.owned_from = len(child.block_ids)
         self._pool.share(child.block_ids)
+        child.root_key = parent.root_key
+        child.keys = parent.keys[: length // self.block_size]
+        child.num_published = min(parent.num_published, child.num_computed // self.block_size)
+
+    def next_key(self, context: Context) -> bytes | None:
+        """The key of the next block that the context's tokens fill; None: there is none, or
+        nothing is published."""
+        block = context.num_computed // self.block_size
+        if self._hasher is None or block >= (num_full := len(context.token_ids) // self.block_size):
+            return None
+        self._extend_keys(context, num_full)
+        return context.keys[block]
+
+    def adopt(self, context: Context) -> int:
+        """Take over published blocks of what the context has yet to compute, as far as they go
+        without a gap; returns how many tokens of KV that gives."""
+        if self.next_key(context) is None:
+            return 0
+        first = context.num_computed // self.block_size
+        found = []
+        for key in context.keys[first : len(context.token_ids) // self.block_size]:
+            if (block := self._pool.find(key)) is None:
+                break
+            found.append(block)
+        if not found:
+            return 0
+        before = context.num_computed
+        self._pool.adopt(found)
+        self.truncate(context, first)
+        context.block_ids += found
+        context.owned_from = context.num_published = len(context.block_ids)
+        context.num_computed = len(context.block_ids) * self.block_size
+        return context.num_computed - before
+
+    def publish(self, context: Context) -> None:
+        """Let the context's full computed blocks be adopted."""
+        num_full = context.num_computed // self.block_size
+        if self._hasher is None or num_full <= context.num_published:
+            return
+        self._extend_keys(context, num_full)
+        for block in range(context.num_published, num_full):
+            self._pool.publish(context.block_ids[block], context.keys[block])
+        context.num_published = num_full
+
+    def _extend_keys(self, context: Context, num_blocks: int) -> None:
+        if self._hasher is not None and len(context.keys) < num_blocks:
+            self._hasher.extend(context.keys, context.root_key, context.token_ids, num_blocks)
 
     def blocks_missing(self, context: Context, end: int) -> int:
         """Free blocks that `reserve(context, end)` would take."""
@@ -128,6 +189,8 @@ class ContextTree:
             self._pool.release((shared,))
             num_tokens = context.num_computed - tail * size
             copies = (BlockCopy(shared, own, num_tokens),) if num_tokens else ()
+        else:
+            self._make_private(context, tail)
         context.owned_from = min(context.owned_from, tail)
         context.block_ids += taken
         return copies
@@ -147,13 +210,30 @@ class ContextTree:
         tail = context.num_computed // self._pool.block_size
         if self._pool.num_refs(context.block_ids[tail]) > 1:  # a fork may read that position
             context.owned_from = max(context.owned_from, tail + 1)
+        else:
+            self._make_private(context, tail)
+
+    def _make_private(self, context: Context, tail: int) -> None:
+        """The context, the block's only holder, is about to write to it."""
+        self._pool.forget(context.block_ids[tail : tail + 1])
+        context.num_published = min(context.num_published, tail)
 
     def truncate(self, context: Context, num_blocks: int) -> None:
         """Keep the KV of the first `num_blocks` blocks at most."""
+        self.publish(context)
+        self._cut(context, num_blocks)
+
+    def distrust(self, context: Context) -> None:
+        """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""
+        self._pool.forget(context.block_ids)
+        self._cut(context, context.owned_from)
+
+    def _cut(self, context: Context, num_blocks: int) -> None:
         self._pool.release(context.block_ids[num_blocks:])
         del context.block_ids[num_blocks:]
         context.num_computed = min(context.num_computed, num_blocks * self._pool.block_size)
         context.owned_from = min(context.owned_from, num_blocks)
+        context.num_published = min(context.num_published, num_blocks)
 
     def free_tail(self, context: Context, max_blocks: int) -> int:
         """Drop up to `max_blocks` of the last blocks that nobody shares; returns how many.
@@ -202,6 +282,7 @@ class ContextTree:
     def free(self, context: Context) -> int:
         """Forget the context; returns the tokens it held. Its open forks must be settled first."""
         del self._contexts[context.context_id]
+        self.publish(context)
         self._pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0
@@ -215,6 +296,19 @@ class ContextTree:
             assert context.num_computed <= len(context.block_ids) * self.block_size, context
             assert 0 <= context.owned_from <= len(context.block_ids), context
             assert context.fork is None or not context.token_ids, context
+            self._check_keys(context)
+
+    def _check_keys(self, context: Context) -> None:
+        assert context.num_published <= context.num_computed // self.block_size, context
+        if self._hasher is None:
+            return
+        keys: list[bytes] = []
+        num_full = len(context.token_ids) // self.block_size
+        self._hasher.extend(keys, context.root_key, context.token_ids, num_full)
+        assert context.keys == keys[: len(context.keys)], f"{context} has wrong keys"
+        for index in range(context.num_computed // self.block_size):
+            published = self._pool.key_of(context.block_ids[index])
+            assert published in (None, keys[index]), f"block {index} of {context} is something else"
 
     @staticmethod
     def _check_owners(contexts: Iterable[Context]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parrot.engine.admission import OrderLimits
+from parrot.engine.block_keys import BlockHasher
 from parrot.engine.block_pool import BlockPool
 from parrot.engine.config import EngineConfig
 from parrot.engine.context import ContextTree
@@ -76,7 +77,8 @@ class EngineCore:
         self._flight: _Flight | None = None
         self._info = info
         self._clock = clock
-        self._tree = ContextTree(BlockPool(num_blocks, info.block_size))
+        hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
+        self._tree = ContextTree(BlockPool(num_blocks, info.block_size), hasher)
         self._scheduler = LocalScheduler(
             config.scheduler,
             config.fill_chunk_size,
@@ -251,9 +253,12 @@ class EngineCore:
             job.context.num_computed += share.num_tokens
             if job.job_id in errors:
                 self._desk.fail_job(job, errors[job.job_id])
-            elif job.context.num_missing:
                 continue
-            elif job.generation is None:
+            if share.num_tokens > 1:
+                self._tree.publish(job.context)  # what is generated is published in the end
+            if job.context.num_missing:
+                continue
+            if job.generation is None:
                 self._desk.finish(job)
             elif job.job_id in tokens:
                 self._take_token(job, tokens[job.job_id], now)

@@ -46,7 +46,8 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Order:
     """A request as it reaches the core: fill all pieces; then, if `sampling` is given, generate
-    after the last one. Lower `priority` runs first. `request_id` is the sender's, for aborting."""
+    after the last one. Lower `priority` runs first. `request_id` is the sender's, for aborting.
+    Roots that it creates share KV only with contexts of the same `cache_salt`."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -54,6 +55,7 @@ class Order:
     priority: int = 0
     sampling: SamplingConfig | None = None
     stream: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +77,8 @@ class Request:
     has_ended: bool = False
 
     def usage(self, num_output_tokens: int, now: float) -> Usage:
-        """`num_missing` counted each prompt token without KV once, when its job began."""
+        """`num_missing` counted each prompt token without KV once, when its job's first step was
+        planned."""
         started = now if self.started_at is None else self.started_at
         prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
         return Usage.model_construct(
@@ -104,6 +107,7 @@ class Job:
     key: tuple[int, ...] = ()
     is_open: bool = False
     is_admitted: bool = False
+    has_begun: bool = False
     has_ended: bool = False
 
     @property

@@ -83,7 +83,7 @@ class RequestDesk:
         last = len(order.pieces) - 1
         for index, piece in enumerate(order.pieces):
             generation = self._generation(order) if index == last else None
-            context = self._tree.get(piece.context_id) or self._create(piece)
+            context = self._tree.get(piece.context_id) or self._create(piece, order)
             self._add(
                 Job(self._job_ids.next(), request, context, piece, generation, order.priority)
             )
@@ -102,9 +102,9 @@ class RequestDesk:
             seed = hash((self._random_seed, order.request_id)) & (2**63 - 1)
         return Generation(order.sampling, seed, self._language, order.stream)
 
-    def _create(self, piece: Piece) -> Context:
+    def _create(self, piece: Piece, order: Order) -> Context:
         if piece.parent_id == NO_PARENT:
-            return self._tree.create(piece.context_id)
+            return self._tree.create(piece.context_id, salt=order.cache_salt)
         parent = self._tree.get(piece.parent_id)
         assert parent is not None, f"context {piece.parent_id} vanished"
         context = self._tree.create(piece.context_id, self._fork(parent, piece.parent_len))
@@ -233,6 +233,7 @@ class RequestDesk:
     def finish(self, job: Job) -> None:
         """A running job has all it wanted: answer if it was its request's last, open the next."""
         self._scheduler.remove(job)
+        self._tree.publish(job.context)
         self._end(job)
         self._advance(job.context)
 
@@ -263,7 +264,7 @@ class RequestDesk:
 
     def fail_job(self, job: Job, error: ParrotError) -> None:
         """A step went wrong for this job: what it left in its own blocks is not to be trusted."""
-        self._tree.truncate(job.context, job.context.owned_from)
+        self._tree.distrust(job.context)
         self.fail_all([job.request], error)
 
     def fail_everything(self, error: ParrotError) -> None:

@@ -1,18 +1,21 @@
 """One token for each row of logits, by each row's own sampling settings.
 
-The random number of a row is a hash of its (seed, step), used with the inverse of the cumulative
-distribution: what a sequence gets never depends on what else is in the batch."""
+Sampled is the token with the largest sum of scaled logit and noise (noise.py) among those that
+top-k, top-p and min-p leave. Tokens whose logits are equal are left or taken together."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from parrot.engine.noise import gumbel_noise, noise_keys
 from parrot.engine.plan import SampleSpec, StepResult
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import SamplingConfig
+
+MIN_TEMPERATURE = 1e-6
 
 # Most of the probability is nearly always in this many tokens; if not, all are sorted.
 _TOP_CANDIDATES = 1024
@@ -22,43 +25,41 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
     """logits float32 [rows, vocab], changed in place; row i is for `specs[i]`."""
     # A sum is finite only if all its terms are: one pass, and no mask of the size of the logits.
     finite = logits.sum(dim=-1).isfinite()
-    _adjust(logits, specs)
-    tokens = _choose(logits, specs)
-    best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
+    adjust(logits, specs)
+    tokens = torch.where(finite, _choose(logits, specs), -1)
+    return results(specs, tokens.tolist())
+
+
+def results(specs: Sequence[SampleSpec], tokens: Sequence[int]) -> StepResult:
+    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite."""
+    if min(tokens) >= 0:
+        return StepResult({s.job_id: t for s, t in zip(specs, tokens, strict=True)}, {})
     chosen: dict[int, int] = {}
     errors: dict[int, ParrotError] = {}
-    rows = zip(specs, tokens.tolist(), finite.tolist(), best.tolist(), strict=True)
-    for spec, token, is_finite, is_allowed in rows:
-        if not is_finite:
-            errors[spec.job_id] = not_finite()
-        elif not is_allowed:
-            errors[spec.job_id] = ModelNumerics("no token is left that may be sampled")
-        else:
+    for spec, token in zip(specs, tokens, strict=True):
+        if token >= 0:
             chosen[spec.job_id] = token
+        else:
+            errors[spec.job_id] = ModelNumerics("the model's logits are not finite")
     return StepResult(chosen, errors)
 
 
-def not_finite() -> ModelNumerics:
-    return ModelNumerics("the model's logits are not finite")
+def takes_the_largest(config: SamplingConfig) -> bool:
+    return config.is_greedy or config.top_k == 1
 
 
-def uniform_numbers(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, step), by SplitMix64."""
-    with np.errstate(over="ignore"):
-        mixed = _mix(np.array(seeds, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-        mixed = _mix(mixed + np.array(steps, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    numbers: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return numbers
+def needs_adjusting(config: SamplingConfig) -> bool:
+    """Whether logits are changed before a token is chosen, mostly by what was generated so far."""
+    return bool(
+        config.presence_penalty
+        or config.frequency_penalty
+        or config.logit_bias
+        or config.repetition_penalty not in (0.0, 1.0)
+    )
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
-    """Penalties, then biases, then what is banned."""
+def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
+    """Penalties, then biases."""
     _penalize_repetition(logits, specs)
     additions = [entry for row, spec in enumerate(specs) for entry in _additions(row, spec)]
     if not additions:
@@ -81,7 +82,6 @@ def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
         found += zip([row] * len(tokens), tokens.tolist(), (-penalties).tolist(), strict=True)
     if config.logit_bias:
         found += [(row, token, bias) for token, bias in config.logit_bias.items()]
-    found += [(row, token, float("-inf")) for token in set(spec.banned_ids)]
     return found
 
 
@@ -98,83 +98,71 @@ def _penalize_repetition(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> N
 
 
 def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    groups: dict[Callable[..., torch.Tensor], list[int]] = {}
-    for row, spec in enumerate(specs):
-        groups.setdefault(_strategy(spec.sampling), []).append(row)
-    if list(groups) == [_greedy]:
-        return _greedy(logits, specs)
-    tokens = torch.empty(len(specs), dtype=torch.long, device=logits.device)
-    for strategy, rows in groups.items():
-        index = _tensor(rows, logits, torch.long)
-        tokens[index] = strategy(logits[index], [specs[row] for row in rows])
+    drawn = [row for row, spec in enumerate(specs) if not takes_the_largest(spec.sampling)]
+    if len(drawn) == len(specs):
+        return _draw(logits, specs)
+    tokens = logits.argmax(dim=-1)
+    if drawn:
+        rows = _tensor(drawn, logits, torch.long)
+        tokens[rows] = _draw(logits[rows], [specs[row] for row in drawn])
     return tokens
 
 
-def _strategy(config: SamplingConfig) -> Callable[..., torch.Tensor]:
-    if config.is_greedy or config.top_k == 1:
-        return _greedy
-    if config.top_k is None and config.top_p == 1.0:
-        return _from_all
-    return _from_top
+def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """Rows that are not finite get any token."""
+    inverse = [1.0 / max(s.sampling.temperature, MIN_TEMPERATURE) for s in specs]
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).mul_(_column(inverse, logits))
+    floors = _floors(scores, [s.sampling for s in specs])
+    noise = gumbel_noise(
+        _tensor(noise_keys([s.seed for s in specs], [s.position for s in specs]), logits, None),
+        logits.shape[1],
+    )
+    noise.add_(scores)
+    if floors is not None:
+        noise.masked_fill_(scores < floors, -math.inf)
+    return noise.argmax(dim=-1)
 
 
-def _greedy(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    return logits.argmax(dim=-1)
-
-
-def _from_all(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Temperature and min-p only: no order among the tokens is needed."""
-    probs = _softmax(logits, specs)
-    return _draw(_at_least_min_p(probs, specs), specs)
-
-
-def _from_top(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """top-k, then top-p of what is left, then min-p; on the most probable tokens in order."""
-    vocab_size = logits.shape[1]
-    probs = _softmax(logits, specs)
-    top_k = _column([s.sampling.top_k or vocab_size for s in specs], probs).clamp_(max=vocab_size)
-    top_p = _column([s.sampling.top_p for s in specs], probs)
+def _floors(scores: torch.Tensor, configs: Sequence[SamplingConfig]) -> torch.Tensor | None:
+    """The least score [rows, 1] that may be sampled; None: any."""
+    vocab_size = scores.shape[1]
+    floors = [math.log(c.min_p) if c.min_p else -math.inf for c in configs]
+    found = _column(floors, scores) if any(c.min_p for c in configs) else None
+    if all((c.top_k or vocab_size) >= vocab_size and c.top_p == 1.0 for c in configs):
+        return found
+    top_k = _tensor([min(c.top_k or vocab_size, vocab_size) for c in configs], scores, torch.long)
+    top_p = torch.tensor([c.top_p for c in configs], dtype=torch.float64, device=scores.device)
     count = min(vocab_size, _TOP_CANDIDATES)
-    best, tokens = probs.topk(count, dim=-1)
-    enough = (best.sum(dim=-1, keepdim=True) >= top_p) | (top_k <= count)
-    if not bool(enough.all()):
-        best, tokens = probs.sort(dim=-1, descending=True)
-    best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= top_k, 0.0)
-    total = torch.where(top_k < vocab_size, best.sum(dim=-1, keepdim=True), 1.0)
-    before = best.cumsum(dim=-1) - best
-    best = best.masked_fill(before >= top_p * total, 0.0)
-    return tokens.gather(1, _draw(_at_least_min_p(best, specs), specs).unsqueeze(1)).squeeze(1)
+    lowest = _lowest_kept(scores, scores.topk(count, dim=-1).values, top_k, top_p)
+    if lowest is None:
+        ordered = scores.sort(dim=-1, descending=True).values
+        lowest = _lowest_kept(scores, ordered, top_k, top_p)
+        assert lowest is not None
+    return lowest if found is None else torch.maximum(lowest, found)
 
 
-def _softmax(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """float64, so that sums over a large vocabulary do not round tokens away. Rows that are not
-    finite become uniform; their token is not used."""
-    temperatures = _column([max(s.sampling.temperature, 1e-6) for s in specs], logits)
-    probs = (logits.double() / temperatures).softmax(dim=-1)
-    return probs.nan_to_num_(nan=1.0 / logits.shape[1])
-
-
-def _at_least_min_p(probs: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    if not any(s.sampling.min_p for s in specs):
-        return probs
-    floor = _column([s.sampling.min_p or 0.0 for s in specs], probs) * probs.amax(-1, keepdim=True)
-    return probs.masked_fill(probs < floor, 0.0)
-
-
-def _draw(weights: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """The index at which the running sum of a row first exceeds u times its total."""
-    numbers = uniform_numbers([s.seed for s in specs], [s.step for s in specs])
-    sums = weights.cumsum(dim=-1)
-    targets = torch.from_numpy(numbers).to(weights.device).unsqueeze(1) * sums[:, -1:]
-    found = torch.searchsorted(sums, targets, right=True)
-    # Rounding may leave a target at the total: the last token that has any weight then.
-    last = (weights.shape[1] - 1) - (weights > 0).flip(1).long().argmax(1, keepdim=True)
-    return torch.minimum(found, last).squeeze(1)
+def _lowest_kept(
+    scores: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor | None:
+    """top-k, then top-p of what it left. `best`: each row's best scores in order; None if they are
+    too few to tell. Sums in float64, so that those over a large vocabulary are not rounded away."""
+    vocab_size, count = scores.shape[1], best.shape[1]
+    kth = best.gather(1, (top_k.clamp(max=count) - 1).unsqueeze(1))
+    kth = kth.masked_fill((top_k == vocab_size).unsqueeze(1), -math.inf)
+    total = scores.double().exp_().masked_fill_(scores < kth, 0.0).sum(dim=-1, keepdim=True)
+    weights = best.double().exp_()
+    before = weights.cumsum(dim=-1) - weights
+    num_kept = torch.where(top_p == 1.0, 0, (before < top_p.unsqueeze(1) * total).sum(dim=-1))
+    needed = torch.where(top_k < vocab_size, torch.minimum(top_k, num_kept), num_kept)
+    if count < vocab_size and bool((needed >= count).any() or (kth_unknown(top_k, count, vocab_size)).any()):
+        return None
+    pth = best.gather(1, (num_kept.clamp(min=1) - 1).unsqueeze(1))
+    return torch.maximum(kth, pth.masked_fill((top_p == 1.0).unsqueeze(1), -math.inf))
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
-def _tensor(values: Any, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(values: Any, like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.as_tensor(values, dtype=dtype, device=like.device)

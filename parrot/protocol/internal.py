@@ -47,6 +47,11 @@ class JobRequest(InternalPayload):
     session_id: int = 0
     task_id: int = 0
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field(
+        "",
+        max_length=1024,
+        description="new roots share KV only with contexts of the same salt",
+    )
 
 
 class FillRequest(JobRequest, FillPiece):

@@ -75,6 +75,13 @@ class ContextLedger:
         """A queued task would continue contexts with these keys: they are evicted last."""
         self._expected.update(keys)
 
+    def anticipate(self, key: bytes, when: float) -> None:
+        """A completion that waits for inputs would continue contexts with this key."""
+        self._expected[key] += 1
+
+    def forgo(self, keys: Iterable[bytes]) -> None:
+        self.unexpect(keys)
+
     def unexpect(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._expected[key] -= 1
@@ -213,9 +220,10 @@ class ContextLedger:
         frees, self._frees = self._frees, {}
         return frees
 
-    def check_integrity(self, users: Mapping[int, int]) -> None:
-        """Recount everything. `users`: how many runs use each context, by its id, as their owner
-        knows it. Raises AssertionError with what differs."""
+    def check_integrity(self, users: Mapping[int, int], expected: Counter[bytes]) -> None:
+        """Recount everything. `users`: how many runs use each context, by its id, and `expected`:
+        how often each key is, as their owners know it. Raises AssertionError with what differs."""
+        assert self._expected == expected, (self._expected, expected)
         live: dict[int, Context] = {}
         for engine_id, account in self._accounts.items():
             live.update(account.contexts)

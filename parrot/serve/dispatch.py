@@ -20,6 +20,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.http import HttpClient
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.public import ModelsResponse
+from parrot.serve.anticipation import Anticipation
 from parrot.serve.attempt import Attempt, Outcome
 from parrot.serve.config import CoreConfig
 from parrot.serve.context_index import Context
@@ -30,7 +31,7 @@ from parrot.serve.fleet import Connect, Fleet
 from parrot.serve.frees import FreeSender
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prefix import PrefixHasher, prompt_segments
+from parrot.serve.prefix import PrefixHasher
 from parrot.serve.retry import Verdict, final_error, judge
 from parrot.serve.scheduler.scheduler import Models, Scheduler
 from parrot.serve.scheduler.task import CompletionTask, Placement
@@ -66,7 +67,7 @@ class Dispatcher:
             self._on_joined,
             self._on_lost,
         )
-        self._hasher = PrefixHasher()
+        self.anticipation = Anticipation(PrefixHasher(), self._ledger)
         self._frees = FreeSender(clock)
         self._runners = TaskSet()
         self._queued: dict[int, CompletionTask] = {}  # by completion id, like the next
@@ -87,13 +88,19 @@ class Dispatcher:
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes. Its inputs are ready and its objective is set."""
-        segments = prompt_segments(completion)
-        options = completion.options
-        keys = self._hasher.keys(options.tenant, options.chat, segments)
+        segments, keys = self.anticipation.prompt(completion)
         expected_output = int(completion.sampling.max_gen_length * _OUTPUT_SHARE) + 1
         task = CompletionTask(completion, segments, keys, self._clock.now(), expected_output)
         self._scheduler.add(task)
         self._enter_queue(task)
+
+    def expect(self, completion: Completion, ready_at: float) -> None:
+        """It will be submitted when its inputs are there, unless `unexpect` comes first: see
+        `graph.links.Runner`."""
+        self.anticipation.expect(completion, ready_at)
+
+    def unexpect(self, completion: Completion) -> None:
+        self.anticipation.drop(completion)
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
@@ -166,7 +173,10 @@ class Dispatcher:
         """Recount contexts, users and loads. Raises AssertionError with what differs."""
         attempts = [attempt for attempt, _ in self._running.values()]
         users = Counter(a.context.id for a in attempts if a.context is not None)
-        self._ledger.check_integrity(users)
+        expected = self.anticipation.check_integrity()
+        for task in self._queued.values():
+            expected.update(task.keys)
+        self._ledger.check_integrity(users, expected)
         self._scheduler.check_integrity()
         assert self._scheduler.num_queued == len(self._queued), self._queued
         placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)

@@ -10,12 +10,12 @@ model is not part of a key: a key is only ever looked up together with an engine
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion, TextPiece
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.variable import TokenizedText, VariableState
 
 
 class SegmentKind(Enum):
@@ -35,21 +35,35 @@ class Segment(NamedTuple):
 
 def prompt_segments(completion: Completion) -> list[Segment]:
     """Every segment from the beginning of its context to where it generates. Needs ready inputs."""
-    chain = [completion]
-    while (before := chain[-1].previous) is not None:
-        chain.append(before)
+    return [*preceding_segments(completion), *fill_segments(completion)]
+
+
+def preceding_segments(completion: Completion) -> list[Segment]:
+    """What it continues: the prompts and outputs of the completions before it, which are done."""
+    chain: list[Completion] = []
+    link = completion
+    while link.previous is not None:
+        link = link.previous
+        chain.append(link)
     segments: list[Segment] = []
     for link in reversed(chain):
-        last = len(link.fill) - 1
-        for i, piece in enumerate(link.fill):
-            if isinstance(piece, TextPiece):
-                segments.append(Segment(SegmentKind.CONSTANT, piece.text, None, i == last))
-            else:
-                value = piece.variable
-                segments.append(Segment(SegmentKind.VALUE, value.text, value.tokenized, i == last))
-        if link is not completion:
-            segments.append(output_segment(link.output.text, link.output.tokenized))
+        segments.extend(fill_segments(link))
+        segments.append(output_segment(link.output.text, link.output.tokenized))
     return segments
+
+
+def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
+    """A segment for each piece of its fill from `start` on, up to the first that is not ready."""
+    last = len(completion.fill) - 1
+    for i in range(start, last + 1):
+        piece = completion.fill[i]
+        if isinstance(piece, TextPiece):
+            yield Segment(SegmentKind.CONSTANT, piece.text, None, i == last)
+        elif piece.variable.state is VariableState.READY:
+            value = piece.variable
+            yield Segment(SegmentKind.VALUE, value.text, value.tokenized, i == last)
+        else:
+            return
 
 
 def output_segment(text: str, tokenized: TokenizedText | None) -> Segment:

@@ -32,6 +32,12 @@ class TaskRunner:
         else:
             self._native.start(task)
 
+    def expect(self, completion: Completion, ready_at: float) -> None:
+        self._dispatcher.expect(completion, ready_at)
+
+    def unexpect(self, completion: Completion) -> None:
+        self._dispatcher.unexpect(completion)
+
     def withdraw(self, task: Task) -> None:
         if isinstance(task, Completion):
             self._dispatcher.withdraw(task)

@@ -28,15 +28,28 @@ class FakeRunner:
     cancelled: list[Task] = field(default_factory=list)
     reprioritised: list[Completion] = field(default_factory=list)
     ended: list[Task] = field(default_factory=list)
+    expected: list[Completion] = field(default_factory=list)  # they wait for inputs
     on_start: Callable[[Task], None] | None = None
 
     def start(self, task: Task) -> None:
         assert task.state is CompletionState.QUEUED
         assert task.objective is not None
         assert all(variable.is_settled and not variable.error for variable in task.inputs())
+        if task in self.expected:
+            self.expected.remove(task)
         self.started.append(task)
         if self.on_start is not None:
             self.on_start(task)
+
+    def expect(self, completion: Completion, ready_at: float) -> None:
+        assert completion.state is CompletionState.WAITING
+        if completion not in self.expected:
+            self.expected.append(completion)
+
+    def unexpect(self, completion: Completion) -> None:
+        assert completion.state is not CompletionState.QUEUED
+        if completion in self.expected:
+            self.expected.remove(completion)
 
     def withdraw(self, task: Task) -> None:
         self.started.remove(task)

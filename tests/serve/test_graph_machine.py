@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import CyclicGraph, EngineFailed, SessionGone
 from parrot.serve.graph.links import Reader, VariableNode
-from parrot.serve.graph.nodes import CompletionState
+from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import VariableState
 from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, native, semantic, taken
 
@@ -128,6 +128,16 @@ class GraphMachine(RuleBasedStateMachine):
                 if node.is_started:
                     assert node.demand > 0
                     assert all(v.variable.state is VariableState.READY for v in node.inputs)
+
+    @invariant()
+    def whatever_waits_is_expected(self) -> None:
+        waiting = {
+            node.task.id
+            for call in self.graph.calls.values()
+            for node in call.tasks
+            if node.task.state is CompletionState.WAITING and isinstance(node.task, Completion)
+        }
+        assert {completion.id for completion in self.runner.expected} == waiting
 
     @invariant()
     def failure_reaches_every_dependent(self) -> None:

@@ -45,6 +45,7 @@ class LocalScheduler:
         self._decoding = JobQueue()
         self._queue = JobQueue()
         self._shares: dict[Job, Share] = {}
+        self._begun_blocks: set[bytes] = set()
         self._tokens_left = 0
         self._context_tokens = 0
         self.idle = IdleContexts(tree)
@@ -113,6 +114,7 @@ class LocalScheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no job can run."""
         self._shares = {}
+        self._begun_blocks.clear()
         self._tokens_left = self._limits.max_num_batched_tokens
         self._context_tokens = 0
         for job in self._decoding:
@@ -122,12 +124,23 @@ class LocalScheduler:
         for job in self._queue:
             if not self._tokens_left:
                 break
-            if is_blocked and not job.is_admitted:
+            if not job.is_admitted and (is_blocked or self._is_computed_by_another(job)):
                 continue
             num_tokens = min(job.context.num_missing, self._tokens_left, self._max_chunk)
             if not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
         return self._build() if self._shares else None
+
+    def _is_computed_by_another(self, job: Job) -> bool:
+        """Let the job begin behind all that is published of its tokens. True if an earlier job of
+        this step computes what comes next: then it is published after the step."""
+        context = job.context
+        if context.num_missing > 1 and (num_found := self._tree.adopt(context)):
+            if not job.has_begun:
+                job.request.num_missing -= num_found
+            if not context.num_missing:
+                self._tree.rewind_one(context)
+        return self._tree.next_key(context) in self._begun_blocks
 
     def _has_place(self, job: Job) -> bool:
         """Whether the step's limits allow one more sequence, that of `job`."""
@@ -145,7 +158,9 @@ class LocalScheduler:
         while (copies := self._tree.reserve(context, end)) is None:
             if not self._make_room(job, self._tree.blocks_missing(context, end)):
                 return False
-        job.is_admitted = True
+        job.is_admitted = job.has_begun = True
+        if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
+            self._begun_blocks.add(key)
         self._shares[job] = Share(num_tokens, copies)
         self._tokens_left -= num_tokens
         self._context_tokens += end

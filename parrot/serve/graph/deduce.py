@@ -82,12 +82,16 @@ def deduce(activated: Sequence[TaskNode]) -> set[TaskNode]:
     that this made stricter or longer."""
     if len(activated) == 1 and not activated[0].missing:
         _place(activated[0])
+        activated[0].ready_in_s = 0.0
         _pull_urgency(activated[0], set())
         return set()
     new = set(activated)
     order = _consumers_first(new)
     for node in order:
         _place(node)
+    for node in reversed(order):
+        above = (p.ready_in_s + p.duration_s for p in node.producers())
+        node.ready_in_s = max(above, default=0.0)
     changed: set[TaskNode] = set()
     _grow(deque((p, node) for node in order for p in node.producers() if p not in new), changed)
     for node in order:

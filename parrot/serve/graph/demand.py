@@ -67,9 +67,11 @@ class Demand:
     def input_settled(self, task: TaskNode) -> None:
         """One of its inputs got its value (or failed: then the caller fails the task)."""
         task.missing -= 1
-        if task.missing or not task.is_wanted:
+        if not task.is_wanted:
             return
-        if all(node.variable.error is None for node in task.inputs):
+        if task.missing:
+            self._expect(task)
+        elif all(node.variable.error is None for node in task.inputs):
             self._start(task)
 
     def finished(self, task: TaskNode) -> None:
@@ -77,6 +79,8 @@ class Demand:
         if task.is_started:
             task.is_started = False
             self.num_started -= 1
+        else:
+            self._unexpect(task)
         if task.missing and task.demand:
             self._lower(task.producers())
 
@@ -112,7 +116,11 @@ class Demand:
             task.task.objective = objective_of(task)
         self._update(changed)
         for task in sorted(activated, key=_task_id) if len(activated) > 1 else activated:
-            if not task.missing and task.task.state is CompletionState.WAITING:
+            if task.task.state is not CompletionState.WAITING:
+                continue
+            if task.missing:
+                self._expect(task)
+            else:
                 self._start(task)
 
     def _update(self, changed: Iterable[TaskNode]) -> None:
@@ -128,6 +136,22 @@ class Demand:
         self.num_started += 1
         self._runner.start(task.task)
 
+    def _expect(self, task: TaskNode) -> None:
+        """The rest of its inputs is predicted to take as long as was predicted when it became
+        wanted, or as long as the first of them took in proportion."""
+        completion = task.task
+        if not isinstance(completion, Completion):
+            return
+        now, activated = self._clock.now(), completion.times.activated
+        assert activated is not None, completion
+        num_ready = len(task.inputs) - task.missing
+        pace_s = (now - activated) * task.missing / num_ready if num_ready else 0.0
+        self._runner.expect(completion, max(activated + task.ready_in_s, now + pace_s))
+
+    def _unexpect(self, task: TaskNode) -> None:
+        if isinstance(task.task, Completion):
+            self._runner.unexpect(task.task)
+
     def _lower(self, tasks: Iterable[TaskNode]) -> None:
         """Each of `tasks` lost one who wanted it. Those without any other stop."""
         stack = list(tasks)
@@ -138,6 +162,8 @@ class Demand:
                 continue
             if task.is_started:
                 self._withdraw(task)
+            else:
+                self._unexpect(task)
             task.task.state = CompletionState.IDLE
             task.task.objective = None
             stack.extend(task.producers())

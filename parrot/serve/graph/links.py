@@ -67,6 +67,7 @@ class TaskNode:
     depth: int = 0
     duration_s: float = 0.0
     path_s: float = 0.0  # its duration and that of the longest path of wanted tasks below it
+    ready_in_s: float = 0.0  # the longest path of wanted tasks above it, when it became wanted
     group: int | None = None  # the task id of the consumer whose stage it belongs to
     deadline: float | None = None
 
@@ -101,6 +102,17 @@ class Runner(Protocol):
 
     def start(self, task: Task) -> None:
         """Run `task`: its inputs are ready and it has an objective."""
+        ...
+
+    def expect(self, completion: Completion, ready_at: float) -> None:
+        """A wanted completion waits for inputs: called when it becomes wanted, and again whenever
+        one of its inputs is settled while others are missing. It ends with `start`, `unexpect` or
+        `finished`, whichever comes first. `ready_at`: when the last input is predicted to come."""
+        ...
+
+    def unexpect(self, completion: Completion) -> None:
+        """It is not wanted any more, or has come to its end without having been started. It may
+        have been expected or not."""
         ...
 
     def withdraw(self, task: Task) -> None:
