@@ -162,10 +162,9 @@ class Demand:
                 continue
             if task.is_started:
                 self._withdraw(task)
-            else:
-                self._unexpect(task)
             task.task.state = CompletionState.IDLE
             task.task.objective = None
+            self._unexpect(task)
             stack.extend(task.producers())
 
     def _withdraw(self, task: TaskNode) -> None:
