@@ -55,7 +55,8 @@ class ServeCoreAddress(ConfigModel):
 class BuiltinInstance(ConfigModel):
     """`num_kv_cache_blocks` null: as many as free memory allows. `block_size` null: 64 for the
     Triton kernels, else 16. `attn_func` auto: triton on CUDA devices, torch on CPUs.
-    `max_seq_len` null: the model's. `num_threads` (CPU only) null: chosen by the engine."""
+    `max_seq_len` null: the model's. `num_threads` (CPU only) null: chosen by the engine.
+    `shared_prefix`: a prefix that sequences of one step have in common is read once for all."""
 
     num_kv_cache_blocks: PositiveInt | None = None
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -63,6 +64,7 @@ class BuiltinInstance(ConfigModel):
     load_format: Literal["auto", "dummy"] = "auto"
     max_seq_len: PositiveInt | None = None
     num_threads: PositiveInt | None = None
+    shared_prefix: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -105,16 +107,22 @@ class HuggingFaceInstance(ConfigModel):
 
 
 class SimInstance(ConfigModel):
-    """Time of a step = step_s + prefill_token_s * prompt tokens + sequence_s * sequences
-    + context_token_s * context tokens. The defaults resemble an 8B model on one large GPU."""
+    """What each part of a step costs; a step's time is their sum. The defaults resemble an 8B model
+    on one large GPU; sample_configs/engine/sim_*.json are fitted to what was measured."""
 
     num_kv_cache_blocks: PositiveInt = 8192
     block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
     max_seq_len: PositiveInt = 32768
-    step_s: Seconds = 4.5e-3
-    prefill_token_s: Seconds = 2.5e-5
-    sequence_s: Seconds = 1.5e-5
-    context_token_s: Seconds = 3e-8
+    step_s: Seconds = Field(4.5e-3, description="Of every step: above all to read the weights.")
+    sequence_s: Seconds = Field(1.5e-5, description="Per sequence.")
+    context_token_s: Seconds = Field(3e-8, description="Per token whose KV is read.")
+    prefill_token_s: Seconds = Field(2.5e-5, description="Per prompt token that is computed.")
+    prefill_pair_s: Seconds = Field(
+        0.0, description="Per prompt token and token before it: long prompts are quadratic."
+    )
+    shared_prefix: bool = Field(
+        True, description="KV that sequences of a step share is read once, not once for each."
+    )
 
 
 class EngineConfig(ConfigModel):

@@ -4,8 +4,9 @@ import zlib
 from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
-from parrot.engine.plan import RunnerInfo, StepPlan, StepResult
+from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
+from parrot.engine.sim.unique_kv import UniqueKv
 
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
 
@@ -16,6 +17,8 @@ class SimRunner:
 
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
+        self._unique_kv = UniqueKv(instance.block_size)
+        self._checksums: dict[int, tuple[int, int]] = {}  # of the last step's jobs: tokens, sum
         self._info = RunnerInfo(
             num_blocks=instance.num_kv_cache_blocks,
             block_size=instance.block_size,
@@ -30,24 +33,30 @@ class SimRunner:
         return self._info
 
     def run(self, plan: StepPlan) -> StepResult:
-        tokens = {
-            sample.job_id: next_token(sample.context_ids)
-            for sequence in plan.sequences
-            if (sample := sequence.sample) is not None
-        }
+        known, self._checksums = self._checksums, {}
+        tokens = {}
+        for sequence in plan.sequences:
+            if (sample := sequence.sample) is not None:
+                length, checksum = known.get(sample.job_id, (0, 0))
+                new = memoryview(sample.context_ids)[length:]  # type: ignore[arg-type]
+                checksum = zlib.crc32(new, checksum)
+                self._checksums[sample.job_id] = (len(sample.context_ids), checksum)
+                tokens[sample.job_id] = _LETTERS[checksum % len(_LETTERS)]
         return StepResult(tokens, {})
 
     def cost(self, plan: StepPlan) -> float:
         """Seconds the step takes: see `SimInstance`. Generated tokens count as sequences."""
-        costs = self._instance
-        num_prefill = sum(len(s.token_ids) for s in plan.sequences if len(s.token_ids) > 1)
+        costs, sequences = self._instance, plan.sequences
+        prompts = [s for s in sequences if len(s.token_ids) > 1]
         return (
             costs.step_s
-            + costs.prefill_token_s * num_prefill
-            + costs.sequence_s * len(plan.sequences)
-            + costs.context_token_s * sum(s.end for s in plan.sequences)
+            + costs.sequence_s * len(sequences)
+            + costs.context_token_s * self._num_read(sequences)
+            + costs.prefill_token_s * sum(len(s.token_ids) for s in prompts)
+            + costs.prefill_pair_s * sum(len(s.token_ids) * (s.start + s.end) / 2 for s in prompts)
         )
 
-
-def next_token(context_ids: Sequence[int]) -> int:
-    return _LETTERS[zlib.crc32(memoryview(context_ids)) % len(_LETTERS)]  # type: ignore[arg-type]
+    def _num_read(self, sequences: Sequence[SequenceStep]) -> int:
+        if self._instance.shared_prefix:
+            return self._unique_kv.count(sequences)
+        return sum(s.end for s in sequences)

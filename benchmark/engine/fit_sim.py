@@ -1,0 +1,163 @@
+"""Fits the `sim` engine's cost model to what the builtin engine measured on an H200, and writes
+sample_configs/engine/sim_*.json.
+
+    python benchmark/engine/fit_sim.py
+
+Llama-2-13B was not measured: its costs are Llama-2-7B's, scaled by bytes and operations."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from gpu_cases import DECODES, PREFILLS, Decode, Shape
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmark" / "results"
+CONFIGS = ROOT / "sample_configs" / "engine"
+DEVICE_BYTES = 139 * 2**30
+CACHE_SHARE = 0.9  # of the memory that the weights leave
+BLOCK_SIZE = 64
+MEAN_OUTPUT = 64  # tokens that a context has grown by, on the average of a measured decode
+MAX_SEQ_LEN = 32768  # also of Llama-2, which stops at 4096: loads are of its shape, not its text
+SHARED_STEP = Decode("B=64, 6144 shared + 500", 64, 500, shared=6144)  # of the kernels alone
+PAIRS_OF = {"llama-2-7b": "llama-3.1-8b"}  # one prompt length was measured; same heads and layers
+LIKE_7B = "llama-2-13b"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Those of `SimInstance`."""
+
+    step_s: float
+    sequence_s: float
+    context_token_s: float
+    prefill_token_s: float = 0.0
+    prefill_pair_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured time, and how much of each cost is in it, in the order of `Costs`."""
+
+    name: str
+    counts: tuple[float, float, float, float, float]
+    seconds: float
+
+
+def decode_point(case: Decode, ms: float) -> Point:
+    tokens = sum(case.own_lengths()) + case.shared * case.roots + MEAN_OUTPUT * case.batch
+    return Point(case.name, (1, case.batch, tokens, 0, 0), ms / 1e3)
+
+
+def prefill_point(num_tokens: int, chunk: int, ms: float) -> Point:
+    steps = num_tokens // chunk
+    read = chunk * steps * (steps + 1) / 2
+    name = f"prefill {num_tokens} by {chunk}"
+    return Point(name, (steps, steps, read, num_tokens, num_tokens**2 / 2), ms / 1e3)
+
+
+def measured(model: str) -> tuple[list[Point], list[Point]]:
+    """Decodes (over HTTP where that was measured, as in a cluster), and prompts."""
+    rows = json.loads((RESULTS / f"engine_gpu_{model}.json").read_text())["rows"]
+    ms = {row["case"]: row["ms"] for row in rows if "ms" in row and "chunk" not in row}
+    decodes = [
+        decode_point(case, ms.get(f"HTTP {case.name}", ms[case.name])) for case in DECODES[model]
+    ]
+    if model == "llama-3.1-8b":
+        steps = json.loads((RESULTS / "kernels_step_h200.json").read_text())["steps"]
+        alone = {row["case"]: row["ms"] for row in steps if row["model"] == "Llama-3.1-8B"}
+        around = ms["HTTP decode B=64 ctx 2k"] - alone["B=64, 2k"]
+        decodes.append(decode_point(SHARED_STEP, alone[SHARED_STEP.name] + around))
+    chunked = {(row["case"], row["chunk"]): row["ms"] for row in rows if "chunk" in row}
+    prefills = [
+        prefill_point(tokens, chunk, chunked[f"prefill {tokens}", chunk])
+        for tokens, chunk in PREFILLS[model]
+    ]
+    return decodes, prefills
+
+
+def fit(points: Sequence[Point], columns: Sequence[int], known: Sequence[float]) -> list[float]:
+    """Non-negative costs for these columns, beside the `known` ones, with the least squares of
+    relative errors."""
+    counts = np.array([point.counts for point in points])
+    seconds = np.array([point.seconds for point in points])
+    target = 1 - counts @ np.array(known) / seconds
+    best = (np.inf, list(known))
+    for size in range(1, len(columns) + 1):
+        for chosen in combinations(columns, size):
+            matrix = counts[:, chosen] / seconds[:, None]
+            solution = np.linalg.lstsq(matrix, target, rcond=None)[0]
+            error = float(np.square(matrix @ solution - target).sum())
+            if (solution >= 0).all() and error < best[0]:
+                costs = list(known)
+                for column, cost in zip(chosen, solution, strict=True):
+                    costs[column] = float(cost)
+                best = (error, costs)
+    return best[1]
+
+
+def fit_model(model: str, found: dict[str, Costs]) -> Costs:
+    decodes, prefills = measured(model)
+    costs = fit(decodes, (0, 1, 2), [0.0] * 5)
+    if model in PAIRS_OF:
+        costs[4] = found[PAIRS_OF[model]].prefill_pair_s
+        costs = fit(prefills, (3,), costs)
+    else:
+        costs = fit(prefills, (3, 4), costs)
+    for point in (*decodes, *prefills):
+        predicted = float(np.dot(point.counts, costs))
+        error = predicted / point.seconds - 1
+        print(
+            f"{model:14}{point.name:28}{point.seconds * 1e3:9.2f} ms{predicted * 1e3:9.2f}"
+            f"{error:+8.1%}"
+        )
+    return Costs(*costs)
+
+
+def scale(costs: Costs, of: str, to: str) -> Costs:
+    """Steps by bytes of weights, contexts by bytes of KV, prompts by operations, the rest of a
+    sequence's work by layers."""
+    small, large = Shape.of(of), Shape.of(to)
+    layers = large.num_layers / small.num_layers
+    return Costs(
+        costs.step_s * large.weight_bytes / small.weight_bytes,
+        costs.sequence_s * layers,
+        costs.context_token_s * large.token_bytes / small.token_bytes,
+        costs.prefill_token_s * large.layer_weights / small.layer_weights,
+        costs.prefill_pair_s * layers * large.q_width / small.q_width,
+    )
+
+
+def write_config(model: str, costs: Costs) -> None:
+    shape = Shape.of(model)
+    room = CACHE_SHARE * (DEVICE_BYTES - shape.weight_bytes)
+    instance = {
+        "num_kv_cache_blocks": int(room / (shape.token_bytes * BLOCK_SIZE)),
+        "block_size": BLOCK_SIZE,
+        "max_seq_len": MAX_SEQ_LEN,
+        **{key: float(f"{value:.3g}") for key, value in asdict(costs).items()},
+    }
+    config = {
+        "engine_type": "sim",
+        "model": model,
+        "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
+        "instance": instance,
+    }
+    name = model.replace("-", "_").replace(".", "_")
+    (CONFIGS / f"sim_{name}.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> None:
+    found: dict[str, Costs] = {}
+    for model in ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b"):
+        found[model] = fit_model(model, found)
+    found[LIKE_7B] = scale(found["llama-2-7b"], "llama-2-7b", LIKE_7B)
+    for model, costs in found.items():
+        write_config(model, costs)
+
+
+if __name__ == "__main__":
+    main()
