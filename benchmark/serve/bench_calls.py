@@ -50,6 +50,7 @@ class Program:
             | {
                 "template": TEMPLATE,
                 "func_name": "bench",
+                "reuse": False,
                 "parameters": [
                     {"name": "question", "value": question},
                     {"name": "answer", "is_output": True, "sampling_config": SAMPLING},

@@ -74,6 +74,10 @@ class SemanticCallRequest(SessionScoped):
     chat: bool = Field(
         False, description="Render the template as a chat with the serving model's chat template."
     )
+    reuse: bool = Field(
+        True,
+        description="Greedy or seeded, it may take the result of an identical call of its tenant.",
+    )
     successor_of: int | None = Field(
         None, description="request_id of an earlier call whose whole context this call continues."
     )
@@ -173,6 +177,9 @@ class CompletionInfo(BaseModel):
     cached_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    reused: bool = Field(
+        False, description="took the result of an identical call, so it has no tokens itself"
+    )
     submitted_s: float | None = None
     activated_s: float | None = None
     ready_s: float | None = None

@@ -25,6 +25,14 @@ class GlobalSchedulerConfig(_Section):
     policy: Literal["critical_path", "fifo"] = Field(
         "critical_path", description="Order of tasks: longest remaining path first, or arrival."
     )
+    reuse_results: bool = Field(
+        True,
+        description="Run identical deterministic calls once: greedy or seeded, inside a tenant.",
+    )
+    reuse_cache_size: int = Field(
+        64 * 2**20, ge=0, le=2**40, description="Bytes of results kept; 0: only calls in flight."
+    )
+    reuse_timeout: Seconds = Field(3600.0, description="A result is kept for so long at most.")
     max_queue_size: Count = Field(
         1024, description="With so many tasks queued, new calls and reads that need work get 429."
     )

@@ -29,10 +29,12 @@ from parrot.serve.engines import Engine, EngineView
 from parrot.serve.executor import Executor
 from parrot.serve.fleet import Connect, Fleet
 from parrot.serve.frees import FreeSender
+from parrot.serve.grace import Grace
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prefix import PrefixHasher
 from parrot.serve.retry import Verdict, final_error, judge
+from parrot.serve.reuse import Reuse
 from parrot.serve.scheduler.scheduler import Models, Scheduler
 from parrot.serve.scheduler.task import CompletionTask, Placement
 from parrot.serve.tokenizers import TokenizerRegistry
@@ -68,11 +70,12 @@ class Dispatcher:
             self._on_lost,
         )
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
+        self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
         self._runners = TaskSet()
         self._queued: dict[int, CompletionTask] = {}  # by completion id, like the next
         self._running: dict[int, tuple[Attempt, asyncio.Task[None]]] = {}
-        self._unserved: dict[Models, Timer] = {}
+        self._grace = Grace(self._timers, config.engine_heartbeat_timeout, self._end_grace)
         self._expiry: Timer | None = None
         self._is_pump_due = False
 
@@ -87,10 +90,17 @@ class Dispatcher:
         return len(self._running)
 
     def submit(self, completion: Completion) -> None:
-        """Run it when its turn comes. Its inputs are ready and its objective is set."""
+        """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
+        and its objective is set."""
         segments, keys = self.anticipation.prompt(completion)
+        result_key = self._reuse.key(completion, keys)
+        if result_key is not None and self._share(completion, result_key):
+            return
         expected_output = int(completion.sampling.max_gen_length * _OUTPUT_SHARE) + 1
-        task = CompletionTask(completion, segments, keys, self._clock.now(), expected_output)
+        task = CompletionTask(
+            completion, segments, keys, self._clock.now(), expected_output, result_key=result_key
+        )
+        self._reuse.lead(task)
         self._scheduler.add(task)
         self._enter_queue(task)
 
@@ -104,7 +114,7 @@ class Dispatcher:
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
-        task = self._queued.get(completion.id)
+        task = self._queued.get(self._reuse.leader_of(completion).id)
         if task is not None:
             self._scheduler.update(task)
             self._wake()
@@ -122,17 +132,48 @@ class Dispatcher:
             self._wake()
 
     def _drop(self, completion: Completion) -> bool:
-        """Forget all work on it; False if there is none."""
+        """Nobody wants it any more: forget all work on it, unless that goes on for an identical
+        one; False if there is none."""
+        if self._reuse.leave(completion):
+            return True
         if completion.id in self._queued:
-            task = self._leave_queue(completion.id)
-            self._scheduler.remove(task)
+            self._drop_queued(self._queued[completion.id])
         elif completion.id in self._running:
-            attempt = self._stop(completion.id)
-            self._scheduler.ended(attempt.task, attempt.engine.id)
-            self._restart(self._executor.abandon(attempt))
+            self._drop_running(self._running[completion.id][0])
         else:
             return False
         return True
+
+    def _drop_queued(self, task: CompletionTask) -> None:
+        self._scheduler.remove(task)
+        if (heir := self._reuse.promote(task)) is None:
+            self._leave_queue(task.completion.id)
+            self._reuse.ended(task)
+            return
+        self._queued[heir.id] = self._queued.pop(task.completion.id)
+        task.completion = heir
+        task.refresh()
+        self._scheduler.add(task)
+
+    def _drop_running(self, attempt: Attempt) -> None:
+        task = attempt.task
+        if (heir := self._reuse.promote(task)) is None:
+            self._stop(task.completion.id)
+            self._scheduler.ended(task, attempt.engine.id)
+            self._reuse.ended(task)
+            self._restart(self._executor.abandon(attempt))
+        else:
+            self._running[heir.id] = self._running.pop(task.completion.id)
+            self._scheduler.hand_over(task, heir)
+
+    def _share(self, completion: Completion, result_key: bytes) -> bool:
+        """Let it have the result of an identical one; False if there is none."""
+        if self._reuse.answer(completion, result_key):
+            return True
+        task = self._reuse.follow(completion, result_key)
+        if task is not None:
+            self.reprioritise(task.completion)
+        return task is not None
 
     def release_session(self, session_id: int) -> None:
         """Free every context of the session, those in use when their run ends. Contexts of its
@@ -173,6 +214,9 @@ class Dispatcher:
         """Recount contexts, users and loads. Raises AssertionError with what differs."""
         attempts = [attempt for attempt, _ in self._running.values()]
         users = Counter(a.context.id for a in attempts if a.context is not None)
+        self._reuse.check_integrity(
+            [*self._queued.values(), *(attempt.task for attempt in attempts)]
+        )
         expected = self.anticipation.check_integrity()
         for task in self._queued.values():
             expected.update(task.keys)
@@ -185,10 +229,10 @@ class Dispatcher:
     async def close(self) -> None:
         """Fail what is unfinished with `Unavailable` and stop."""
         error = Unavailable("ServeCore is shutting down")
-        completions = [task.completion for task in self._queued.values()]
-        completions += [attempt.task.completion for attempt, _ in self._running.values()]
-        for completion in completions:
-            self.cancel(completion, error)
+        tasks = [*self._queued.values(), *(attempt.task for attempt, _ in self._running.values())]
+        for task in tasks:
+            for completion in (*task.followers, task.completion):
+                self.cancel(completion, error)
         await self._runners.close()
         await self._timers.close()
         await self._frees.close()
@@ -253,7 +297,8 @@ class Dispatcher:
     def _finish(self, attempt: Attempt, outcome: Outcome) -> None:
         if not self._is_current(attempt):
             return
-        completion, usage = attempt.task.completion, outcome.response.usage
+        task, usage = attempt.task, outcome.response.usage
+        completion = task.completion
         del self._running[completion.id]
         self._executor.finish(attempt, outcome)
         self._scheduler.ended(attempt.task, attempt.engine.id)
@@ -263,11 +308,8 @@ class Dispatcher:
         tokenized = None
         if outcome.ids is not None and attempt.tokenizer is not None:
             tokenized = TokenizedText(attempt.tokenizer.tokenizer_id, outcome.ids)
-        completion.state = CompletionState.DONE
-        completion.times.finished = self._clock.now()
         self._wake()
-        if not completion.output.is_settled:
-            completion.output.set(outcome.text, tokenized)
+        self._reuse.finish(task, outcome.text, tokenized)
 
     def _fail(self, attempt: Attempt, error: ParrotError) -> None:
         if not self._is_current(attempt):
@@ -288,7 +330,7 @@ class Dispatcher:
             self._enter_queue(task)
         self._restart(broken)
         if verdict is Verdict.FAILS:
-            self._settle(task.completion, CompletionState.FAILED, final_error(error))
+            self._give_up(task, final_error(error))
 
     def _stop(self, completion_id: int) -> Attempt:
         """The attempt's runner does nothing more; its books are the caller's."""
@@ -308,6 +350,13 @@ class Dispatcher:
                 self._scheduler.requeue(attempt.task, attempt.engine.id)
                 self._enter_queue(attempt.task)
 
+    def _give_up(self, task: CompletionTask, error: ParrotError) -> None:
+        """It failed for all who wait for it."""
+        self._reuse.ended(task)
+        self._settle(task.completion, CompletionState.FAILED, error)
+        for follower in self._reuse.take_followers(task):
+            self._settle(follower, CompletionState.FAILED, error)
+
     def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
         completion.state = state
         completion.times.finished = self._clock.now()
@@ -322,7 +371,7 @@ class Dispatcher:
         self._queued[task.completion.id] = task
         self._ledger.expect(task.keys)
         if not self._scheduler.is_served(task.models):
-            self._give_grace(task.models, self._clock.now())
+            self._grace.give(task.models, self._clock.now())
         self._wake()
 
     def _leave_queue(self, completion_id: int) -> CompletionTask:
@@ -330,17 +379,8 @@ class Dispatcher:
         self._ledger.unexpect(task.keys)
         return task
 
-    def _give_grace(self, models: Models, since: float) -> None:
-        """Nobody serves these models; an engine may come within the heartbeat timeout."""
-        if models not in self._unserved:
-            deadline = since + self._config.engine_heartbeat_timeout
-            self._unserved[models] = self._timers.call_at(
-                deadline, lambda: self._give_up(models, since)
-            )
-
-    def _give_up(self, models: Models, since: float) -> None:
-        """The grace is over for all that was queued when it began."""
-        del self._unserved[models]
+    def _end_grace(self, models: Models, since: float) -> float | None:
+        """Nobody came to serve them since then. Returns when the next such task was queued."""
         later: list[float] = []
         for task in self._scheduler.queued(models):
             if task.arrived > since:
@@ -348,10 +388,8 @@ class Dispatcher:
                 continue
             self._leave_queue(task.completion.id)
             self._scheduler.remove(task)
-            error = self._fleet.registry.unserved(models)
-            self._settle(task.completion, CompletionState.FAILED, error)
-        if later:
-            self._give_grace(models, min(later))
+            self._give_up(task, self._fleet.registry.unserved(models))
+        return min(later, default=None)
 
     # Engines that come and go
 
@@ -360,13 +398,12 @@ class Dispatcher:
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
         self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
         self._scheduler.add_engine(engine.id, info.model, info.tasks_capacity, info.tokens_capacity)
-        for models in [m for m in self._unserved if self._scheduler.is_served(m)]:
-            self._unserved.pop(models).cancel()
+        self._grace.end(self._scheduler.is_served)
         self._wake()
 
     def _on_lost(self, engine: Engine) -> None:
         """Its completions run again elsewhere, but not for ever: one of them may be the cause."""
-        failed: list[Completion] = []
+        failed: list[CompletionTask] = []
         for attempt, _ in list(self._running.values()):
             if attempt.engine is not engine:
                 continue
@@ -378,14 +415,13 @@ class Dispatcher:
                 self._enter_queue(task)
             else:
                 self._scheduler.ended(task, engine.id)
-                failed.append(task.completion)
+                failed.append(task)
         self._ledger.forget_engine(engine.id)
         self._scheduler.remove_engine(engine.id)
         for models in self._scheduler.unserved():
-            self._give_grace(models, engine.last_seen)
-        for completion in failed:
-            error = final_error(Unavailable("every engine that ran it was lost"))
-            self._settle(completion, CompletionState.FAILED, error)
+            self._grace.give(models, engine.last_seen)
+        for task in failed:
+            self._give_up(task, final_error(Unavailable("every engine that ran it was lost")))
 
     def _connect_http(self, info: EngineInfo) -> EngineClient:
         host = f"[{info.host}]" if ":" in info.host else info.host

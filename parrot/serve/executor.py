@@ -43,7 +43,7 @@ class Executor:
         request = open_request(self._ledger, attempt, parts)
         if request is None:
             return Outcome(attempt.delivered, None, 0, _nothing_more())
-        if completion.wants_stream:
+        if task.wants_stream:
             response = await self._stream(attempt, request)
         else:
             response = await attempt.engine.client.generate(request)
@@ -110,7 +110,7 @@ class Executor:
                 if attempt.context is not None:
                     self._ledger.mark_computed(attempt.context)
                 task.streamed_ids.extend(event.ids)
-                task.completion.output.append(event.text)
+                task.append(event.text)
         raise EngineFailed("the engine's stream ended without a result")
 
 

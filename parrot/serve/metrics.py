@@ -73,12 +73,15 @@ class CoreMetrics:
         self.calls: Counter[tuple[str, str]] = Counter()  # (kind, state)
         self.tokens: Counter[tuple[str, str]] = Counter()  # (tenant, direction)
         self.num_cached_tokens = 0
+        self.num_reused = 0
         self.num_retries = 0
 
     def task_finished(self, task: Task, tenant: str) -> None:
         times = task.times
         is_semantic = isinstance(task, Completion)
         self.calls["semantic" if is_semantic else "native", task.state.value] += 1
+        if isinstance(task, Completion) and task.stats.is_reused:
+            self.num_reused += 1
         if times.started is None or times.finished is None:
             return
         if not isinstance(task, Completion):
@@ -117,6 +120,11 @@ class CoreMetrics:
             "parrot_prefix_shared_tokens",
             "Prompt tokens whose KV was there already.",
             value=self.num_cached_tokens,
+        )
+        yield CounterMetricFamily(
+            "parrot_calls_reused",
+            "Completions that took the result of an identical one.",
+            value=self.num_reused,
         )
         yield CounterMetricFamily(
             "parrot_call_retries", "Further attempts of completions.", value=self.num_retries

@@ -86,6 +86,7 @@ def _task_view(node: TaskNode, began: float) -> CompletionInfo:
         cached_tokens=stats.cached_tokens,
         computed_tokens=stats.computed_tokens,
         output_tokens=stats.output_tokens,
+        reused=stats.is_reused,
         **_seconds(task.times, began),
     )
 

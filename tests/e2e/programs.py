@@ -27,7 +27,7 @@ class Program:
         **options: Any,
     ) -> str:
         """Submit a call with one output; returns the output's variable id. `inputs` are values,
-        `variables` ids."""
+        `variables` ids. Each call runs, however often it is repeated, unless `reuse` is given."""
         parameters = [CallParameter(name=k, value=v) for k, v in (inputs or {}).items()]
         parameters += [CallParameter(name=k, var_id=v) for k, v in (variables or {}).items()]
         sampling = SamplingConfig(temperature=0.0, max_gen_length=max_gen_length)
@@ -38,7 +38,7 @@ class Program:
                 session_auth=self.session_auth,
                 template=template,
                 parameters=parameters,
-                **options,
+                **({"reuse": False} | options),
             )
         )
         return next(p.var_id for p in response.param_info if p.is_output)

@@ -7,6 +7,7 @@ from typing import Any
 from parrot.protocol.criteria import PerformanceCriteria
 
 MAX_NATIVE_TIMEOUT_S = 60
+_FLAGS = ("remove_pure_fill", "cache_prefix", "fuse_fill", "reuse")
 MODEL_TYPES = ("token_id", "text")
 
 
@@ -15,7 +16,8 @@ class SemanticFuncMetadata:
     """`models`: names of the models that may serve it (empty: any). `model_type`: a hint.
     `remove_pure_fill`: drop the text after the last output. `cache_prefix`: let other calls reuse
     the KV of the constant beginning. `output_criteria`: run at once, as if a reader wanted the last
-    output so. `fuse_fill`: a hint. `chat`: set by `chat_template`."""
+    output so. `fuse_fill`: a hint. `reuse`: when greedy or seeded, the
+    result of an identical call may be taken. `chat`: set by `chat_template`."""
 
     models: tuple[str, ...] = ()
     model_type: str = "token_id"
@@ -23,6 +25,7 @@ class SemanticFuncMetadata:
     cache_prefix: bool = True
     output_criteria: PerformanceCriteria | None = None
     fuse_fill: bool = False
+    reuse: bool = True
     chat: bool = False
 
     def to_payload(self) -> dict[str, Any]:
@@ -57,9 +60,7 @@ def parse_metadata(options: Mapping[str, Any]) -> SemanticFuncMetadata:
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"unknown option `{name}`, allowed are {', '.join(known)}")
-        if name in ("remove_pure_fill", "cache_prefix", "fuse_fill") and not isinstance(
-            value, bool
-        ):
+        if name in _FLAGS and not isinstance(value, bool):
             raise TypeError(f"option `{name}` must be True or False, not {value!r}")
     checked = dict(options)
     if "models" in checked:

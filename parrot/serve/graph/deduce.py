@@ -47,6 +47,20 @@ def strictest(a: PerformanceCriteria, b: PerformanceCriteria) -> PerformanceCrit
     return b if a is _THROUGHPUT else _LATENCY
 
 
+def strictest_objective(a: Objective | None, b: Objective | None) -> Objective | None:
+    """What satisfies both. The group is that of the first, which is placed."""
+    if a is None or b is None:
+        return a or b
+    deadlines = [o.deadline for o in (a, b) if o.deadline is not None]
+    return Objective(
+        criteria=strictest(a.criteria, b.criteria),
+        depth=max(a.depth, b.depth),
+        remaining_path_s=max(a.remaining_path_s, b.remaining_path_s),
+        task_group=a.task_group,
+        deadline=min(deadlines, default=None),
+    )
+
+
 def predict_seconds(task: Task) -> float:
     """How long one run takes, from the lengths that are known now."""
     if not isinstance(task, Completion):

@@ -129,6 +129,7 @@ class SessionGraph:
                 cache_prefix=request.cache_prefix,
                 chat=request.chat,
                 tenant=self._tenant,
+                reuse=request.reuse,
             ),
             session_id=self.session_id,
             request_id=request_id,

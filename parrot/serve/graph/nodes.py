@@ -88,6 +88,7 @@ class RunStats:
     cached_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    is_reused: bool = False  # the result of an identical call was taken; only that one has tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class CallOptions:
     cache_prefix: bool = True
     chat: bool = False
     tenant: str = ""
+    reuse: bool = True  # identical deterministic calls may share a run
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
+from parrot.serve.graph.nodes import Completion
 from parrot.serve.scheduler.cost import CostModel, EngineLoad, RunningPrefixes
 from parrot.serve.scheduler.load import LoadIndex
 from parrot.serve.scheduler.policy import build_order, build_placement
@@ -103,6 +104,12 @@ class Scheduler:
         self._unload(task, engine_id)
         task.refresh()
         self._push(task)
+
+    def hand_over(self, task: CompletionTask, heir: Completion) -> None:
+        """A placed task goes on for another completion."""
+        self._order.ended(task)
+        task.completion = heir
+        self._order.arrived(task)
 
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.serve.graph.nodes import Completion
+from parrot.serve.graph.deduce import strictest_objective
+from parrot.serve.graph.nodes import Completion, Objective
 from parrot.serve.prefix import Segment, SegmentKind
 
 _MAX_LOST = 3
@@ -17,7 +18,8 @@ class CompletionTask:
 
     `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
     of that segment's tokens. `expected_output`: tokens that the output is predicted to have. The
-    counters say how often it was run in vain."""
+    counters say how often it was run in vain. `followers`: identical completions that wait for the
+    same result, which is known as `result_key` (None: it is not shared)."""
 
     completion: Completion
     segments: list[Segment]
@@ -30,6 +32,8 @@ class CompletionTask:
     num_passed: int = 0  # times the scheduler placed later tasks before it
     streamed_ids: list[int] = field(default_factory=list)  # of the text already delivered
     streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
+    result_key: bytes | None = None
+    followers: list[Completion] = field(default_factory=list)
     lengths: tuple[int, ...] = field(init=False)
     prompt_len: int = field(init=False)
     is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
@@ -50,12 +54,29 @@ class CompletionTask:
         return self.completion.sampling.max_gen_length
 
     @property
+    def objective(self) -> Objective | None:
+        """What is asked of it: the strictest of all who wait for it."""
+        objective = self.completion.objective
+        for follower in self.followers:
+            objective = strictest_objective(objective, follower.objective)
+        return objective
+
+    @property
+    def wants_stream(self) -> bool:
+        return any(c.wants_stream for c in (self.completion, *self.followers))
+
+    def append(self, text: str) -> None:
+        """Some more of the output was generated."""
+        for completion in (self.completion, *self.followers):
+            completion.output.append(text)
+
+    @property
     def may_run_again(self) -> bool:
         return self.num_lost < _MAX_LOST and self.num_refused < _MAX_REFUSED
 
     def refresh(self) -> None:
         """Read the completion's objective anew. Only while no queue or engine counts the task."""
-        objective = self.completion.objective
+        objective = self.objective
         self.is_latency = (
             objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT
         )
