@@ -1,15 +1,12 @@
 """ServeCore: every verb of the service, each from its request to its answer."""
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     NoEngine,
     ParrotError,
     QueueFull,
     SessionGone,
-    TimedOut,
     Unavailable,
 )
 from parrot.protocol.internal import (
@@ -20,6 +17,8 @@ from parrot.protocol.internal import (
 )
 from parrot.protocol.public import (
     CallResponse,
+    FirstVarsRequest,
+    FirstVarsResponse,
     ModelsResponse,
     NativeCallRequest,
     ReadyResponse,
@@ -29,24 +28,22 @@ from parrot.protocol.public import (
     SessionInfo,
     VarGetRequest,
     VarListResponse,
+    VarValue,
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.dispatch import Dispatcher
 from parrot.serve.graph.graph import GraphIds, SessionGraph
-from parrot.serve.graph.links import VariableNode
-from parrot.serve.lifecycle import SessionExpiry, time_limit
+from parrot.serve.graph.variable import VariableState
+from parrot.serve.lifecycle import SessionExpiry
 from parrot.serve.metrics import CoreCollector, CoreMetrics
-from parrot.serve.native import NativeRunner, check_call
+from parrot.serve.native import NativeRunner, Sandbox, check_call
+from parrot.serve.reads import Reads
 from parrot.serve.running import TaskRunner
 from parrot.serve.session import Session, SessionRegistry, tenant_of
 from parrot.serve.views import engine_view, session_view, variables_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.ids import IdCounter
 from parrot.utils.timers import TimerQueue
-
-# After a read has timed out, its work goes on for this long: a program that reads again and again
-# with short timeouts must not start it from the beginning each time.
-READ_GRACE_S = 0.25
 
 
 class ServeCore:
@@ -61,6 +58,7 @@ class ServeCore:
         *,
         clock: Clock | None = None,
         dispatcher: Dispatcher | None = None,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self.config = config
         self.is_closing = False
@@ -68,7 +66,7 @@ class ServeCore:
         self._timers = TimerQueue(self._clock)
         self._sessions = SessionRegistry(config.max_sessions_num, self._clock)
         self._dispatcher = dispatcher or Dispatcher(config, self._clock)
-        self._native = NativeRunner(config, self._clock)
+        self._native = NativeRunner(config, self._clock, sandbox)
         self._metrics = CoreMetrics()
         self._runner = TaskRunner(
             self._clock, self._sessions, self._dispatcher, self._native, self._metrics
@@ -76,6 +74,7 @@ class ServeCore:
         self._expiry = SessionExpiry(
             self._timers, self._clock, config.session_life_span, self._expire
         )
+        self._reads = Reads(self._timers, self._clock)
         self._ids = GraphIds(IdCounter(1), IdCounter(1))
         self._collector = CoreCollector(
             self._metrics, self._sessions, self._dispatcher.engines, lambda: self.num_queued
@@ -151,14 +150,22 @@ class ServeCore:
         `QueueFull` (to this reader alone). Cancelling withdraws the read."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
-        if node.is_settled:
-            return node.variable.result()
         if node.is_idle:
             self._require_room()
-        deadline = self._deadline(request)
-        with self._reading(session, node, request.criteria, deadline):
-            async with time_limit(self._timers, deadline, f"reading `{node.variable.name}`"):
-                return await node.variable.wait()
+        return await self._reads.value(session, node, request)
+
+    async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
+        """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
+        `read` does; the error of a variable only when fewer than `k` are left."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        nodes = [session.graph.node(var_id) for var_id in request.var_ids]
+        num_ready = sum(node.variable.state is VariableState.READY for node in nodes)
+        if num_ready < request.k and any(node.is_idle for node in nodes):
+            self._require_room()
+        winners = await self._reads.first(session, nodes, request)
+        return FirstVarsResponse(
+            values=[VarValue(var_id=winner.id, content=winner.text) for winner in winners]
+        )
 
     def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first. Raises at once what `read` raises before it
@@ -167,7 +174,7 @@ class ServeCore:
         node = session.graph.node(var_id)
         if node.is_idle:
             self._require_room()
-        return self._stream(session, node, request)
+        return self._reads.stream(session, node, request)
 
     # Engines and the service itself
 
@@ -246,53 +253,3 @@ class ServeCore:
         self._dispatcher.release_session(session.id)
         self._sessions.remove(session)
         self._metrics.session_s.observe(self._clock.now() - session.created_at)
-
-    def _deadline(self, request: VarGetRequest) -> float | None:
-        return None if request.timeout is None else self._clock.now() + request.timeout
-
-    @contextmanager
-    def _reading(
-        self,
-        session: Session,
-        node: VariableNode,
-        criteria: PerformanceCriteria,
-        deadline: float | None,
-        *,
-        wants_stream: bool = False,
-    ) -> Iterator[None]:
-        """Be a reader of an unsettled variable."""
-        graph = session.graph
-        reader = graph.add_reader(node, criteria, deadline=deadline, wants_stream=wants_stream)
-        if deadline is not None:
-            session.timed_reads.add(reader)
-        grace_s = 0.0
-        try:
-            yield
-        except TimedOut:
-            grace_s = READ_GRACE_S
-            raise
-        finally:
-            session.timed_reads.discard(reader)
-            session.last_active = self._clock.now()
-            if grace_s:
-                end = self._clock.now() + grace_s
-                self._timers.call_at(end, lambda: graph.remove_reader(reader))
-            else:
-                graph.remove_reader(reader)
-
-    async def _stream(
-        self, session: Session, node: VariableNode, request: VarGetRequest
-    ) -> AsyncGenerator[str]:
-        variable, deadline = node.variable, self._deadline(request)
-        if variable.is_settled:
-            if text := variable.result():
-                yield text
-            return
-        deltas = variable.stream()
-        with self._reading(session, node, request.criteria, deadline, wants_stream=True):
-            while True:
-                async with time_limit(self._timers, deadline, f"reading `{variable.name}`"):
-                    delta = await anext(deltas, None)
-                if delta is None:
-                    return
-                yield delta

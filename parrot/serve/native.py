@@ -3,8 +3,10 @@
 import asyncio
 import keyword
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from textwrap import dedent
+from typing import Protocol
 
 from pydantic_monty import AsyncMonty, MontyError, MontyRuntimeError, MontySyntaxError
 
@@ -71,18 +73,67 @@ def check_call(request: NativeCallRequest) -> None:
             raise InvalidRequest(f"`{name}` is not a Python name", param=name)
 
 
-class NativeRunner:
-    """Runs native calls in a pool of sandbox processes, `native_workers` at a time; further ones
-    wait. The pool begins with the first call. A process that crashes is replaced."""
+class Sandbox(Protocol):
+    """Where native functions run."""
 
-    def __init__(self, config: CoreConfig, clock: Clock) -> None:
-        self._clock = clock
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        """What the function set its outputs to, in order of `call.results`; None: it did not.
+        Raises `NativeFunctionFailed`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class MontySandbox:
+    """A pool of sandbox processes, which begins with the first call. A process that crashes is
+    replaced."""
+
+    def __init__(self, config: CoreConfig) -> None:
         self._num_workers = config.native_workers
         self._max_memory = config.native_memory_mb * 2**20
-        self._slots = asyncio.Semaphore(config.native_workers)
         self._opening = asyncio.Lock()
         self._pool: AsyncMonty | None = None
         self._exit = AsyncExitStack()
+
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        pool = await self._open_pool()
+        checkout = pool.checkout(
+            script_name=f"{call.func_name}.py",
+            limits={
+                "max_feed_duration_secs": call.timeout_s,
+                "max_total_sleep_secs": call.timeout_s,
+                "max_memory": self._max_memory,
+            },
+        )
+        try:
+            async with checkout as sandbox:
+                values: list[object] = await sandbox.feed_run(
+                    script_of(call), inputs=inputs_of(call), print_callback=drop_output
+                )
+        except MontyError as error:
+            raise NativeFunctionFailed(explain(call, error)) from None
+        return values
+
+    async def close(self) -> None:
+        await self._exit.aclose()
+
+    async def _open_pool(self) -> AsyncMonty:
+        async with self._opening:
+            if self._pool is None:
+                self._pool = await self._exit.enter_async_context(
+                    AsyncMonty(max_processes=self._num_workers)
+                )
+            return self._pool
+
+
+class NativeRunner:
+    """Runs native calls in a sandbox, `native_workers` at a time; further ones wait."""
+
+    def __init__(self, config: CoreConfig, clock: Clock, sandbox: Sandbox | None = None) -> None:
+        self._clock = clock
+        self._num_workers = config.native_workers
+        self._slots = asyncio.Semaphore(config.native_workers)
+        self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
         self._tasks = TaskSet()
 
@@ -104,7 +155,7 @@ class NativeRunner:
 
     async def close(self) -> None:
         await self._tasks.close()
-        await self._exit.aclose()
+        await self._sandbox.close()
 
     def _forget(self, call_id: int, done: asyncio.Task[None]) -> None:
         if self._running.get(call_id) is done:
@@ -113,10 +164,13 @@ class NativeRunner:
     async def _run(self, call: NativeCall) -> None:
         try:
             async with self._slots:
-                pool = await self._open_pool()
                 call.state = CompletionState.RUNNING
                 call.times.started = self._clock.now()
-                texts = await self._evaluate(pool, call)
+                values = await self._sandbox.evaluate(call)
+            texts = [
+                _checked(call, name, value)
+                for (name, _), value in zip(call.results, values, strict=True)
+            ]
         except ParrotError as error:
             _fail(call, error)
         except Exception:
@@ -127,39 +181,12 @@ class NativeRunner:
             for (_, variable), text in zip(call.results, texts, strict=True):
                 variable.set(text)
 
-    async def _open_pool(self) -> AsyncMonty:
-        async with self._opening:
-            if self._pool is None:
-                self._pool = await self._exit.enter_async_context(
-                    AsyncMonty(max_processes=self._num_workers)
-                )
-            return self._pool
 
-    async def _evaluate(self, pool: AsyncMonty, call: NativeCall) -> list[str]:
-        """The outputs' texts, in order of `call.results`."""
-        checkout = pool.checkout(
-            script_name=f"{call.func_name}.py",
-            limits={
-                "max_feed_duration_secs": call.timeout_s,
-                "max_total_sleep_secs": call.timeout_s,
-                "max_memory": self._max_memory,
-            },
-        )
-        inputs = {f"_in_{n}": variable.text for n, (_, variable) in enumerate(call.arguments)}
-        try:
-            async with checkout as sandbox:
-                values = await sandbox.feed_run(
-                    _script(call), inputs=inputs, print_callback=_drop_output
-                )
-        except MontyError as error:
-            raise NativeFunctionFailed(_explain(call, error)) from None
-        return [
-            _checked(call, name, value)
-            for (name, _), value in zip(call.results, values, strict=True)
-        ]
+def inputs_of(call: NativeCall) -> dict[str, str]:
+    return {f"_in_{n}": variable.text for n, (_, variable) in enumerate(call.arguments)}
 
 
-def _script(call: NativeCall) -> str:
+def script_of(call: NativeCall) -> str:
     """The prelude, the function, one call of it, and the outputs as the script's value."""
     arguments = [f"{name}=_in_{n}" for n, (name, _) in enumerate(call.arguments)]
     arguments += [f"{name}=_out_{n}" for n, (name, _) in enumerate(call.results)]
@@ -177,7 +204,7 @@ def _checked(call: NativeCall, name: str, value: object) -> str:
     return value
 
 
-def _explain(call: NativeCall, error: MontyError) -> str:
+def explain(call: NativeCall, error: MontyError) -> str:
     """One line for the program's author."""
     if isinstance(error, MontyRuntimeError | MontySyntaxError):
         reason = error.display(format="type-msg")
@@ -193,5 +220,5 @@ def _fail(call: NativeCall, error: ParrotError) -> None:
             variable.fail(error)
 
 
-def _drop_output(stream: str, text: str) -> None:
+def drop_output(stream: str, text: str) -> None:
     """What functions print goes nowhere: it is not the server's to show."""

@@ -10,10 +10,12 @@ from parrot.protocol.internal import EngineInfo, HeartbeatRequest, RegisterReque
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.dispatch import Dispatcher
+from parrot.serve.native import Sandbox
 from parrot.simulation.client import SimClient
 from parrot.simulation.engine_link import EngineLink
 from parrot.simulation.links import LAN_RTT_S, Latency, lan
 from parrot.simulation.loop import LoopClock
+from parrot.simulation.natives import BlockingSandbox
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
@@ -62,7 +64,8 @@ class SimCluster:
                 ...
         run_virtual(main())
 
-    `engine`: what engines are made from; `core`: default `PATIENT`. With a heartbeat timeout of
+    `engine`: what engines are made from; `core`: default `PATIENT`; `sandbox`: where native
+    functions run, default a `BlockingSandbox`. With a heartbeat timeout of
     less than 1e6 s the engines that are alive send heartbeats (one task for all)."""
 
     def __init__(
@@ -72,6 +75,7 @@ class SimCluster:
         engine: SimConfig | None = None,
         core: CoreConfig | None = None,
         engine_rtt_s: float = LAN_RTT_S,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self.clock: Clock = LoopClock()
         self.engines: dict[str, SimEngine] = {}
@@ -80,7 +84,9 @@ class SimCluster:
         self._rtt_s = engine_rtt_s
         config = core or PATIENT
         dispatcher = Dispatcher(config, self.clock, self._connect)
-        self.core = ServeCore(config, clock=self.clock, dispatcher=dispatcher)
+        self.core = ServeCore(
+            config, clock=self.clock, dispatcher=dispatcher, sandbox=sandbox or BlockingSandbox()
+        )
         self._clients: list[SimClient] = []
         self._tasks = TaskSet()
         self._num_named = 0

@@ -10,9 +10,10 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import NotFound
-from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.simulation import SimClient, SimCluster, fixed, run_virtual, wan
+from parrot.simulation.natives import NATIVE_S
 
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-3, "sequence_s": 0.0, "context_token_s": 0.0}
 ENGINE = SimConfig.model_validate({"instance": COSTS})
@@ -187,3 +188,22 @@ def test_without_engines_a_read_ends_with_an_error_or_waits_for_one():
         return await read
 
     assert len(simulate(body, num_engines=0)) == 10
+
+
+def test_native_functions_really_run_and_take_virtual_time():
+    async def body(cluster: SimCluster, program: Program) -> tuple[str, float]:
+        source = await program.call("some text", length=8)
+        request = {
+            "func_name": "shout",
+            "func_source": "def shout(text, out):\n    out.set(text.upper())",
+            "parameters": [{"name": "text", "var_id": source}, {"name": "out", "is_output": True}],
+        }
+        response = await program.client.native_call(
+            NativeCallRequest.model_validate(program.scope | request)
+        )
+        text = await program.read(source)
+        began = cluster.clock.now()
+        assert await program.read(response.param_info[-1].var_id) == text.upper()
+        return cluster.clock.now() - began
+
+    assert simulate(body) == pytest.approx(NATIVE_S)
