@@ -64,7 +64,7 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
     """Every tenth task's template is cached on some engine."""
     for i, task in enumerate(tasks[::10]):
         engine_id = rng.randrange(engines)
-        context = Context(i, engine_id, "tenant", None, 0, task.lengths[0], 0, 0.0)
+        context = Context(i, engine_id, "tenant", None, 0, task.lengths[0], 0, 0.0, 0.0)
         index.publish(context, Boundary(task.keys[0], task.lengths[0], 0))
 
 

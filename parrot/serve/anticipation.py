@@ -47,7 +47,7 @@ class FutureUses(Protocol):
         """Contexts with the prompt of this key will be of use at `when`, on the clock's scale."""
         ...
 
-    def forgo(self, keys: Sequence[bytes]) -> None:
+    def unexpect(self, keys: Sequence[bytes]) -> None:
         """Takes back one `anticipate` for each of the keys."""
         ...
 
@@ -113,7 +113,7 @@ class Anticipation:
         waiting = self._waiting.pop(completion, None)
         if waiting is None:
             return
-        self._uses.forgo(waiting.keys)
+        self._uses.unexpect(waiting.keys)
         if waiting.keys and self._listener is not None:
             self._listener.dropped(completion)
 

@@ -9,6 +9,9 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Secret = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+KvEviction = Literal["next_use", "lru"]
+
+
 class _Section(BaseModel):
     """Unknown keys and values of another type (also `"9000"` for 9000) are refused."""
 
@@ -22,6 +25,11 @@ class GlobalSchedulerConfig(_Section):
     graph_group: bool = Field(True, description="Place the calls of a task group together.")
     ctx_group: bool = Field(True, description="Place calls that share a prefix together.")
     ctx_aware: bool = Field(True, description="Weigh cached prefixes when choosing an engine.")
+    kv_eviction: KvEviction = Field(
+        "next_use",
+        description="Which context goes when an engine is full: the one whose predicted next use "
+        "is farthest, or the least recently used.",
+    )
     policy: Literal["critical_path", "fifo"] = Field(
         "critical_path", description="Order of tasks: longest remaining path first, or arrival."
     )

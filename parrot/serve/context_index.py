@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from parrot.serve.pauses import Source
+
 Owner = int | str  # a session's id, or a tenant's name
 
 
@@ -20,7 +22,8 @@ class Boundary(NamedTuple):
 class Context:
     """`length` tokens are or will be in it before it generates; `reserved` more may be generated.
     `is_computed`: its engine is known to have its tokens; before that, the run that opened it may
-    still fail and take its forks with it."""
+    still fail and take its forks with it. `awaiting`: whose output it ends with and since when, so
+    that a next call may be expected."""
 
     id: int
     engine_id: int
@@ -29,6 +32,7 @@ class Context:
     parent_len: int
     length: int
     reserved: int
+    opened_at: float
     last_used: float
     boundaries: list[Boundary] = field(default_factory=list)
     children: "set[Context]" = field(default_factory=set)
@@ -36,6 +40,8 @@ class Context:
     pins: int = 0  # users, and children with pins
     is_computed: bool = False
     is_doomed: bool = False
+    num_forks: int = 0  # so far
+    awaiting: tuple[Source, float] | None = None
 
 
 class Match(NamedTuple):
@@ -86,6 +92,10 @@ class PrefixIndex:
                 del holders[context.engine_id]
                 if not holders:
                     del self._entries[boundary.key]
+
+    def is_held(self, key: bytes) -> bool:
+        """Some engine has the prompt of this key."""
+        return key in self._entries
 
     def contexts(self) -> Iterator[Context]:
         """Every entry's context, with repetitions."""

@@ -10,16 +10,18 @@ after its children (they are freed first under pressure), and a context with run
 or below it, is never evicted. A context that must go but still has children or users is *doomed*:
 nobody finds it any more, and it is freed with the last of them."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
+from parrot.serve.config import KvEviction
 from parrot.serve.context_index import Boundary, Context, Owner, PrefixIndex
+from parrot.serve.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
+from parrot.serve.kv_log import ELSEWHERE, FreeReason, KvLog
+from parrot.serve.next_use import Expectations, NextUse
+from parrot.serve.pauses import PauseModel, Source
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
-
-_EVICTION_LOOK = 64  # idle contexts examined for one that no queued task wants
 
 
 @dataclass(slots=True)
@@ -28,14 +30,18 @@ class _Account:
 
     capacity: int
     block_size: int
+    idle: EvictionOrder  # no users, no children
     contexts: dict[int, Context] = field(default_factory=dict)
-    idle: OrderedDict[int, Context] = field(default_factory=OrderedDict)  # evictable, LRU first
     used: int = 0
 
 
 class ContextLedger:
     def __init__(
-        self, clock: Clock, constant_timeout_s: float, on_free: Callable[[], None]
+        self,
+        clock: Clock,
+        constant_timeout_s: float,
+        on_free: Callable[[], None],
+        eviction: KvEviction = "next_use",
     ) -> None:
         """Tenants' contexts expire after `constant_timeout_s` unused. `on_free` is called whenever
         there is something to take with `take_frees`."""
@@ -44,23 +50,33 @@ class ContextLedger:
         self._on_free = on_free
         self._ids = IdCounter(1)
         self._accounts: dict[int, _Account] = {}
+        self._eviction = eviction
         self.index = PrefixIndex()
+        self.pauses = PauseModel()
+        self.log = KvLog()
         self._by_session: dict[int, dict[int, Context]] = {}
         self._constants: OrderedDict[int, Context] = OrderedDict()  # tenants', LRU first
-        self._expected: Counter[bytes] = Counter()
+        self._expectations = Expectations()
+        self._next_use = NextUse(self._expectations, self.pauses)
         self._frees: dict[int, list[int]] = {}
 
     # Engines
 
     def add_engine(self, engine_id: int, capacity: int, block_size: int = 1) -> None:
-        self._accounts[engine_id] = _Account(capacity, block_size)
+        idle: EvictionOrder
+        if self._eviction == "lru":
+            idle = LeastRecentlyUsed()
+        else:
+            idle = FarthestNextUse(self._next_use.predict, self._clock)
+        self._accounts[engine_id] = _Account(capacity, block_size, idle)
 
     def forget_engine(self, engine_id: int) -> list[int]:
         """The engine is gone, and its contexts with it. Returns their ids."""
         account = self._accounts[engine_id]
         context_ids = list(account.contexts)
         for context in account.contexts.values():
-            self._unlink(context)
+            self._forget(context, FreeReason.ENGINE)
+        self.log.forget_engine(engine_id)
         del self._accounts[engine_id]
         self._frees.pop(engine_id, None)
         return context_ids
@@ -72,21 +88,30 @@ class ContextLedger:
         return self._accounts[engine_id].used
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """A queued task would continue contexts with these keys: they are evicted last."""
-        self._expected.update(keys)
-
-    def anticipate(self, key: bytes, when: float) -> None:
-        """A completion that waits for inputs would continue contexts with this key."""
-        self._expected[key] += 1
-
-    def forgo(self, keys: Iterable[bytes]) -> None:
-        self.unexpect(keys)
+        """A queued task would continue contexts with these keys."""
+        now = self._clock.now()
+        for key in keys:
+            self._expectations.add(key, now)
 
     def unexpect(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._expected[key] -= 1
-            if not self._expected[key]:
-                del self._expected[key]
+        """Take back one `expect` or `anticipate` of each key."""
+        self._expectations.remove(keys)
+
+    def anticipate(self, key: bytes, when: float) -> None:
+        """A completion that waits for inputs would continue contexts with this key at `when`."""
+        self._expectations.add(key, when)
+
+    def note_use(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
+        """A prompt is about to be computed, and a context of the engine has its first `num_hit`
+        tokens. `missing`: the key and length of every longer beginning. Returns how many of the
+        tokens are computed again that some context has or had."""
+        for key, length in reversed(missing):
+            reason = ELSEWHERE if self.index.is_held(key) else self.log.why_gone(key)
+            if reason is not None:
+                self.log.used(engine_id, num_hit, length - num_hit, reason)
+                return length - num_hit
+        self.log.used(engine_id, num_hit, 0, None)
+        return 0
 
     # The life of a context
 
@@ -104,11 +129,10 @@ class ContextLedger:
         """A new context, forked at `parent_len`. Nothing is evicted for it: see `make_room`."""
         now = self._clock.now()
         context = Context(
-            self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now
+            self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
         )
         account = self._accounts[engine_id]
         account.contexts[context.id] = context
-        account.idle[context.id] = context
         account.used += _own_size(context, account.block_size)
         if isinstance(owner, int):
             self._by_session.setdefault(owner, {})[context.id] = context
@@ -117,17 +141,20 @@ class ContextLedger:
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
             parent.children.add(context)
-            account.idle.pop(parent.id, None)
+            account.idle.discard(parent)
+            parent.num_forks += 1
+            parent.last_used = now
             if parent.id in self._constants:
-                self._touch_constant(parent, now)
+                self._constants.move_to_end(parent.id)
         for boundary in boundaries:
             self.index.publish(context, boundary)
+        account.idle.add(context, recent=True)
         return context
 
     def pin(self, context: Context) -> None:
         """A run uses it."""
         context.users += 1
-        self._accounts[context.engine_id].idle.pop(context.id, None)
+        self._accounts[context.engine_id].idle.discard(context)
         link: Context | None = context
         while link is not None:
             link.pins += 1
@@ -151,8 +178,14 @@ class ContextLedger:
             link.is_computed = True
             link = link.parent
 
-    def settle(self, context: Context, length: int, boundary: Boundary | None) -> None:
-        """Its generation ended: it has `length` tokens; `boundary` covers the output's text."""
+    def settle(
+        self, context: Context, length: int, boundary: Boundary | None, source: Source
+    ) -> None:
+        """Its generation ended: it has `length` tokens; `boundary` covers the output's text.
+        `source`: whose output it is."""
+        context.awaiting = (source, self._clock.now())
+        if isinstance(context.owner, int):
+            self.pauses.ended(context.owner, source)
         account = self._accounts[context.engine_id]
         account.used -= _own_size(context, account.block_size)
         context.length, context.reserved = length, 0
@@ -170,14 +203,19 @@ class ContextLedger:
             if link.users:
                 used.append(link)
         for link in reversed(dropped):
-            self._free(link)
+            self._free(link, FreeReason.BROKEN)
         if context.parent is not None:
             self._rest(context.parent, recent=True)
         return used
 
-    def release_session(self, session_id: int) -> None:
-        """Free the session's contexts, those in use as soon as that ends."""
+    def release_session(self, session_id: int, heir: str | None = None) -> None:
+        """Free the session's contexts, those in use as soon as that ends; or leave all to a tenant
+        who may use them again."""
+        self.pauses.session_ended(session_id)
         contexts = list(self._by_session.get(session_id, {}).values())
+        if heir is not None:
+            self._bequeath(contexts, heir)
+            return
         for context in contexts:
             self._doom(context)
         for context in contexts:
@@ -188,15 +226,15 @@ class ContextLedger:
     def make_room(self, engine_id: int) -> bool:
         """Evict until the engine's contexts fit its capacity; False: they still do not."""
         account = self._accounts[engine_id]
-        while account.used > account.capacity and account.idle:
-            self._evict(self._choose(account))
+        while account.used > account.capacity and (first := account.idle.first()) is not None:
+            self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity
 
     def evict_idle(self, engine_id: int) -> None:
         """Free everything on the engine that no run uses."""
         account = self._accounts[engine_id]
-        while account.idle:
-            self._evict(next(iter(account.idle.values())))
+        while (first := account.idle.first()) is not None:
+            self._evict(first, FreeReason.MEMORY)
 
     def expire(self) -> None:
         """Free tenants' contexts that were not used for the timeout."""
@@ -206,9 +244,10 @@ class ContextLedger:
             if context.last_used + self._constant_timeout_s > now:
                 return
             if context.pins or context.children:
-                self._touch_constant(context, now)
+                context.last_used = now
+                self._constants.move_to_end(context.id)
             else:
-                self._evict(context)
+                self._evict(context, FreeReason.EXPIRED)
 
     def next_expiry(self) -> float | None:
         for context in self._constants.values():
@@ -220,10 +259,10 @@ class ContextLedger:
         frees, self._frees = self._frees, {}
         return frees
 
-    def check_integrity(self, users: Mapping[int, int], expected: Counter[bytes]) -> None:
+    def check_integrity(self, users: Mapping[int, int], expected: Mapping[bytes, int]) -> None:
         """Recount everything. `users`: how many runs use each context, by its id, and `expected`:
         how often each key is, as their owners know it. Raises AssertionError with what differs."""
-        assert self._expected == expected, (self._expected, expected)
+        self._expectations.check_integrity(expected)
         live: dict[int, Context] = {}
         for engine_id, account in self._accounts.items():
             live.update(account.contexts)
@@ -231,7 +270,7 @@ class ContextLedger:
             used = sum(_own_size(c, account.block_size) for c in contexts)
             assert account.used == used, (engine_id, account.used, used)
             idle = {c.id for c in contexts if not c.pins and not c.children}
-            assert set(account.idle) == idle, (engine_id, set(account.idle) ^ idle)
+            assert set(account.idle.context_ids()) == idle, (engine_id, account.idle, idle)
         counted = {c.id: c.users for c in live.values() if c.users}
         assert counted == users, (counted, users)
         for context in live.values():
@@ -244,23 +283,22 @@ class ContextLedger:
 
     # Inside
 
-    def _choose(self, account: _Account) -> Context:
-        """The least recently used context that no queued task would continue, if there is one."""
-        for context in islice(account.idle.values(), _EVICTION_LOOK):
-            if not any(boundary.key in self._expected for boundary in context.boundaries):
-                return context
-        return next(iter(account.idle.values()))
-
-    def _touch_constant(self, context: Context, now: float) -> None:
-        context.last_used = now
-        self._constants.move_to_end(context.id)
-
-    def _evict(self, context: Context) -> None:
+    def _evict(self, context: Context, reason: FreeReason) -> None:
+        """Whoever would have continued it would continue its parent now."""
         assert not context.pins, context
-        parent = context.parent
-        self._free(context)
-        if parent is not None:
-            self._rest(parent, recent=False)
+        parent, awaiting = context.parent, context.awaiting
+        self._free(context, reason)
+        if parent is None:
+            return
+        if awaiting and (parent.awaiting is None or parent.awaiting[1] < awaiting[1]):
+            parent.awaiting = awaiting
+        self._rest(parent, recent=False)
+
+    def _bequeath(self, contexts: Iterable[Context], heir: str) -> None:
+        for context in contexts:
+            self._disown(context)
+            context.owner = heir
+            self._constants[context.id] = context
 
     def _doom(self, context: Context) -> None:
         if not context.is_doomed:
@@ -269,27 +307,26 @@ class ContextLedger:
 
     def _rest(self, context: Context, recent: bool) -> None:
         """A context may have become idle: offer it for eviction, or free it if doomed, and then
-        its parent likewise. `recent` says to which end of the LRU order it belongs."""
+        its parent likewise. `recent`: see `EvictionOrder.add`."""
         link: Context | None = context
         while link is not None and not link.pins and not link.children:
             account = self._accounts[link.engine_id]
             if link.id not in account.contexts:
                 return
             if not link.is_doomed:
-                account.idle[link.id] = link
-                account.idle.move_to_end(link.id, last=recent)
+                account.idle.add(link, recent=recent)
                 return
             parent = link.parent
-            self._free(link)
+            self._free(link, FreeReason.SESSION)
             link = parent
 
-    def _free(self, context: Context) -> None:
+    def _free(self, context: Context, reason: FreeReason) -> None:
         account = self._accounts[context.engine_id]
         assert not context.children, context
         account.used -= _own_size(context, account.block_size)
         del account.contexts[context.id]
-        account.idle.pop(context.id, None)
-        self._unlink(context)
+        account.idle.discard(context)
+        self._forget(context, reason)
         if (parent := context.parent) is not None:
             parent.children.discard(context)
             if context.pins:
@@ -303,8 +340,15 @@ class ContextLedger:
             link.pins -= 1
             link = link.parent if link.pins == 0 else None
 
-    def _unlink(self, context: Context) -> None:
+    def _forget(self, context: Context, reason: FreeReason) -> None:
         self.index.unpublish(context)
+        num_tokens = context.length + context.reserved - context.parent_len
+        if context.is_computed:
+            self.log.remember([boundary.key for boundary in context.boundaries], reason)
+            self.log.freed(context.engine_id, num_tokens, reason)
+        self._disown(context)
+
+    def _disown(self, context: Context) -> None:
         self._constants.pop(context.id, None)
         if isinstance(context.owner, int):
             owned = self._by_session[context.owner]

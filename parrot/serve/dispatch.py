@@ -32,6 +32,7 @@ from parrot.serve.frees import FreeSender
 from parrot.serve.grace import Grace
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.pauses import Source
 from parrot.serve.prefix import PrefixHasher
 from parrot.serve.retry import Verdict, final_error, judge
 from parrot.serve.reuse import Reuse
@@ -56,7 +57,12 @@ class Dispatcher:
         self._config = config
         self._clock = clock
         self._timers = TimerQueue(clock)
-        self._ledger = ContextLedger(clock, config.constant_prefix_var_timeout, self._wake)
+        self._ledger = ContextLedger(
+            clock,
+            config.constant_prefix_var_timeout,
+            self._wake,
+            config.global_scheduler.kv_eviction,
+        )
         self._scheduler = Scheduler(config.global_scheduler, clock, self._ledger.index)
         tokenizers = TokenizerRegistry()
         self._executor = Executor(self._ledger, tokenizers)
@@ -92,6 +98,7 @@ class Dispatcher:
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
         and its objective is set."""
+        self._learn_pause(completion)
         segments, keys = self.anticipation.prompt(completion)
         result_key = self._reuse.key(completion, keys)
         if result_key is not None and self._share(completion, result_key):
@@ -103,6 +110,12 @@ class Dispatcher:
         self._reuse.lead(task)
         self._scheduler.add(task)
         self._enter_queue(task)
+
+    def _learn_pause(self, completion: Completion) -> None:
+        before = completion.previous
+        if before is not None and before.times.finished is not None:
+            pause_s = self._clock.now() - before.times.finished
+            self._ledger.pauses.continued(completion.session_id, Source.of(before), pause_s)
 
     def expect(self, completion: Completion, ready_at: float) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first: see
@@ -175,10 +188,10 @@ class Dispatcher:
             self.reprioritise(task.completion)
         return task is not None
 
-    def release_session(self, session_id: int) -> None:
+    def release_session(self, session_id: int, heir: str | None = None) -> None:
         """Free every context of the session, those in use when their run ends. Contexts of its
-        tenant stay."""
-        self._ledger.release_session(session_id)
+        tenant stay. With an `heir`, a tenant, leave them to it instead, as cache."""
+        self._ledger.release_session(session_id, heir)
         self._scheduler.forget_session(session_id)
 
     # Engines

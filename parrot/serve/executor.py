@@ -13,6 +13,7 @@ from parrot.protocol.internal import (
 from parrot.serve.attempt import Attempt, Outcome
 from parrot.serve.context_index import Boundary, Context
 from parrot.serve.contexts import ContextLedger
+from parrot.serve.pauses import Source
 from parrot.serve.prefix import extend_key, output_segment
 from parrot.serve.prompt import Units, encode_prompt, encode_text
 from parrot.serve.request import open_request
@@ -60,7 +61,8 @@ class Executor:
             key = extend_key(attempt.task.keys[-1], output_segment(outcome.text, None))
             start = context.length - len(attempt.resumed)
             boundary = Boundary(key, start + len(clean), clean[-1])
-        self._ledger.settle(context, context.length + outcome.num_units, boundary)
+        source = Source.of(attempt.task.completion)
+        self._ledger.settle(context, context.length + outcome.num_units, boundary, source)
         self._ledger.unpin(context)
 
     def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> list[Context]:

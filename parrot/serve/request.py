@@ -29,6 +29,7 @@ def open_request(
     room = prompt.limit_output()
     if room == 0:
         return None
+    completion.stats.recomputed_tokens = ledger.note_use(engine.id, prompt.length, prompt.missing())
     num_constant = task.num_constant if completion.options.cache_prefix else 0
     if (
         num_constant > prompt.covered
@@ -69,6 +70,12 @@ class _Prompt:
         if match is not None:
             self.covered, self.parent = match.num_covered, match.context
             _, self.length, self.last = match.boundary
+
+    def missing(self) -> list[tuple[bytes, int]]:
+        """The key and length of each beginning that is not there."""
+        ends = accumulate(map(len, self.parts[self.covered :]), initial=self.length)
+        next(ends)
+        return list(zip(self.attempt.task.keys[self.covered :], ends, strict=True))
 
     def limit_output(self) -> int:
         """How much room the output needs, in the engine's units; limits the attempt's sampling to

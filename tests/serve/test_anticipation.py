@@ -41,7 +41,7 @@ class Uses:
         self.counts[key] += 1
         self.times[key] = when
 
-    def forgo(self, keys: Sequence[bytes]) -> None:
+    def unexpect(self, keys: Sequence[bytes]) -> None:
         self.counts -= Counter(keys)
 
 

@@ -9,7 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from parrot.serve.context_index import Boundary, Context, Owner
 from parrot.serve.contexts import ContextLedger
+from parrot.serve.pauses import Source
 from parrot.utils.clock import ManualClock
+
+SOURCE = Source("acme", "f")
 
 
 class Book(ContextLedger):
@@ -117,6 +120,7 @@ def test_expected_contexts_are_evicted_last(book: Book) -> None:
     assert book.make_room(7)
     assert freed(book) == [other.id]
     book.unexpect([b"wanted"])
+    book.later(1)
     book.add("newer", 40)
     assert book.make_room(7)
     assert freed(book) == [wanted.id]
@@ -140,7 +144,7 @@ def test_settling_keeps_what_was_generated(book: Book) -> None:
     context = book.add("p", 10, reserved=50)
     book.pin(context)
     assert book.num_tokens(7) == 60
-    book.settle(context, 25, Boundary(b"po", 24, 9))
+    book.settle(context, 25, Boundary(b"po", 24, 9), SOURCE)
     book.unpin(context)
     assert book.num_tokens(7) == 25
     assert book.index.match(7, [b"p", b"po"]) == (2, context, Boundary(b"po", 24, 9))
@@ -290,7 +294,7 @@ class Histories(RuleBasedStateMachine):
         context = data.draw(st.sampled_from(self.running))
         self.running.remove(context)
         length = context.length + min(output, context.reserved)
-        self.book.settle(context, length, Boundary(key, length, 0))
+        self.book.settle(context, length, Boundary(key, length, 0), SOURCE)
         self.book.unpin(context)
 
     @precondition(lambda self: self.running)

@@ -336,7 +336,7 @@ def test_load_is_spread() -> None:
 
 
 def cache(bench: Bench, task: CompletionTask, engine_id: int, length: int) -> None:
-    context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0)
+    context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
     bench.index.publish(context, Boundary(task.keys[0], length, 0))
 
 

@@ -1,0 +1,101 @@
+"""Which idle context is evicted first."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from itertools import count
+from typing import Protocol
+
+from parrot.serve.context_index import Context
+from parrot.utils.clock import Clock
+
+_REVIEW = 0.125  # of the predicted time to the next use: until it is predicted anew
+_SOONER = 0.9  # of the predicted time: then something new is known, and the order may change
+_MIN_REVIEW_S = 0.05
+_MAX_STALE = 64  # entries of contexts that are not idle any more, besides as many as there are idle
+
+
+class EvictionOrder(Protocol):
+    """One engine's idle contexts."""
+
+    def add(self, context: Context, *, recent: bool) -> None:
+        """It is idle now. `recent`: it was used just now; else only what was forked from it has
+        gone. No effect but that if it was idle before."""
+        ...
+
+    def discard(self, context: Context) -> None:
+        """It is not idle any more, or gone."""
+        ...
+
+    def first(self) -> Context | None:
+        """The one to evict; None if none is idle."""
+        ...
+
+    def context_ids(self) -> Collection[int]: ...
+
+
+class LeastRecentlyUsed:
+    def __init__(self) -> None:
+        self._idle: OrderedDict[int, Context] = OrderedDict()
+
+    def add(self, context: Context, *, recent: bool) -> None:
+        self._idle[context.id] = context
+        self._idle.move_to_end(context.id, last=recent)
+
+    def discard(self, context: Context) -> None:
+        self._idle.pop(context.id, None)
+
+    def first(self) -> Context | None:
+        return next(iter(self._idle.values()), None)
+
+    def context_ids(self) -> Collection[int]:
+        return self._idle.keys()
+
+
+class FarthestNextUse:
+    """By the predicted time of the next use. Predictions age: each is made anew after a part of the
+    time that it spans, and before anything is evicted by it. Two heaps, O(log n) for each."""
+
+    def __init__(self, predict: Callable[[Context, float], float], clock: Clock) -> None:
+        self._predict = predict
+        self._clock = clock
+        self._entries = count()
+        self._idle: dict[int, int] = {}  # context id -> its valid entry
+        self._farthest: list[tuple[float, int, Context]] = []  # by minus the next use
+        self._reviews: list[tuple[float, int, Context]] = []
+
+    def add(self, context: Context, *, recent: bool) -> None:
+        self._file(context, self._clock.now())
+
+    def discard(self, context: Context) -> None:
+        self._idle.pop(context.id, None)
+
+    def first(self) -> Context | None:
+        now = self._clock.now()
+        while self._reviews and self._reviews[0][0] <= now:
+            _, entry, context = heapq.heappop(self._reviews)
+            if self._idle.get(context.id) == entry:
+                self._file(context, now)
+        while self._farthest:
+            next_use, entry, context = self._farthest[0]
+            if self._idle.get(context.id) != entry:
+                heapq.heappop(self._farthest)
+            elif self._predict(context, now) - now < _SOONER * (-next_use - now):
+                self._file(context, now)
+            else:
+                return context
+        return None
+
+    def context_ids(self) -> Collection[int]:
+        return self._idle.keys()
+
+    def _file(self, context: Context, now: float) -> None:
+        when = self._predict(context, now)
+        entry = self._idle[context.id] = next(self._entries)
+        heapq.heappush(self._farthest, (-when, entry, context))
+        review_s = max(_MIN_REVIEW_S, _REVIEW * (when - now))
+        heapq.heappush(self._reviews, (now + review_s, entry, context))
+        for heap in (self._farthest, self._reviews):
+            if len(heap) > _MAX_STALE + 2 * len(self._idle):
+                heap[:] = [item for item in heap if self._idle.get(item[2].id) == item[1]]
+                heapq.heapify(heap)

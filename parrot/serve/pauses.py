@@ -1,0 +1,166 @@
+"""How long sessions pause before they continue a call: learnt per function, and per tenant.
+
+    call ends        ... the program runs a tool, a person thinks ...      its successor is ready
+        |--------------------------- pause --------------------------------------|
+        |------ elapsed ------|-- what is predicted: the rest, if there is one --|
+
+A pause that has lasted for long says something too: it cannot be one of the short ones any more."""
+
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+from parrot.serve.graph.nodes import Completion
+
+K = TypeVar("K")
+
+_FIRST_S = 0.02
+_RATIO = 1.1
+_BOUNDS_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(130)))  # up to 4,400 s, and beyond
+_MAX_WEIGHT = 256.0  # of observations; older ones fade
+_MAX_SOURCES = 4096
+_TENANT_WEIGHT = 2.0  # what the tenant's other functions say counts like so many observations
+_DOUBT = 0.5  # likewise, that a pause goes on as long again as it has lasted
+_USUAL_PAUSE_S = 10.0  # of which nothing is known
+_MIN_CHANCE = 1e-4
+
+
+class Source(NamedTuple):
+    """Whose calls pause alike."""
+
+    tenant: str
+    func_name: str
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Source":
+        return cls(completion.options.tenant, completion.options.func_name)
+
+
+class _Rest(NamedTuple):
+    """Of the observed pauses: the weight of those that were longer, and their rests' sum."""
+
+    weight: float
+    seconds: float
+
+
+class _Pauses:
+    """A histogram of pauses, and how many calls were never continued."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * len(_BOUNDS_S)
+        self._tails: list[tuple[float, float]] | None = None  # weight and time from each bucket on
+        self.num_continued = 0.0
+        self.num_abandoned = 0.0
+
+    def observe(self, pause_s: float) -> None:
+        self._counts[bisect_right(_BOUNDS_S, pause_s) - 1] += 1
+        self.num_continued += 1
+        self._tails = None
+        self._fade()
+
+    def abandon(self, count: int) -> None:
+        self.num_abandoned += count
+        self._fade()
+
+    def beyond(self, elapsed_s: float) -> _Rest:
+        if self._tails is None:
+            self._tails = self._sum_tails()
+        bucket = bisect_right(_BOUNDS_S, elapsed_s) - 1
+        weight, seconds = self._tails[bucket + 1]
+        rest_s = seconds - weight * elapsed_s
+        if bucket + 1 < len(_BOUNDS_S):  # the part of its own bucket that is still to come
+            low, high = _BOUNDS_S[bucket], _BOUNDS_S[bucket + 1]
+            part = self._counts[bucket] * (high - elapsed_s) / (high - low)
+            weight += part
+            rest_s += part * (high - elapsed_s) / 2
+        return _Rest(weight, rest_s)
+
+    def _sum_tails(self) -> list[tuple[float, float]]:
+        times = [count * _middle(i) for i, count in enumerate(self._counts)]
+        weights = list(accumulate(reversed(self._counts), initial=0.0))
+        sums = accumulate(reversed(times), initial=0.0)
+        return list(zip(weights, sums, strict=True))[::-1]
+
+    def _fade(self) -> None:
+        if self.num_continued + self.num_abandoned <= _MAX_WEIGHT:
+            return
+        self._counts = [count / 2 for count in self._counts]
+        self.num_continued /= 2
+        self.num_abandoned /= 2
+        self._tails = None
+
+
+def _middle(bucket: int) -> float:
+    low = _BOUNDS_S[bucket]
+    return low * (1 + _RATIO) / 2 if bucket else _FIRST_S / 2
+
+
+_UNKNOWN = _Pauses()
+
+
+class PauseModel:
+    """Learns from calls that end, and from those that continue them or never do."""
+
+    def __init__(self) -> None:
+        self._sources: OrderedDict[Source, _Pauses] = OrderedDict()
+        self._tenants: OrderedDict[str, _Pauses] = OrderedDict()
+        self._open: dict[int, Counter[Source]] = {}  # ended and not continued, by session
+
+    def ended(self, session_id: int, source: Source) -> None:
+        """A call has ended, and may be continued from now on."""
+        self._open.setdefault(session_id, Counter())[source] += 1
+
+    def continued(self, session_id: int, source: Source, pause_s: float) -> None:
+        """A call that continues one of the source's is ready."""
+        if (pending := self._open.get(session_id)) is not None and pending[source] > 0:
+            pending[source] -= 1
+        for pauses in self._learners(source):
+            pauses.observe(pause_s)
+
+    def session_ended(self, session_id: int) -> None:
+        for source, count in self._open.pop(session_id, Counter[Source]()).items():
+            if count:
+                for pauses in self._learners(source):
+                    pauses.abandon(count)
+
+    def rest_s(self, source: Source, elapsed_s: float) -> float:
+        """Expected seconds until a call that ended `elapsed_s` ago is continued, over the chance
+        that it is continued at all."""
+        own = self._sources.get(source, _UNKNOWN)
+        others = self._tenants.get(source.tenant, _UNKNOWN)
+        share = _TENANT_WEIGHT / max(others.num_continued, _TENANT_WEIGHT)
+        mine, theirs = own.beyond(elapsed_s), others.beyond(elapsed_s)
+        weight = mine.weight + share * theirs.weight
+        rest_s = (
+            mine.seconds + share * theirs.seconds + _DOUBT * max(elapsed_s, _USUAL_PAUSE_S)
+        ) / (weight + _DOUBT)
+        num_seen = own.num_continued + share * others.num_continued
+        lasting = (weight + _DOUBT) / (num_seen + _DOUBT)
+        chance = _chance(own, others) * lasting
+        return rest_s / max(chance / (chance + 1 - _chance(own, others)), _MIN_CHANCE)
+
+    def _learners(self, source: Source) -> tuple[_Pauses, _Pauses]:
+        return (
+            _lookup(self._sources, source),
+            _lookup(self._tenants, source.tenant),
+        )
+
+
+def _chance(own: _Pauses, others: _Pauses) -> float:
+    """That a call is continued at all."""
+    usual = (others.num_continued + 1) / (others.num_continued + others.num_abandoned + 2)
+    num_known = own.num_continued + own.num_abandoned
+    return (own.num_continued + _TENANT_WEIGHT * usual) / (num_known + _TENANT_WEIGHT)
+
+
+def _lookup(known: "OrderedDict[K, _Pauses]", key: K) -> _Pauses:
+    """The entry for `key`, new or not; those unused for longest are forgotten."""
+    pauses = known.get(key)
+    if pauses is None:
+        pauses = known[key] = _Pauses()
+        if len(known) > _MAX_SOURCES:
+            known.popitem(last=False)
+    else:
+        known.move_to_end(key)
+    return pauses
