@@ -52,7 +52,9 @@ class SplitConfig:
     `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
     by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.
     `narrow_rows`: the most rows of a narrow item. `tile_rows`: heights of the other classes'
-    tiles; the lowest that holds an item is taken."""
+    tiles; the lowest that holds an item is taken. `hidden_bytes`: of narrow KV that the device
+    reads while one program of a shared item takes a key. The two run side by side, so a shared
+    span that ends before the narrow ones do need not be split for the sake of time."""
 
     num_sms: int = 132
     waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
@@ -60,6 +62,7 @@ class SplitConfig:
     uneven: float = 2.0
     narrow_rows: int = 16
     tile_rows: tuple[int, ...] = (64,)
+    hidden_bytes: int = 110_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,10 @@ def _chunk_lengths(
     if len(narrow) and narrow.max() * len(narrow) > _UNEVEN_RATIO * narrow.sum():
         waves[NARROW] *= split.uneven
     fair = by_kind * shape.num_kv_heads / (split.num_sms * waves)
-    target = np.maximum(fair, split.min_span)[kinds]
+    target = np.maximum(fair, split.min_span)
+    hidden = narrow.sum() * shape.kv_token_bytes / split.hidden_bytes
+    target[SHARED] = max(target[SHARED], hidden)
+    target = target[kinds]
     parts = np.maximum((spans.length / target + _SPLIT_ROUNDING).astype(np.int64), 1)
     align = max(shape.page_size, 64)
     chunk: LongArray = -(-spans.length // (parts * align)) * align
