@@ -118,13 +118,45 @@ class VarSetRequest(SessionScoped):
     content: Content
 
 
-class VarGetRequest(SessionScoped):
+class ReadOptions(SessionScoped):
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
-    timeout: Timeout | None = None
+    timeout: Timeout | None = Field(None, description="Seconds until the read fails.")
+    deadline: Timeout | None = Field(
+        None, description="Seconds until the value is wanted: it orders work, and ends nothing."
+    )
+
+
+class VarGetRequest(ReadOptions):
+    pass
 
 
 class VarGetResponse(BaseModel):
     content: str
+
+
+class FirstVarsRequest(ReadOptions):
+    var_ids: list[Annotated[str, Field(max_length=256)]] = Field(
+        min_length=1, max_length=MAX_PARAMETERS, description="all different"
+    )
+    k: int = Field(1, ge=1, description="at most as many as there are variables")
+    criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> "FirstVarsRequest":
+        if len(set(self.var_ids)) < len(self.var_ids):
+            raise ValueError("a variable is given twice")
+        if self.k > len(self.var_ids):
+            raise ValueError(f"k is {self.k}, but there are only {len(self.var_ids)} variables")
+        return self
+
+
+class VarValue(BaseModel):
+    var_id: str
+    content: str
+
+
+class FirstVarsResponse(BaseModel):
+    values: list[VarValue] = Field(description="`k` of them, in the order in which they were ready")
 
 
 class VarInfo(BaseModel):

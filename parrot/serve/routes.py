@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from parrot.protocol.public import (
     CallResponse,
     EmptyResponse,
+    FirstVarsRequest,
+    FirstVarsResponse,
     ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
@@ -219,6 +221,19 @@ def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
         if content is None:
             content = await run_until_disconnect(request, core.read(fields, var_id))
         return json_response(VarGetResponse(content=content))
+
+    @app.post(
+        "/v1/semantic_vars/first",
+        **describe(
+            "Wait for the first k of some variables; work for the others stops",
+            request=FirstVarsRequest,
+            response=FirstVarsResponse,
+            errors=_READ,
+        ),
+    )
+    async def first_vars(request: Request) -> Response:
+        fields = parse_payload(FirstVarsRequest, await read_fields(request))
+        return json_response(await run_until_disconnect(request, core.first(fields)))
 
     @app.get(
         "/v1/semantic_var/{var_id}/stream",

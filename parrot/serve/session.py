@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.links import Reader
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, new_token, tokens_equal
 
@@ -15,8 +14,8 @@ PUBLIC_TENANT = "public"
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`last_active`: when a request came in, or a task of the session ended. `timed_reads`: open
-    reads with a deadline of their own. Times are on the clock's scale."""
+    """`last_active`: when a request came in, or a task of the session ended. `timed_reads`: the
+    open reads with a timeout, and when they end. Times are on the clock's scale."""
 
     id: int
     auth: str
@@ -25,15 +24,14 @@ class Session:
     graph: SessionGraph
     created_at: float
     last_active: float
-    timed_reads: set[Reader] = field(default_factory=set)
+    timed_reads: dict[object, float] = field(default_factory=dict)
 
     def expires_at(self, now: float, life_span_s: float) -> float:
-        """Running work and an open read until its deadline count as activity. A read without a
-        deadline does not: if nothing runs for it, its value will hardly come any more."""
+        """Running work and an open read until its timeout count as activity. A read without a
+        timeout does not: if nothing runs for it, its value will hardly come any more."""
         if self.graph.num_started:
             return now + life_span_s
-        deadlines = (reader.deadline or 0.0 for reader in self.timed_reads)
-        return max(self.last_active + life_span_s, *deadlines, 0.0)
+        return max(self.last_active + life_span_s, *self.timed_reads.values(), 0.0)
 
 
 class SessionRegistry:

@@ -26,7 +26,8 @@ from parrot.protocol.public import (
     VarGetRequest,
 )
 from parrot.serve.config import CoreConfig
-from parrot.serve.core import READ_GRACE_S, ServeCore
+from parrot.serve.core import ServeCore
+from parrot.serve.reads import READ_GRACE_S
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 

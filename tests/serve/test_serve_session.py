@@ -126,8 +126,8 @@ async def test_an_open_read_keeps_a_session_until_its_deadline(
 ) -> None:
     watched = Watched(clock, registry)
     node = watched.graph.add_variable("x")
-    reader = watched.graph.add_reader(node, PerformanceCriteria.LATENCY, deadline=50 + 35)
-    watched.session.timed_reads.add(reader)
+    watched.graph.add_reader(node, PerformanceCriteria.LATENCY, deadline=50 + 35)
+    watched.session.timed_reads[watched] = 50 + 35
     await clock.advance(34)
     assert watched.expired == []
     await clock.advance(1)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -101,6 +102,11 @@ class SemanticVariable:
             callback(self)
         else:
             self._settled_callbacks.append(callback)
+
+    def forget(self, callback: Callable[["SemanticVariable"], None]) -> None:
+        """Take back `on_settled`, if it was not called yet."""
+        with suppress(ValueError):
+            self._settled_callbacks.remove(callback)
 
     async def wait(self) -> str:
         """The value, or raises the error. Timeouts and withdrawal are the caller's business."""
