@@ -1,0 +1,3 @@
+from benchmark.apps.cli import main
+
+main()

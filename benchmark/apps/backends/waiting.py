@@ -1,0 +1,68 @@
+"""The client of today: each call is a task that waits for its inputs and sends a whole prompt."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from benchmark.apps.program import Call, Output, Program, StreamTimes
+from benchmark.apps.text import Text
+
+
+class WaitingProgram(Program):
+    """Subclasses send one request. Requests of different calls run side by side."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        super().__init__(self._loop.time)
+        self._tasks: dict[Output, asyncio.Task[str]] = {}
+        self._inputs: dict[Output, asyncio.Future[str]] = {}
+        self._streams: dict[Output, StreamTimes] = {}
+
+    @abstractmethod
+    async def _complete(self, call: Call, texts: Sequence[str]) -> str:
+        """One request; `texts` are the prompt's pieces. Records the usage, and for a streamed call
+        the times. Cancelling it ends the request."""
+
+    async def set(self, output: Output, text: Text) -> None:
+        self._inputs[output].set_result(text.content)
+
+    async def read(self, *outputs: Output) -> None:
+        await asyncio.gather(*(self._tasks[output] for output in outputs))
+
+    async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
+        left = {self._tasks[output]: output for output in outputs}
+        first: list[Output] = []
+        while len(first) < count:
+            done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+                first.append(left.pop(task))
+        for task in left:
+            task.cancel()
+        return first[:count]
+
+    async def stream(self, output: Output) -> StreamTimes:
+        await self.read(output)
+        return self._streams[output]
+
+    async def end(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _add(self, call: Call) -> None:
+        self._tasks[call.output] = self._loop.create_task(self._run(call))
+
+    def _add_input(self, output: Output) -> None:
+        self._inputs[output] = self._loop.create_future()
+
+    async def _run(self, call: Call) -> str:
+        texts = [
+            piece.content if isinstance(piece, Text) else await self._value(piece)
+            for piece in call.prompt
+        ]
+        return await self._complete(call, texts)
+
+    async def _value(self, output: Output) -> str:
+        waiting = self._inputs[output] if output.call is None else self._tasks[output]
+        return await asyncio.shield(waiting)

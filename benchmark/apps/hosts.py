@@ -1,0 +1,205 @@
+"""Where the servers are: running somewhere, launched here, or simulated on virtual time."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmark.apps.backends.openai import OpenAIBackend, first_model
+from benchmark.apps.backends.parrot import ParrotBackend
+from benchmark.apps.network import Network
+from benchmark.apps.program import Backend
+from benchmark.apps.runner import Run
+from benchmark.apps.settings import Setting
+from parrot.cli.cluster_configs import read_configs
+from parrot.cluster import Cluster
+from parrot.engine.config import SimConfig, parse_engine_config
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.http import HttpClient
+from parrot.protocol.public import ReadyResponse
+from parrot.protocol.serve_client import ServeClient
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
+
+QUEUE_SIZE = 100_000  # a whole workload may be queued
+HEARTBEAT_S = 0.5  # so that engines soon find a restarted ServeCore
+START_TIMEOUT_S = 600.0
+
+Measure = Callable[[Backend], Awaitable[Run]]
+Config = dict[str, Any]
+
+
+class Host(ABC):
+    """Use as a context manager. `forgets`: each run's servers have no memory of earlier runs. Where
+    they have, every run needs texts of its own: a warm cache would be an unfair advantage."""
+
+    forgets = False
+
+    def __init__(self, network: str) -> None:
+        self._network = network
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    @abstractmethod
+    def tokenizer_json(self) -> str | None:
+        """Of the model that is served; None: the host cannot tell."""
+
+    @abstractmethod
+    def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
+        """`seed`: of the network's delays."""
+
+    def describe(self) -> Config:
+        """For the report: the servers' configurations."""
+        return {}
+
+
+class ServerHost(Host):
+    """Servers that somebody else started. What they have in memory stays there."""
+
+    def __init__(self, network: str, base_url: str, api_key: str | None, model: str | None) -> None:
+        super().__init__(network)
+        self._base_url = base_url
+        self._api_key = api_key
+        self._model = model
+
+    def tokenizer_json(self) -> str | None:
+        return asyncio.run(engine_tokenizer(self._base_url))
+
+    def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
+        url = setting.base_url or self._base_url
+        return asyncio.run(self._run(setting, url, measure, seed))
+
+    def describe(self) -> Config:
+        return {"base_url": self._base_url}
+
+    async def _run(self, setting: Setting, url: str, measure: Measure, seed: int) -> Run:
+        backend = await self._connect(setting, url, Network(self._network, seed))
+        try:
+            return await measure(backend)
+        finally:
+            await backend.close()
+
+    async def _connect(self, setting: Setting, url: str, network: Network) -> Backend:
+        if setting.style == "openai":
+            model = self._model or await first_model(url, self._api_key)
+            return OpenAIBackend(url, network, model, self._api_key)
+        client = ServeClient(HttpClient(url))
+        return ParrotBackend(client, network, whole_graph=setting.style == "parrot")
+
+
+class ClusterHost(ServerHost):
+    """ServeCore and engines on this machine. Engines are started once; ServeCore starts anew for
+    each run, with its setting's features. Engines forget contexts by that, but not what they cache
+    by content."""
+
+    def __init__(
+        self, network: str, paths: Sequence[Path], num_engines: int | None, log_dir: Path | None
+    ) -> None:
+        core, engines = read_configs(paths)
+        if num_engines is not None:
+            engines = [dict(engines[i % len(engines)]) for i in range(num_engines)]
+        for engine in engines:
+            engine.pop("port", None)
+            engine.pop("engine_name", None)
+            engine["heartbeat_interval"] = HEARTBEAT_S
+        core.pop("port", None)
+        self._core_config = core
+        self._configs = engines
+        self._cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=START_TIMEOUT_S)
+        super().__init__(network, self._cluster.core_url, None, None)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._cluster)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._stack.close()
+
+    def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
+        if setting.base_url is None:
+            self._restart(setting)
+        return super().run(setting, measure, seed)
+
+    def describe(self) -> Config:
+        return {"engines": self._configs}
+
+    def _restart(self, setting: Setting) -> None:
+        scheduler = {"max_queue_size": QUEUE_SIZE, **dict(setting.overrides)}
+        self._cluster.configs["core"]["global_scheduler"] = scheduler
+        self._cluster.restart("core")
+        self._cluster.wait_ready()
+
+
+class SimHost(Host):
+    """The real ServeCore over `sim` engines, on virtual time."""
+
+    forgets = True
+
+    def __init__(self, network: str, path: Path | None, num_engines: int) -> None:
+        super().__init__(network)
+        self._config = _sim_config(path)
+        self._num_engines = num_engines
+
+    def tokenizer_json(self) -> str | None:
+        async def ask() -> str | None:
+            async with SimCluster(1, engine=self._config) as cluster:
+                (engine,) = cluster.engines.values()
+                return (await engine.link.tokenizer()).tokenizer_json
+
+        return run_virtual(ask())
+
+    def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
+        return run_virtual(self._run(setting, measure, seed))
+
+    def describe(self) -> Config:
+        return {"engines": self._num_engines, "engine": self._config.model_dump(mode="json")}
+
+    async def _run(self, setting: Setting, measure: Measure, seed: int) -> Run:
+        features = {"max_queue_size": QUEUE_SIZE} | dict(setting.overrides)
+        scheduler = GlobalSchedulerConfig.model_validate(features)
+        core = PATIENT.model_copy(update={"global_scheduler": scheduler})
+        async with SimCluster(self._num_engines, engine=self._config, core=core) as cluster:
+            network = Network(self._network, seed, asyncio.sleep)
+            backend = ParrotBackend(
+                cluster.client(fixed(0.0)), network, whole_graph=setting.style == "parrot"
+            )
+            return await measure(backend)
+
+
+async def engine_tokenizer(base_url: str) -> str | None:
+    """From the first engine of a ServeCore; None if this is no ServeCore."""
+    async with HttpClient(base_url) as http:
+        try:
+            ready = ReadyResponse.model_validate(await http.request("GET", "/ready"))
+        except Exception:  # noqa: BLE001 - another kind of server: whatever it answers
+            return None
+    engine = ready.engines[0]
+    client = EngineClient(HttpClient(f"http://{engine.host}:{engine.port}"))
+    try:
+        return (await client.tokenizer()).tokenizer_json
+    finally:
+        await client.close()
+
+
+def _sim_config(path: Path | None) -> SimConfig:
+    payload: Mapping[str, Any] = {"engine_type": "sim"}
+    if path is not None:
+        _, (payload, *_) = read_configs([path])
+    config = parse_engine_config(payload, str(path or "sim"))
+    if not isinstance(config, SimConfig):
+        raise ValueError(f"{path} is not the config of a sim engine")
+    return config

@@ -1,0 +1,108 @@
+"""The figures of a run."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from benchmark.apps.runner import Chat, JobResult, Run, unique_prompt_tokens
+
+Figures = dict[str, Any]
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """By linear interpolation; of one value, that value."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(values: Sequence[float]) -> Figures:
+    return {
+        "mean": statistics.fmean(values),
+        "p50": percentile(values, 50),
+        "p99": percentile(values, 99),
+        "max": max(values),
+        "count": len(values),
+    }
+
+
+def summarise(run: Run, deadline_s: float | None = None) -> Figures:
+    """Times in seconds. `jct_s`: completion times by kind of job. `goodput`: jobs of all kinds that
+    ended within the deadline, a second. Tokens are the server's count where it gives one."""
+    figures: Figures = {
+        "seconds": run.seconds,
+        "num_jobs": run.num_planned,
+        "timed_out": run.timed_out,
+        "num_errors": len(run.errors),
+        "first_errors": run.errors[:3],
+        "jct_s": {kind: spread(times) for kind, times in _times(run.jobs).items()},
+        "ms_per_output_token": _normalised(run.jobs),
+        "tokens": _tokens(run),
+    }
+    figures["output_tokens_per_s"] = figures["tokens"]["output"] / run.seconds
+    if deadline_s is not None:
+        in_time = sum(job.seconds is not None and job.seconds <= deadline_s for job in run.jobs)
+        figures["goodput"] = {
+            "deadline_s": deadline_s,
+            "in_time": in_time / run.num_planned,
+            "jobs_per_s": in_time / run.seconds,
+        }
+    if run.chats:
+        alone, during = _harm(run.chats, alone=True), _harm(run.chats, alone=False)
+        figures["bystanders"] = {"alone": alone, "during": during}
+    return figures
+
+
+def _times(jobs: Iterable[JobResult]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {}
+    for job in jobs:
+        if job.seconds is not None:
+            times.setdefault(job.kind, []).append(job.seconds)
+    return times
+
+
+def _normalised(jobs: Iterable[JobResult]) -> Figures | None:
+    """Completion time over output tokens, in ms: what users of single requests feel."""
+    rates = []
+    for job in jobs:
+        tokens = sum(call.output.tokens for call in job.account.calls)
+        if job.seconds is not None and tokens:
+            rates.append(job.seconds * 1e3 / tokens)
+    return spread(rates) if rates else None
+
+
+def _tokens(run: Run) -> Figures:
+    """`unique`: prompt tokens that must be computed at least once. `recomputed`: what was computed
+    beyond that. None: the server does not say."""
+    usages = list(chain.from_iterable(job.account.usages for job in run.jobs))
+    calls = list(chain.from_iterable(job.account.calls for job in run.jobs))
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    unique = unique_prompt_tokens(calls)
+    cached = [usage.cached_tokens for usage in usages]
+    computed = recomputed = None
+    if cached and None not in cached:
+        computed = prompt - sum(c for c in cached if c is not None)
+        recomputed = computed - unique
+    return {
+        "calls": len(calls),
+        "calls_done": len(usages),
+        "prompt": prompt,
+        "prompt_planned": sum(call.prompt_tokens for call in calls),
+        "output": sum(usage.output_tokens for usage in usages),
+        "computed": computed,
+        "unique": unique,
+        "recomputed": recomputed,
+    }
+
+
+def _harm(chats: Iterable[Chat], *, alone: bool) -> Figures | None:
+    chosen = [chat for chat in chats if chat.is_alone == alone]
+    if not chosen:
+        return None
+    return {
+        "ttft_s": spread([chat.ttft_s for chat in chosen]),
+        "tpot_s": spread([chat.tpot_s for chat in chosen]),
+    }

@@ -1,0 +1,136 @@
+"""What a workload is written against: the calls of one run of an application, on any backend."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmark.apps.text import Text
+
+
+@dataclass(eq=False, slots=True)
+class Output:
+    """What a call will give, or (`call` None) what the program will set later."""
+
+    name: str
+    tokens: int
+    call: "Call | None" = None
+
+
+Piece = Text | Output
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """`seed`: sampled, with this seed; None: greedy. `streamed`: its reader takes it piece by
+    piece. Lengths are exact: the end of text is ignored."""
+
+    function: str
+    prompt: tuple[Piece, ...]
+    output: Output
+    seed: int | None = None
+    streamed: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(piece.tokens for piece in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a completed call as the server counted them; None: it does not say."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None
+    engine: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """When the first and the last piece of an output came."""
+
+    first: float
+    last: float
+
+    def later(self, seconds: float) -> "StreamTimes":
+        return StreamTimes(self.first + seconds, self.last + seconds)
+
+
+@dataclass(slots=True)
+class Account:
+    """`calls`: all that the program made. `usages`: those the server ran to their end."""
+
+    calls: list[Call] = field(default_factory=list)
+    usages: list[Usage] = field(default_factory=list)
+
+
+class Program(ABC):
+    """One run of an application. `call` returns at once; only reads wait. `began`: since when its
+    completion time counts, in the loop's time."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.account = Account()
+        self.now = now
+        self.began = now()
+
+    def begin_now(self) -> None:
+        """What was before is preparation that nobody waits for."""
+        self.began = self.now()
+
+    def call(
+        self,
+        function: str,
+        prompt: Sequence[Piece],
+        tokens: int,
+        *,
+        seed: int | None = None,
+        streamed: bool = False,
+    ) -> Output:
+        """A call of a semantic function whose output has exactly `tokens`."""
+        output = Output(f"{function}_{len(self.account.calls)}", max(1, tokens))
+        output.call = Call(function, tuple(prompt), output, seed, streamed)
+        self.account.calls.append(output.call)
+        self._add(output.call)
+        return output
+
+    def later(self, name: str, tokens: int) -> Output:
+        """An input that `set` gives its value."""
+        output = Output(name, tokens)
+        self._add_input(output)
+        return output
+
+    @abstractmethod
+    async def set(self, output: Output, text: Text) -> None: ...
+
+    @abstractmethod
+    async def read(self, *outputs: Output) -> None:
+        """Wait for all of them; the last reader wants low latency."""
+
+    @abstractmethod
+    async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
+        """Wait for the first `count`; nobody wants the others any more."""
+
+    @abstractmethod
+    async def stream(self, output: Output) -> StreamTimes: ...
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Complete the account and release everything. Not part of the program's time."""
+
+    @abstractmethod
+    def _add(self, call: Call) -> None: ...
+
+    @abstractmethod
+    def _add_input(self, output: Output) -> None: ...
+
+
+class Backend(ABC):
+    """Where programs run. One for all programs of a run."""
+
+    @abstractmethod
+    def program(self, app: str) -> Program:
+        """A new run of the application `app`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release connections."""

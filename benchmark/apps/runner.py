@@ -1,0 +1,198 @@
+"""Run a plan on a backend: start jobs when they are due, time them, keep their accounts."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+from benchmark.apps.plan import Job, Plan
+from benchmark.apps.program import Account, Backend, Call, Output, Text
+from benchmark.apps.text import TextSource
+
+BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50
+_PROGRESS_S = 5.0
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bystanders:
+    """Other people's small chat requests, a Poisson stream during a run. `alone_s`: how long it is
+    measured before the jobs begin, for comparison."""
+
+    rate: float
+    alone_s: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """One bystander's request. Times in seconds."""
+
+    is_alone: bool
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """`seconds`: its completion time. `error`: why it has none."""
+
+    kind: str
+    start_s: float
+    seconds: float | None
+    account: Account
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """`seconds`: from the first job's start to the last one's end, without what was before."""
+
+    jobs: list[JobResult] = field(default_factory=list)
+    chats: list[Chat] = field(default_factory=list)
+    num_planned: int = 0
+    seconds: float = 0.0
+    timed_out: bool = False
+
+    @property
+    def errors(self) -> list[str]:
+        return [job.error for job in self.jobs if job.error is not None]
+
+
+class PlanRunner:
+    """One run. Time is the event loop's, which may be virtual."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        text: TextSource,
+        *,
+        bystanders: Bystanders | None = None,
+        time_limit_s: float | None = None,
+        report: Report = lambda line: None,
+    ) -> None:
+        self._backend = backend
+        self._text = text
+        self._bystanders = bystanders
+        self._time_limit_s = time_limit_s
+        self._report = report
+        self._now = asyncio.get_running_loop().time
+        self._run = Run()
+        self._num_started = 0
+
+    async def run(self, plan: Plan) -> Run:
+        """Jobs that are unfinished at the time limit count as errors."""
+        self._run.num_planned = len(plan.jobs)
+        others = None
+        if self._bystanders is not None:
+            others = asyncio.create_task(self._stream_of_chats(self._bystanders, self._now()))
+            await asyncio.sleep(self._bystanders.alone_s)
+        began = self._now()
+        try:
+            with reported(self._progress, self._report):
+                async with asyncio.timeout(self._time_limit_s):
+                    await self._run_jobs(plan, began)
+        except TimeoutError:
+            self._run.timed_out = True
+        finally:
+            self._run.seconds = self._now() - began
+            if others is not None:
+                others.cancel()
+                with suppress(asyncio.CancelledError):
+                    await others
+        return self._run
+
+    async def _run_jobs(self, plan: Plan, began: float) -> None:
+        if plan.one_by_one:
+            for job in plan.jobs:
+                await self._run_job(job, began)
+            return
+        async with asyncio.TaskGroup() as group:
+            for job in plan.jobs:
+                group.create_task(self._run_job(job, began))
+
+    async def _run_job(self, job: Job, began: float) -> None:
+        if (delay := began + job.start_s - self._now()) > 0:
+            await asyncio.sleep(delay)
+        self._num_started += 1
+        program = self._backend.program(job.kind)
+        seconds, error = None, "time limit"
+        try:
+            await job.run(program)
+            seconds, error = self._now() - program.began, None
+        except Exception as failure:  # noqa: BLE001 - a job's failure is a result
+            error = f"{type(failure).__name__}: {failure}"
+            self._report(f"{job.kind} failed: {error}")
+        finally:
+            result = JobResult(job.kind, job.start_s, seconds, program.account, error)
+            self._run.jobs.append(result)
+            await asyncio.shield(program.end())
+
+    def _progress(self) -> str:
+        done = len(self._run.jobs)
+        return (
+            f"{done} of {self._run.num_planned} jobs done, {self._num_started - done} running, "
+            f"{len(self._run.errors)} failed"
+        )
+
+    async def _stream_of_chats(self, others: Bystanders, began: float) -> None:
+        """Until cancelled. A chat is alone if it began and ended before the jobs."""
+        rng = random.Random(0)
+        async with asyncio.TaskGroup() as group:
+            for number in count():
+                await asyncio.sleep(rng.expovariate(others.rate))
+                group.create_task(self._chat(others, number, began + others.alone_s))
+
+    async def _chat(self, others: Bystanders, number: int, jobs_begin: float) -> None:
+        prompt = self._text.data(round(BYSTANDER_PROMPT * others.factor) or 1, "bystander", number)
+        length = max(2, round(BYSTANDER_OUTPUT * others.factor))
+        program = self._backend.program("bystander")
+        began = self._now()
+        try:
+            times = await program.stream(program.call("chat", [prompt], length, streamed=True))
+            tpot_s = (times.last - times.first) / (length - 1)
+            is_alone = self._now() < jobs_begin
+            if is_alone or began >= jobs_begin:
+                self._run.chats.append(Chat(is_alone, times.first - began, tpot_s))
+        finally:
+            await asyncio.shield(program.end())
+
+
+@contextmanager
+def reported(progress: Callable[[], str], report: Report) -> Iterator[None]:
+    """Every few seconds, by a thread of its own: the event loop's time may be virtual."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(_PROGRESS_S):
+            report(progress())
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def unique_prompt_tokens(calls: Iterable[Call]) -> int:
+    """The prompt tokens that a cache which forgets nothing would compute: each prefix of pieces
+    once, and never what generation itself put there."""
+    prefixes: dict[int, int] = {}
+    generated: set[int] = set()
+    for call in calls:
+        key = 0
+        for piece in call.prompt:
+            key = hash((key, _identity(piece)))
+            prefixes[key] = piece.tokens
+        generated.add(hash((key, _identity(call.output))))
+    return sum(tokens for key, tokens in prefixes.items() if key not in generated)
+
+
+def _identity(piece: Text | Output) -> object:
+    return piece.content if isinstance(piece, Text) else id(piece)

@@ -1,0 +1,29 @@
+"""All workloads, by name."""
+
+from benchmark.apps.plan import Workload
+from benchmark.apps.workloads.agents import MultiAgent
+from benchmark.apps.workloads.documents import Chain, ChainMany, MapReduce
+from benchmark.apps.workloads.loops import BestOfN, Rag, RefineLoop, ToolPause
+from benchmark.apps.workloads.shared_prompts import Copilot, FanoutCold, Gpts, Load256, Roots4
+from benchmark.apps.workloads.traffic import ChainBackground, Mixed
+
+WORKLOADS: dict[str, type[Workload]] = {
+    kind.NAME: kind
+    for kind in (
+        Chain,
+        ChainBackground,
+        ChainMany,
+        MapReduce,
+        Copilot,
+        Gpts,
+        MultiAgent,
+        Mixed,
+        RefineLoop,
+        BestOfN,
+        Rag,
+        ToolPause,
+        FanoutCold,
+        Roots4,
+        Load256,
+    )
+}
