@@ -208,6 +208,7 @@ class CompletionInfo(BaseModel):
     attempts: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
+    recomputed_tokens: int = Field(0, description="of the computed: some context had them once")
     output_tokens: int = 0
     reused: bool = Field(
         False, description="took the result of an identical call, so it has no tokens itself"
@@ -266,6 +267,9 @@ class EngineStatus(BaseModel):
     num_running: int = Field(0, description="completions placed there now")
     used_tokens: int = Field(0, description="tokens of KV in contexts there")
     tokens_capacity: int = 0
+    hit_tokens: int = Field(0, description="prompt tokens that a context had")
+    recomputed_tokens: int = Field(0, description="those computed though a context had them once")
+    evicted_tokens: int = Field(0, description="tokens of contexts that were freed to make room")
 
 
 class ReadyResponse(BaseModel):

@@ -77,7 +77,11 @@ class ServeCore:
         self._reads = Reads(self._timers, self._clock)
         self._ids = GraphIds(IdCounter(1), IdCounter(1))
         self._collector = CoreCollector(
-            self._metrics, self._sessions, self._dispatcher.engines, lambda: self.num_queued
+            self._metrics,
+            self._sessions,
+            self._dispatcher.engines,
+            lambda: self.num_queued,
+            self._dispatcher.kv_counts,
         )
 
     # Sessions

@@ -32,6 +32,7 @@ from parrot.serve.frees import FreeSender
 from parrot.serve.grace import Grace
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.kv_log import KvCounts
 from parrot.serve.pauses import Source
 from parrot.serve.prefix import PrefixHasher
 from parrot.serve.retry import Verdict, final_error, judge
@@ -214,9 +215,14 @@ class Dispatcher:
                 self._ledger.num_contexts(engine.id),
                 self._ledger.num_tokens(engine.id),
                 now - engine.last_seen,
+                self._ledger.log.engine(engine.id),
             )
             for engine in self._fleet.registry
         ]
+
+    def kv_counts(self) -> KvCounts:
+        """What became of the tokens of all engines, lost ones included."""
+        return self._ledger.log.total
 
     def models(self) -> ModelsResponse:
         return self._fleet.registry.models()

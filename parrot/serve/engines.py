@@ -8,6 +8,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NoEngine, NotFound, ParrotError, QuotaExceeded
 from parrot.protocol.internal import EngineInfo, RuntimeInfo
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
+from parrot.serve.kv_log import KvCounts
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
@@ -41,6 +42,7 @@ class EngineView:
     num_contexts: int
     num_tokens: int
     silent_s: float
+    kv: KvCounts
 
 
 class EngineRegistry:

@@ -27,11 +27,15 @@ ELSEWHERE = "elsewhere"
 class KvCounts:
     """Tokens (characters, where contexts are text). `hit`: prompt tokens that a context had.
     `recomputed`: prompt tokens that the engine did not have though some context did, by what became
-    of that. `evicted`: tokens of contexts that were freed, by the reason."""
+    of that. `freed`: tokens of contexts, by the reason. `evicted` of them: for want of room."""
 
     hit: int = 0
     recomputed: Counter[str] = field(default_factory=Counter)
-    evicted: Counter[str] = field(default_factory=Counter)
+    freed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def evicted(self) -> int:
+        return self.freed[FreeReason.ROOM] + self.freed[FreeReason.MEMORY]
 
 
 class KvLog:
@@ -50,7 +54,7 @@ class KvLog:
 
     def freed(self, engine_id: int, num_tokens: int, reason: FreeReason) -> None:
         for counts in (self.total, self.engine(engine_id)):
-            counts.evicted[reason] += num_tokens
+            counts.freed[reason] += num_tokens
 
     def remember(self, keys: Iterable[bytes], reason: FreeReason) -> None:
         """Prompts with these keys were computed, and are gone."""

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from parrot.serve.engines import EngineView
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.variable import VariableState
+from parrot.serve.kv_log import KvCounts
 from parrot.serve.session import Session
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -140,11 +141,13 @@ class CoreCollector(Collector):
         sessions: Iterable[Session],
         engines: Callable[[], Sequence[EngineView]],
         num_queued: Callable[[], int],
+        kv_counts: Callable[[], KvCounts],
     ) -> None:
         self._metrics = metrics
         self._sessions = sessions
         self._engines = engines
         self._num_queued = num_queued
+        self._kv_counts = kv_counts
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -155,6 +158,7 @@ class CoreCollector(Collector):
         yield from self._metrics.families()
         yield from self._session_families()
         yield from self._engine_families()
+        yield from _kv_families(self._kv_counts())
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not collect."""
@@ -202,3 +206,21 @@ class CoreCollector(Collector):
                 used = 1 - runtime.num_free_blocks / runtime.num_max_blocks
                 families["usage"].add_metric(values, used)
         yield from families.values()
+
+
+def _kv_families(counts: KvCounts) -> Iterable[Metric]:
+    yield CounterMetricFamily(
+        "parrot_kv_hit_tokens", "Prompt tokens that a context had.", value=counts.hit
+    )
+    recomputed = CounterMetricFamily(
+        "parrot_kv_recomputed_tokens",
+        "Prompt tokens computed again, by what became of the context that had them.",
+        labels=["reason"],
+    )
+    freed = CounterMetricFamily(
+        "parrot_kv_freed_tokens", "Tokens of freed contexts, by the reason.", labels=["reason"]
+    )
+    for family, by_reason in ((recomputed, counts.recomputed), (freed, counts.freed)):
+        for reason, count in by_reason.items():
+            family.add_metric([reason], count)
+        yield family

@@ -43,6 +43,9 @@ def engine_view(engine: EngineView) -> EngineStatus:
         num_running=engine.num_running,
         used_tokens=engine.num_tokens,
         tokens_capacity=info.tokens_capacity,
+        hit_tokens=engine.kv.hit,
+        recomputed_tokens=engine.kv.recomputed.total(),
+        evicted_tokens=engine.kv.evicted,
     )
 
 
@@ -85,6 +88,7 @@ def _task_view(node: TaskNode, began: float) -> CompletionInfo:
         attempts=stats.attempts,
         cached_tokens=stats.cached_tokens,
         computed_tokens=stats.computed_tokens,
+        recomputed_tokens=stats.recomputed_tokens,
         output_tokens=stats.output_tokens,
         reused=stats.is_reused,
         **_seconds(task.times, began),

@@ -15,6 +15,7 @@ from parrot.protocol.public import (
 from parrot.serve.engines import EngineView
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.kv_log import KvCounts
 from parrot.utils.clock import ManualClock
 from parrot.utils.ids import IdCounter
 
@@ -169,7 +170,7 @@ class FakeDispatcher(FakeRunner):
         self.released.append(session_id)
 
     async def register_engine(self, info: EngineInfo) -> int:
-        view = EngineView(len(self.engine_views), info, None, 0, 0, 0, 0.5)
+        view = EngineView(len(self.engine_views), info, None, 0, 0, 0, 0.5, KvCounts())
         self.engine_views.append(view)
         return view.id
 
@@ -178,6 +179,9 @@ class FakeDispatcher(FakeRunner):
 
     def engines(self) -> list[EngineView]:
         return self.engine_views
+
+    def kv_counts(self) -> KvCounts:
+        return KvCounts()
 
     def models(self) -> ModelsResponse:
         return ModelsResponse(data=[], models=[])

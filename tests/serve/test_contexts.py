@@ -7,8 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from parrot.serve.config import KvEviction
 from parrot.serve.context_index import Boundary, Context, Owner
 from parrot.serve.contexts import ContextLedger
+from parrot.serve.kv_log import FreeReason
 from parrot.serve.pauses import Source
 from parrot.utils.clock import ManualClock
 
@@ -18,10 +20,10 @@ SOURCE = Source("acme", "f")
 class Book(ContextLedger):
     """A ledger on virtual time that counts its notices."""
 
-    def __init__(self, timeout_s: float = 100.0) -> None:
+    def __init__(self, timeout_s: float = 100.0, eviction: KvEviction = "next_use") -> None:
         self.clock = ManualClock(50.0)
         self.notices = 0
-        super().__init__(self.clock, timeout_s, self._note)
+        super().__init__(self.clock, timeout_s, self._note, eviction)
 
     def _note(self) -> None:
         self.notices += 1
@@ -51,6 +53,13 @@ class Book(ContextLedger):
             parent=parent,
             parent_len=parent_len,
         )
+
+
+@pytest.fixture(params=["next_use", "lru"])
+def any_book(request: pytest.FixtureRequest) -> Book:
+    book = Book(eviction=request.param)
+    book.add_engine(7, 100)
+    return book
 
 
 @pytest.fixture
@@ -97,18 +106,18 @@ def test_sizes_are_in_blocks() -> None:
     assert book.num_tokens(7) == 64
 
 
-def test_room_is_made_least_recently_used_first(book: Book) -> None:
-    contexts = [book.add(str(i), 30) for i in range(3)]
-    book.add("new", 30)
-    assert book.make_room(7)
-    assert freed(book) == [contexts[0].id]
-    assert book.notices == 1
-    book.pin(contexts[1])
-    book.unpin(contexts[1])  # used just now
-    book.add("newer", 30)
-    assert book.make_room(7)
-    assert freed(book) == [contexts[2].id]
-    book.check_integrity({}, Counter())
+def test_room_is_made_least_recently_used_first(any_book: Book) -> None:
+    contexts = [any_book.add(str(i), 30) for i in range(3)]
+    any_book.add("new", 30)
+    assert any_book.make_room(7)
+    assert freed(any_book) == [contexts[0].id]
+    assert any_book.notices == 1
+    any_book.pin(contexts[1])
+    any_book.unpin(contexts[1])  # used just now
+    any_book.add("newer", 30)
+    assert any_book.make_room(7)
+    assert freed(any_book) == [contexts[2].id]
+    any_book.check_integrity({}, Counter())
 
 
 def test_expected_contexts_are_evicted_last(book: Book) -> None:
@@ -126,18 +135,18 @@ def test_expected_contexts_are_evicted_last(book: Book) -> None:
     assert freed(book) == [wanted.id]
 
 
-def test_what_is_used_is_never_evicted(book: Book) -> None:
-    root = book.add("r", 60)
-    leaf = book.add("l", 30, root)
-    book.pin(leaf)
-    big = book.add("big", 50)
-    book.pin(big)
-    assert not book.make_room(7)
-    assert freed(book) == []
-    book.check_integrity({leaf.id: 1, big.id: 1}, Counter())
-    book.unpin(leaf)
-    assert book.make_room(7)
-    assert freed(book) == [leaf.id, root.id]  # leaves before what they were forked from
+def test_what_is_used_is_never_evicted(any_book: Book) -> None:
+    root = any_book.add("r", 60)
+    leaf = any_book.add("l", 30, root)
+    any_book.pin(leaf)
+    big = any_book.add("big", 50)
+    any_book.pin(big)
+    assert not any_book.make_room(7)
+    assert freed(any_book) == []
+    any_book.check_integrity({leaf.id: 1, big.id: 1}, Counter())
+    any_book.unpin(leaf)
+    assert any_book.make_room(7)
+    assert freed(any_book) == [leaf.id, root.id]  # leaves before what they were forked from
 
 
 def test_settling_keeps_what_was_generated(book: Book) -> None:
@@ -230,13 +239,117 @@ def test_a_lost_engine_takes_everything(book: Book) -> None:
     book.release_session(1)
 
 
-def test_evict_idle(book: Book) -> None:
-    root = book.add("r", 10)
-    used = book.add("u", 10, root)
-    book.pin(used)
-    idle = book.add("i", 10, root)
-    book.evict_idle(7)
-    assert freed(book) == [idle.id]
+def test_evict_idle(any_book: Book) -> None:
+    root = any_book.add("r", 10)
+    used = any_book.add("u", 10, root)
+    any_book.pin(used)
+    idle = any_book.add("i", 10, root)
+    any_book.evict_idle(7)
+    assert freed(any_book) == [idle.id]
+
+
+def test_a_session_may_leave_its_contexts_to_its_tenant(book: Book) -> None:
+    idle, busy = book.add("i", 10), book.add("b", 10)
+    book.pin(busy)
+    book.release_session(1, "acme")
+    assert freed(book) == []
+    assert book.index.match(7, [b"i"]) is not None
+    book.check_integrity({busy.id: 1}, Counter())
+    book.settle(busy, 15, None, SOURCE)
+    book.unpin(busy)
+    book.release_session(1)
+    book.later(101)
+    book.expire()
+    assert set(freed(book)) == {idle.id, busy.id}
+    assert book.log.total.freed == {FreeReason.EXPIRED: 15}  # the other was never computed
+
+
+def crowd(book: Book, size: int) -> None:
+    """Something runs that needs room."""
+    book.pin(book.add("new", size))
+    assert book.make_room(7)
+
+
+def end(book: Book, context: Context, source: Source) -> None:
+    """Its run ends, and the session may continue it."""
+    book.pin(context)
+    book.settle(context, context.length, None, source)
+    book.unpin(context)
+
+
+def test_the_session_that_comes_back_last_is_evicted_first(book: Book) -> None:
+    fast, slow = Source("acme", "fast"), Source("acme", "slow")
+    for _ in range(20):
+        book.pauses.continued(9, fast, 2.0)
+        book.pauses.continued(9, slow, 25.0)
+    early, late = book.add("slow", 40), book.add("fast", 40)
+    end(book, early, slow)
+    end(book, late, fast)
+    book.later(1)
+    crowd(book, 40)
+    assert freed(book) == [early.id]
+
+
+def test_a_pause_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -> None:
+    fast, slow = Source("acme", "fast"), Source("acme", "slow")
+    for _ in range(20):
+        book.pauses.continued(9, fast, 2.0)
+        book.pauses.continued(9, slow, 25.0)
+    gone, coming = book.add("fast", 40), book.add("slow", 40)
+    end(book, gone, fast)
+    end(book, coming, slow)
+    book.later(20)
+    crowd(book, 40)
+    assert freed(book) == [gone.id]
+
+
+def test_what_waits_longer_is_evicted_first(book: Book) -> None:
+    _, far = book.add("near", 40), book.add("far", 40)
+    book.anticipate(b"near", book.clock.now() + 5)
+    book.anticipate(b"far", book.clock.now() + 50)
+    crowd(book, 40)
+    assert freed(book) == [far.id]
+
+
+def test_an_evicted_turn_leaves_its_expectation_to_the_one_before(book: Book) -> None:
+    for _ in range(20):
+        book.pauses.continued(9, SOURCE, 2.0)
+    first = book.add("1", 30)
+    second = book.add("12", 30, first)
+    end(book, second, SOURCE)
+    other = book.add("other", 30)
+    book.log.total.freed.clear()
+    book._evict(second, FreeReason.ROOM)
+    assert first.awaiting == (SOURCE, 50.0)
+    crowd(book, 45)
+    assert freed(book) == [second.id, other.id]
+
+
+def test_reuse_so_far_is_taken_to_go_on(book: Book) -> None:
+    often, once = book.add("often", 30, owner="acme"), book.add("once", 30, owner="acme")
+    for _ in range(10):
+        book.later(1)
+        book.drop(book.add("fork", 1, often))
+    book.drop(book.add("fork", 1, once))  # last used later
+    book.take_frees()
+    book.later(5)
+    crowd(book, 50)
+    assert freed(book) == [once.id]
+
+
+def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
+    book.add_engine(8, 100)
+    first = book.add("a", 60)
+    book.mark_computed(first)
+    assert book.note_use(7, 0, [(b"x", 10)]) == 0
+    assert book.note_use(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 60
+    crowd(book, 60)
+    assert book.note_use(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 55
+    assert book.log.total.hit == 5
+    assert book.log.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 55}
+    assert book.log.engine(7).recomputed.total() == 55
+    assert book.log.engine(7).evicted == 60
+    assert book.log.engine(8).evicted == 0
 
 
 ENGINES = (7, 8)
@@ -246,9 +359,11 @@ KEYS = [bytes([c]) for c in range(12)]
 class Histories(RuleBasedStateMachine):
     """Random programs: what the executor and the core may do, in any order."""
 
+    eviction: KvEviction = "next_use"
+
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book()
+        self.book = Book(eviction=self.eviction)
         self.running: list[Context] = []
         self.freed: set[int] = set()
         self.opened: set[int] = set()
@@ -285,7 +400,7 @@ class Histories(RuleBasedStateMachine):
         self.opened.add(context.id)
         book.pin(context)
         if not book.make_room(engine_id):
-            assert not book._accounts[engine_id].idle
+            assert not book._accounts[engine_id].idle.context_ids()
         self.running.append(context)
 
     @precondition(lambda self: self.running)
@@ -305,9 +420,9 @@ class Histories(RuleBasedStateMachine):
         assert context in broken
         self.running = [other for other in self.running if other not in broken]
 
-    @rule(session=st.sampled_from([1, 2, 3]))
-    def release(self, session: int) -> None:
-        self.book.release_session(session)
+    @rule(session=st.sampled_from([1, 2, 3]), heir=st.sampled_from([None, None, "acme"]))
+    def release(self, session: int, heir: str | None) -> None:
+        self.book.release_session(session, heir)
         left = self.book._by_session.get(session, {}).values()
         assert all(context.is_doomed for context in left)
 
@@ -360,5 +475,11 @@ class Histories(RuleBasedStateMachine):
         assert len(self.book.index) == 0
 
 
+class LruHistories(Histories):
+    eviction: KvEviction = "lru"
+
+
 TestHistories = Histories.TestCase
+TestLruHistories = LruHistories.TestCase
+TestLruHistories.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
