@@ -299,7 +299,7 @@ class ContextTree:
             self._check_keys(context)
 
     def _check_keys(self, context: Context) -> None:
-        assert context.num_published <= context.num_computed // self.block_size, context
+        assert context.num_published <= len(context.block_ids), context
         if self._hasher is None:
             return
         keys: list[bytes] = []

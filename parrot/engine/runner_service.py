@@ -2,13 +2,13 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core import EngineCore
 from parrot.engine.driver import Driver, ask
-from parrot.engine.jobs import Order, Piece
+from parrot.engine.jobs import Order, Piece, Sink
 from parrot.engine.plan import SUPPORTED_SAMPLING
 from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
 from parrot.protocol.internal import (
@@ -19,6 +19,7 @@ from parrot.protocol.internal import (
     FillResponse,
     GenerateRequest,
     GenerateResponse,
+    JobRequest,
     RuntimeInfo,
     StreamChunk,
     TokenizerResponse,
@@ -90,7 +91,7 @@ class RunnerService:
         num_tokens = max(1, min(_WARM_UP_TOKENS, core.max_context_len - 2))
         piece = Piece(_WARM_UP_CONTEXT, array("i", [0] * num_tokens))
         sampling = SamplingConfig(temperature=0.0, max_gen_length=2, ignore_tokenizer_eos=True)
-        await self._finish(piece, sampling=sampling)
+        await self._finish(lambda sink: self._order(JobRequest(), (piece,), sink, sampling))
         await ask(self._driver, lambda core: core.free([_WARM_UP_CONTEXT]))
 
     def is_ready(self) -> bool:
@@ -98,15 +99,15 @@ class RunnerService:
 
     async def fill(self, request: FillRequest) -> FillResponse:
         self._require_ready()
-        response = await self._finish(self._piece(request), priority=request.priority)
+        pieces = (self._piece(request),)
+        response = await self._finish(lambda sink: self._order(request, pieces, sink))
         assert isinstance(response, FillResponse), response
         return response
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         pieces = self._pieces(request)
-        response = await self._finish(
-            *pieces, priority=request.priority, sampling=request.sampling_config
-        )
+        sampling = request.sampling_config
+        response = await self._finish(lambda sink: self._order(request, pieces, sink, sampling))
         assert isinstance(response, GenerateResponse), response
         return response
 
@@ -114,15 +115,8 @@ class RunnerService:
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         sink = QueueSink()
-        request_id = self._request_ids.next()
-        order = Order(
-            request_id,
-            self._pieces(request),
-            sink,
-            request.priority,
-            request.sampling_config,
-            stream=True,
-        )
+        pieces, sampling = self._pieces(request), request.sampling_config
+        order = self._order(request, pieces, sink, sampling, stream=True)
         self._driver.post(lambda core: core.submit(order))
         has_ended = False
         try:
@@ -134,14 +128,30 @@ class RunnerService:
                 yield event
         finally:
             if not has_ended:
-                self._driver.post(lambda core: core.abort(request_id))
+                self._driver.post(lambda core: core.abort(order.request_id))
 
-    async def _finish(
-        self, *pieces: Piece, priority: int = 0, sampling: SamplingConfig | None = None
-    ) -> FillResponse | GenerateResponse:
+    def _order(
+        self,
+        request: JobRequest,
+        pieces: tuple[Piece, ...],
+        sink: Sink,
+        sampling: SamplingConfig | None = None,
+        stream: bool = False,
+    ) -> Order:
+        return Order(
+            request_id=self._request_ids.next(),
+            pieces=pieces,
+            sink=sink,
+            priority=request.priority,
+            sampling=sampling,
+            stream=stream,
+            cache_salt=request.cache_salt,
+        )
+
+    async def _finish(self, make_order: Callable[[Sink], Order]) -> FillResponse | GenerateResponse:
         """Submit an order and wait for its end. Cancelled, it aborts the order."""
         sink = FutureSink()
-        order = Order(self._request_ids.next(), pieces, sink, priority, sampling)
+        order = make_order(sink)
         self._driver.post(lambda core: core.submit(order))
         try:
             return await sink.outcome

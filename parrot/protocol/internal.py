@@ -60,7 +60,7 @@ class FillRequest(JobRequest, FillPiece):
 
 class FillResponse(InternalPayload):
     filled_len: int = Field(description="tokens (characters on text engines) appended")
-    cached_tokens: int = Field(0, description="tokens whose KV came from the parent")
+    cached_tokens: int = Field(0, description="tokens whose KV was already there")
     computed_tokens: int = Field(0, description="tokens whose KV this request computed")
 
 

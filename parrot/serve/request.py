@@ -45,6 +45,7 @@ def open_request(
         session_id=completion.session_id,
         task_id=completion.id,
         priority=attempt.priority,
+        cache_salt=completion.options.tenant,
         context_id=context.id,
         fills=prompt.fills,
         sampling_config=attempt.sampling,

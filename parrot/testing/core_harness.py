@@ -96,15 +96,17 @@ class Harness:
         sampling: SamplingConfig | None = None,
         priority: int = 0,
         stream: bool = False,
+        cache_salt: str = "",
     ) -> Answer:
         answer = Answer()
         self.num_orders += 1
-        self.core.submit(Order(self.num_orders, pieces, answer, priority, sampling, stream))
+        order = Order(self.num_orders, pieces, answer, priority, sampling, stream, cache_salt)
+        self.core.submit(order)
         self.deliver()
         return answer
 
-    def fill(self, *pieces: Piece, priority: int = 0) -> Answer:
-        return self.submit(*pieces, priority=priority)
+    def fill(self, *pieces: Piece, priority: int = 0, cache_salt: str = "") -> Answer:
+        return self.submit(*pieces, priority=priority, cache_salt=cache_salt)
 
     def generate(
         self,

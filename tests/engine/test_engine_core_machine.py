@@ -64,14 +64,18 @@ class EngineMachine(RuleBasedStateMachine):
         max_batch=st.sampled_from([1, 2, 8]),
         max_batched=st.sampled_from([2, 5, 64]),
         max_total=st.sampled_from([None, 6, 20]),
+        prefix_caching=st.sampled_from([True, True, False]),
     )
-    def start(self, block_size, num_blocks, chunk, max_batch, max_batched, max_total):
+    def start(
+        self, block_size, num_blocks, chunk, max_batch, max_batched, max_total, prefix_caching
+    ):
         config = SimConfig(
             fill_chunk_size=chunk,
             scheduler={
                 "max_batch_size": max_batch,
                 "max_num_batched_tokens": max_batched,
                 "max_total_tokens": max_total,
+                "prefix_caching": prefix_caching,
             },
         )
         info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0)
@@ -88,7 +92,8 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, pieces, sampling=None, priority=0, stream=False) -> None:
         sink = RecordingSink()
         self.sinks.append(sink)
-        order = Order(len(self.sinks), tuple(pieces), sink, priority, sampling, stream)
+        salt = "" if len(self.sinks) % 4 else "other"
+        order = Order(len(self.sinks), tuple(pieces), sink, priority, sampling, stream, salt)
         self.core.finish_launched()
         self.core.submit(order)
         self.deliver()
