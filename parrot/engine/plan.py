@@ -40,17 +40,16 @@ SUPPORTED_SAMPLING = frozenset(
 class SampleSpec(NamedTuple):
     """Ask for one token after the last position of a sequence.
 
-    `seed` and `step` (tokens generated so far) fix the random number, whatever else is in the
-    batch. `output_ids` are the generated tokens and `context_ids` all tokens of the context, for
-    penalties; both are views that the runner must not keep. `banned_ids` must not be sampled."""
+    `seed` and `position` (the token's own, in its context) fix the random numbers, whatever else
+    is in the batch. `output_ids` are the generated tokens and `context_ids` all tokens of the
+    context, for penalties; both are views that the runner must not keep."""
 
     job_id: int
     sampling: SamplingConfig
     seed: int
-    step: int
+    position: int
     output_ids: Sequence[int] = ()
     context_ids: Sequence[int] = ()
-    banned_ids: Sequence[int] = ()
 
 
 class SequenceStep(NamedTuple):

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parrot.engine.noise import gumbel_noise, noise_keys
+from parrot.engine.kernels.draw_settings import MIN_TEMPERATURE
+from parrot.engine.noise import gumbel_noise
+from parrot.engine.noise_keys import noise_keys
 from parrot.engine.plan import SampleSpec, StepResult
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import SamplingConfig
-
-MIN_TEMPERATURE = 1e-6
 
 # Most of the probability is nearly always in this many tokens; if not, all are sorted.
 _TOP_CANDIDATES = 1024
@@ -44,24 +44,12 @@ def results(specs: Sequence[SampleSpec], tokens: Sequence[int]) -> StepResult:
     return StepResult(chosen, errors)
 
 
-def takes_the_largest(config: SamplingConfig) -> bool:
-    return config.is_greedy or config.top_k == 1
-
-
-def needs_adjusting(config: SamplingConfig) -> bool:
-    """Whether logits are changed before a token is chosen, mostly by what was generated so far."""
-    return bool(
-        config.presence_penalty
-        or config.frequency_penalty
-        or config.logit_bias
-        or config.repetition_penalty not in (0.0, 1.0)
-    )
-
-
-def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
-    """Penalties, then biases."""
-    _penalize_repetition(logits, specs)
-    additions = [entry for row, spec in enumerate(specs) for entry in _additions(row, spec)]
+def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec | None]) -> None:
+    """Penalties, then biases, of the rows that have a spec."""
+    by_row = [(row, spec) for row, spec in enumerate(specs) if spec is not None]
+    for row, spec in by_row:
+        _penalize_repetition(logits, row, spec)
+    additions = [entry for row, spec in by_row for entry in _additions(row, spec)]
     if not additions:
         return
     rows, tokens, values = zip(*additions, strict=True)
@@ -85,20 +73,19 @@ def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
     return found
 
 
-def _penalize_repetition(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
+def _penalize_repetition(logits: torch.Tensor, row: int, spec: SampleSpec) -> None:
     """As in transformers: scores of all tokens of the context move away from it."""
-    for row, spec in enumerate(specs):
-        penalty = spec.sampling.repetition_penalty
-        if penalty in (0.0, 1.0) or not len(spec.context_ids):
-            continue
-        seen = np.unique(np.asarray(spec.context_ids, dtype=np.int64))
-        tokens = _tensor(seen[seen < logits.shape[1]], logits, torch.long)
-        scores = logits[row, tokens]
-        logits[row, tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
+    penalty = spec.sampling.repetition_penalty
+    if penalty in (0.0, 1.0) or not len(spec.context_ids):
+        return
+    seen = np.unique(np.asarray(spec.context_ids, dtype=np.int64))
+    tokens = _tensor(seen[seen < logits.shape[1]], logits, torch.long)
+    scores = logits[row, tokens]
+    logits[row, tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
 def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    drawn = [row for row, spec in enumerate(specs) if not takes_the_largest(spec.sampling)]
+    drawn = [row for row, spec in enumerate(specs) if not spec.sampling.takes_the_largest]
     if len(drawn) == len(specs):
         return _draw(logits, specs)
     tokens = logits.argmax(dim=-1)
@@ -147,17 +134,18 @@ def _lowest_kept(
     """top-k, then top-p of what it left. `best`: each row's best scores in order; None if they are
     too few to tell. Sums in float64, so that those over a large vocabulary are not rounded away."""
     vocab_size, count = scores.shape[1], best.shape[1]
+    is_any_rank, is_any_mass = top_k == vocab_size, top_p == 1.0
     kth = best.gather(1, (top_k.clamp(max=count) - 1).unsqueeze(1))
-    kth = kth.masked_fill((top_k == vocab_size).unsqueeze(1), -math.inf)
+    kth = kth.masked_fill(is_any_rank.unsqueeze(1), -math.inf)
     total = scores.double().exp_().masked_fill_(scores < kth, 0.0).sum(dim=-1, keepdim=True)
     weights = best.double().exp_()
     before = weights.cumsum(dim=-1) - weights
-    num_kept = torch.where(top_p == 1.0, 0, (before < top_p.unsqueeze(1) * total).sum(dim=-1))
-    needed = torch.where(top_k < vocab_size, torch.minimum(top_k, num_kept), num_kept)
-    if count < vocab_size and bool((needed >= count).any() or (kth_unknown(top_k, count, vocab_size)).any()):
+    num_kept = (before < top_p.unsqueeze(1) * total).sum(dim=-1)
+    is_short = torch.where(is_any_rank, ~is_any_mass & (num_kept == count), top_k > count)
+    if count < vocab_size and bool(is_short.any()):
         return None
-    pth = best.gather(1, (num_kept.clamp(min=1) - 1).unsqueeze(1))
-    return torch.maximum(kth, pth.masked_fill((top_p == 1.0).unsqueeze(1), -math.inf))
+    lightest = best.gather(1, (num_kept.clamp(min=1) - 1).unsqueeze(1))
+    return torch.maximum(kth, lightest.masked_fill(is_any_mass.unsqueeze(1), -math.inf))
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

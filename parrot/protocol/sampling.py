@@ -52,6 +52,21 @@ class SamplingConfig(BaseModel):
         return self.temperature == 0.0
 
     @property
+    def takes_the_largest(self) -> bool:
+        """Only the largest logit may be sampled."""
+        return self.is_greedy or self.top_k == 1
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Logits are changed before a token is chosen, mostly by what was generated so far."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.repetition_penalty not in (0.0, 1.0)
+        )
+
+    @property
     def is_deterministic(self) -> bool:
         """The same prompt gives the same tokens: greedy, or seeded."""
         return self.is_greedy or self.seed is not None

@@ -58,7 +58,6 @@ class Driver:
         self,
         work: Sequence[tuple[Context, int]],
         sampling: SamplingConfig = GREEDY,
-        steps: dict[int, int] | None = None,
     ) -> StepResult:
         """Compute the next `count` wanted tokens of each context; those with none left sample."""
         sequences, copies = [], []
@@ -70,10 +69,7 @@ class Driver:
             context.copies.clear()
             sample = None
             if end == len(context.tokens):
-                step = (steps or {}).get(context.context_id, 0)
-                sample = SampleSpec(
-                    context.context_id, sampling, 0, step, (), tuple(context.tokens)
-                )
+                sample = SampleSpec(context.context_id, sampling, 0, end, (), tuple(context.tokens))
             tokens = context.tokens[context.done : end]
             sequences.append(
                 SequenceStep(context.context_id, tokens, context.done, context.blocks, sample)

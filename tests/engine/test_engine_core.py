@@ -318,8 +318,8 @@ def test_sample_specs_show_the_output_and_the_context():
     engine.generate(piece(1, "ab"), length=3)
     engine.run()
     assert seen == [b"ab", b"abc", b"abcd"]
-    steps = [plan.sequences[0].sample.step for plan in engine.runner.plans]
-    assert steps == [0, 1, 2]
+    positions = [plan.sequences[0].sample.position for plan in engine.runner.plans]
+    assert positions == [2, 3, 4]
 
 
 async def test_usage_divides_the_time_of_a_request():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.plan import SampleSpec
-from parrot.engine.sampler import sample, uniform_numbers
+from parrot.engine.sampler import sample
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
 
@@ -20,15 +20,15 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 def spec(job_id: int = 0, **fields: Any) -> SampleSpec:
     extra = {
         name: fields.pop(name)
-        for name in ("seed", "step", "output_ids", "context_ids", "banned_ids")
+        for name in ("seed", "position", "output_ids", "context_ids")
         if name in fields
     }
-    return SampleSpec(job_id, SamplingConfig(**fields), **({"seed": 0, "step": 0} | extra))
+    return SampleSpec(job_id, SamplingConfig(**fields), **({"seed": 0, "position": 0} | extra))
 
 
 def draw(logits: list[float], count: int = 400, **fields: Any) -> Counter[int]:
     rows = torch.tensor([logits]).repeat(count, 1)
-    specs = [spec(i, step=i, **fields) for i in range(count)]
+    specs = [spec(i, position=i, **fields) for i in range(count)]
     result = sample(rows, specs)
     assert not result.errors
     return Counter(result.tokens.values())
@@ -80,7 +80,7 @@ def test_top_p_over_a_flat_large_vocabulary_is_exact() -> None:
     """More candidates than are looked at first."""
     rows = torch.zeros(300, 5000)
     rows[:, :2500] = 1e-3
-    result = sample(rows, [spec(i, step=i, top_p=0.5) for i in range(300)])
+    result = sample(rows, [spec(i, position=i, top_p=0.5) for i in range(300)])
     tokens = set(result.tokens.values())
     assert max(tokens) < 2502
     assert len([t for t in tokens if t > 1024]) > 50
@@ -109,14 +109,12 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         assert torch.equal(logits, before)
 
 
-def test_bias_and_bans() -> None:
+def test_logit_bias() -> None:
     logits = [3.0, 2.0, 1.0]
     assert one(logits, **GREEDY, logit_bias={2: 5.0}) == 2
     assert one(logits, **GREEDY, logit_bias={0: -100.0}) == 1
-    assert one(logits, **GREEDY, banned_ids=[0]) == 1
-    assert one(logits, **GREEDY, banned_ids=[0, 0, 2], logit_bias={0: 100.0}) == 1
-    assert set(draw(logits, 100, banned_ids=[1])) == {0, 2}
-    assert one(logits, **GREEDY, logit_bias={99: 5.0}, banned_ids=[77]) == 0
+    assert one(logits, **GREEDY, logit_bias={99: 5.0}) == 0
+    assert set(draw(logits, 100, logit_bias={1: -100.0})) == {0, 2}
 
 
 @pytest.mark.parametrize("fields", [GREEDY, {}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
@@ -126,13 +124,6 @@ def test_bad_numbers_fail_their_own_job_only(fields: dict[str, Any], bad: float)
     result = sample(rows, [spec(10, **GREEDY), spec(11, **fields), spec(12, **GREEDY)])
     assert result.tokens == {10: 2, 12: 0}
     assert isinstance(result.errors[11], ModelNumerics)
-
-
-@pytest.mark.parametrize("fields", [GREEDY, {}, {"top_p": 0.5}])
-def test_banning_every_token_is_an_error(fields: dict[str, Any]) -> None:
-    result = sample(torch.zeros(1, 3), [spec(4, banned_ids=[0, 1, 2], **fields)])
-    assert result.tokens == {}
-    assert "no token is left" in result.errors[4].message
 
 
 ROW_SETTINGS: list[dict[str, Any]] = [
@@ -161,22 +152,28 @@ def test_a_row_is_the_same_in_every_batch(
     rows: list[tuple[dict[str, Any], int, int]], salt: int
 ) -> None:
     logits = torch.randn(len(rows), 64, generator=torch.Generator().manual_seed(salt)) * 3
-    specs = [spec(i, seed=seed, step=step, **f) for i, (f, seed, step) in enumerate(rows)]
+    specs = [
+        spec(i, seed=seed, position=position, **f) for i, (f, seed, position) in enumerate(rows)
+    ]
     together = sample(logits.clone(), specs).tokens
     alone = {i: sample(logits[i : i + 1].clone(), [specs[i]]).tokens[i] for i in range(len(rows))}
     reverse = sample(logits.flip(0).clone(), specs[::-1]).tokens
     assert together == alone == reverse
 
 
-def test_uniform_numbers_are_uniform_and_depend_on_both_inputs() -> None:
-    numbers = uniform_numbers(list(range(200)) * 50, [i // 200 for i in range(10_000)])
-    assert len(set(numbers.tolist())) == 10_000
-    assert 0.0 <= numbers.min() <= numbers.max() < 1.0
-    histogram = np.histogram(numbers, bins=10, range=(0, 1))[0]
-    assert histogram.min() > 900
-    series = uniform_numbers([5] * 1000, list(range(1000)))
-    assert abs(np.corrcoef(series[:-1], series[1:])[0, 1]) < 0.1
-    assert uniform_numbers([2**63 - 1], [10**6]) == uniform_numbers([2**63 - 1], [10**6])
+def test_equal_logits_are_kept_together() -> None:
+    """Whether as the last of the k best, or as those that reach p."""
+    assert set(draw([2.0, 1.0, 1.0, 0.0], top_k=2)) == {0, 1, 2}
+    assert set(draw([1.0] * 8, top_k=1 + 1)) == set(range(8))
+    assert set(draw([1.0, 1.0, 0.0], top_p=0.3)) == {0, 1}
+
+
+def test_more_than_the_first_candidates_of_top_k() -> None:
+    rows = torch.arange(3000.0).mul(1e-4).repeat(300, 1)
+    tokens = set(
+        sample(rows, [spec(i, position=i, top_k=2000) for i in range(300)]).tokens.values()
+    )
+    assert 1000 <= min(tokens) < 1100
 
 
 def test_the_smallest_temperature_is_almost_greedy() -> None:

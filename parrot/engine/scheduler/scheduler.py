@@ -242,7 +242,7 @@ def _sample_spec(job: Job) -> SampleSpec | None:
         job.job_id,
         generation.sampling,
         generation.seed,
-        len(generation.output_ids),
+        len(job.context.token_ids),
         generation.output_ids,
         job.context.token_ids,
     )

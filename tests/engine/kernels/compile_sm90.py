@@ -203,6 +203,59 @@ def linear_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
     )
 
 
+def best_variant(*, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.sampling_kernels import best_of_chunks_kernel
+
+    pointers = {"logits": "*bf16", "scores": "*fp32", "tokens": "*i32"}
+    return compile_kernel(
+        best_of_chunks_kernel,
+        {**pointers, "stride": "i32", "vocab_size": "i32"},
+        {"BLOCK": 4096},
+        divisible=(*pointers, "stride", "vocab_size"),
+        num_warps=warps,
+    )
+
+
+def noise_variant(*, limited: bool = True, warps: int = 8) -> dict[str, Any]:
+    from parrot.engine.kernels.sampling_kernels import noisy_best_of_chunks_kernel
+
+    pointers = {
+        "logits": "*bf16",
+        "best_tokens": "*i32",
+        "settings": "*i32",
+        "settings_f": "*fp32",
+        "floors": "*fp32",
+        "scores": "*fp32",
+        "tokens": "*i32",
+    }
+    return compile_kernel(
+        noisy_best_of_chunks_kernel,
+        {**pointers, "stride": "i32", "vocab_size": "i32"},
+        {"LIMITED": limited, "BLOCK": 4096},
+        divisible=(*pointers, "stride", "vocab_size"),
+        num_warps=warps,
+    )
+
+
+def floors_variant(*, warps: int = 16) -> dict[str, Any]:
+    from parrot.engine.kernels.sampling_kernels import find_floors_kernel
+
+    pointers = {
+        "logits": "*bf16",
+        "best_tokens": "*i32",
+        "settings": "*i32",
+        "settings_f": "*fp32",
+        "floors": "*fp32",
+    }
+    return compile_kernel(
+        find_floors_kernel,
+        {**pointers, "stride": "i32", "vocab_size": "i32"},
+        {"BLOCK": 8192},
+        divisible=(*pointers, "stride", "vocab_size"),
+        num_warps=warps,
+    )
+
+
 VARIANTS = {
     "attention": attention_variant,
     "merge": merge_variant,
@@ -210,6 +263,9 @@ VARIANTS = {
     "rope": rope_variant,
     "silu": silu_variant,
     "linear": linear_variant,
+    "best": best_variant,
+    "noise": noise_variant,
+    "floors": floors_variant,
 }
 
 

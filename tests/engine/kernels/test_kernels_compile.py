@@ -41,6 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "silu": {"kernel": "silu"},
     "linear": {"kernel": "linear"},
     "linear with silu": {"kernel": "linear", "silu": True},
+    "best token": {"kernel": "best"},
+    "noise": {"kernel": "noise", "limited": False},
+    "noise above floors": {"kernel": "noise"},
+    "floors": {"kernel": "floors"},
 }
 
 

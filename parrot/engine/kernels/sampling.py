@@ -1,0 +1,96 @@
+"""Launch the choice of a token for each row of logits."""
+
+import torch
+import triton
+
+from parrot.engine.kernels.draw_settings import NUM_SETTINGS
+from parrot.engine.kernels.sampling_kernels import (
+    best_of_chunks_kernel,
+    best_of_rows_kernel,
+    find_floors_kernel,
+    noisy_best_of_chunks_kernel,
+)
+
+_CHUNK = 4096
+_CHUNK_WARPS = 4
+_NOISE_WARPS = 8
+_FLOOR_BLOCK = 8192
+_FLOOR_WARPS = 16
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """int32 [rows]: the first token of the largest logit; -1 where any logit is not finite.
+
+    logits [rows, vocab], of any float type, rows contiguous."""
+    rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    scores, tokens = _room(logits)
+    best_of_chunks_kernel[scores.shape](
+        logits, scores, tokens, logits.stride(0), vocab_size, BLOCK=_CHUNK, num_warps=_CHUNK_WARPS
+    )
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    return _best_of_rows(scores, tokens, out)
+
+
+def draw_tokens(
+    logits: torch.Tensor, tokens: torch.Tensor, settings: torch.Tensor, *, limited: bool
+) -> torch.Tensor:
+    """Replace, in place, the tokens that `best_tokens` gave by those that `settings` want.
+
+    settings  int32 [rows, NUM_SETTINGS] (draw_settings.py)
+    limited   whether any row has a top-k or a top-p"""
+    rows, vocab_size = logits.shape
+    assert settings.shape == (rows, NUM_SETTINGS), settings.shape
+    assert settings.is_contiguous()
+    assert len(tokens) == rows
+    assert logits.stride(1) == 1
+    as_floats = settings.view(torch.float32)
+    floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if limited:
+        find_floors_kernel[(rows,)](
+            logits,
+            tokens,
+            settings,
+            as_floats,
+            floors,
+            logits.stride(0),
+            vocab_size,
+            BLOCK=min(_FLOOR_BLOCK, triton.next_power_of_2(vocab_size)),
+            num_warps=_FLOOR_WARPS,
+        )
+    scores, chosen = _room(logits)
+    noisy_best_of_chunks_kernel[scores.shape](
+        logits,
+        tokens,
+        settings,
+        as_floats,
+        floors,
+        scores,
+        chosen,
+        logits.stride(0),
+        vocab_size,
+        LIMITED=limited,
+        BLOCK=_CHUNK,
+        num_warps=_NOISE_WARPS,
+    )
+    return _best_of_rows(scores, chosen, tokens)
+
+
+def _room(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A score and a token for each chunk of each row."""
+    size = (len(logits), triton.cdiv(logits.shape[1], _CHUNK))
+    scores = torch.empty(size, dtype=torch.float32, device=logits.device)
+    return scores, torch.empty(size, dtype=torch.int32, device=logits.device)
+
+
+def _best_of_rows(scores: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    num_chunks = scores.shape[1]
+    best_of_rows_kernel[(len(scores),)](
+        scores,
+        tokens,
+        out,
+        NUM_CHUNKS=num_chunks,
+        BLOCK=triton.next_power_of_2(num_chunks),
+        num_warps=1,
+    )
+    return out

@@ -1,0 +1,192 @@
+"""The kernels that choose a token for each row of logits. `sampling` launches them.
+
+All of a row's chunks first, then the best of what they found. Noise and scores are those of
+`parrot.engine.noise` and `parrot.engine.sampler`."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from parrot.engine.kernels import draw_settings
+from parrot.engine.noise import LARGEST_BELOW_ONE, MIX_1, MIX_2
+
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+_LARGEST_BELOW_ONE = tl.constexpr(LARGEST_BELOW_ONE)
+_INFINITY = tl.constexpr(float("inf"))
+_LOWEST = tl.constexpr(-3.0e38)
+
+_KEY_0 = tl.constexpr(draw_settings.KEY_0)
+_KEY_1 = tl.constexpr(draw_settings.KEY_1)
+_INVERSE_TEMPERATURE = tl.constexpr(draw_settings.INVERSE_TEMPERATURE)
+_FLOOR = tl.constexpr(draw_settings.FLOOR)
+_TOP_K = tl.constexpr(draw_settings.TOP_K)
+_TOP_P = tl.constexpr(draw_settings.TOP_P)
+_SETTINGS = tl.constexpr(draw_settings.NUM_SETTINGS)
+
+
+@triton.jit
+def best_of_chunks_kernel(logits, scores, tokens, stride, vocab_size, BLOCK: tl.constexpr):
+    """Program (row, chunk): the largest logit and its token, which is -1 if any is not finite."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    logit = tl.load(logits + row * stride + token, mask=inside, other=0.0).to(tl.float32)
+    is_bad = inside & ~(tl.abs(logit) < _INFINITY)
+    logit = tl.where(inside & ~is_bad, logit, -_INFINITY)
+    num_bad = tl.sum(is_bad.to(tl.int32), 0)
+    at = row * tl.num_programs(1) + chunk
+    best = chunk * BLOCK + tl.argmax(logit, 0)
+    tl.store(scores + at, tl.max(logit, 0))
+    tl.store(tokens + at, tl.where(num_bad > 0, -1, best))
+
+
+@triton.jit
+def best_of_rows_kernel(scores, tokens, out, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): the best token of its chunks, or -1."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    inside = chunk < NUM_CHUNKS
+    at = row * NUM_CHUNKS + chunk
+    score = tl.load(scores + at, mask=inside, other=-_INFINITY)
+    token = tl.load(tokens + at, mask=inside, other=0)
+    is_best = chunk == tl.argmax(score, 0)
+    best = tl.sum(tl.where(is_best, token, 0), 0)
+    tl.store(out + row, tl.where(tl.min(token, 0) < 0, -1, best))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = (x ^ (x >> 15)) * _MIX_2
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _gumbel(token, key_0, key_1):
+    bits = _mix(_mix(token.to(tl.uint32) ^ key_0.to(tl.uint32)) + key_1.to(tl.uint32))
+    uniform = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31)
+    uniform = tl.minimum(uniform, _LARGEST_BELOW_ONE)
+    # log(1 - u) of a small u must not round it away.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3 + uniform * 0.25)))
+    exponential = tl.where(uniform < 2.0**-8, series, -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def noisy_best_of_chunks_kernel(
+    logits,
+    best_tokens,
+    settings,
+    settings_f,
+    floors,
+    scores,
+    tokens,
+    stride,
+    vocab_size,
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, chunk): the largest sum of score and noise among the scores from the row's
+    floor on. Rows that want no noise, or are not finite, keep the token that they have."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * tl.num_programs(1) + chunk
+    own, own_f = settings + row * _SETTINGS, settings_f + row * _SETTINGS
+    best = tl.load(best_tokens + row)
+    scale = tl.load(own_f + _INVERSE_TEMPERATURE)
+    if best < 0 or scale == 0.0:
+        tl.store(scores + at, 0.0)
+        tl.store(tokens + at, best)
+        return
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    base = logits + row * stride
+    largest = tl.load(base + best).to(tl.float32)
+    logit = tl.load(base + token, mask=inside, other=0.0).to(tl.float32)
+    score = (logit - largest) * scale
+    floor = tl.load(own_f + _FLOOR)
+    if LIMITED:
+        floor = tl.maximum(floor, tl.load(floors + row))
+    noisy = score + _gumbel(token, tl.load(own + _KEY_0), tl.load(own + _KEY_1))
+    noisy = tl.where(inside & (score >= floor), noisy, -_INFINITY)
+    tl.store(scores + at, tl.max(noisy, 0))
+    tl.store(tokens + at, chunk * BLOCK + tl.argmax(noisy, 0))
+
+
+@triton.jit
+def _scores(base, first, largest, scale, vocab_size, BLOCK: tl.constexpr):
+    token = first + tl.arange(0, BLOCK)
+    logit = tl.load(base + token, mask=token < vocab_size, other=-_INFINITY).to(tl.float32)
+    return (logit - largest) * scale
+
+
+@triton.jit
+def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
+    """Of the scores above the pivot: their number, their weight, the least; and the largest of
+    the others that is not below `low`, else minus infinity."""
+    count = tl.zeros([BLOCK], dtype=tl.int32)
+    weight = tl.zeros([BLOCK], dtype=tl.float32)
+    least = tl.full([BLOCK], _INFINITY, dtype=tl.float32)
+    next_lower = tl.full([BLOCK], -_INFINITY, dtype=tl.float32)
+    for first in tl.range(0, vocab_size, BLOCK):
+        score = _scores(base, first, largest, scale, vocab_size, BLOCK)
+        is_above = score > pivot
+        count += is_above.to(tl.int32)
+        weight += tl.where(is_above, tl.exp(score), 0.0)
+        least = tl.minimum(least, tl.where(is_above, score, _INFINITY))
+        is_next = (score >= low) & (score <= pivot)
+        next_lower = tl.maximum(next_lower, tl.where(is_next, score, -_INFINITY))
+    return tl.sum(count, 0), tl.sum(weight, 0), tl.min(least, 0), tl.max(next_lower, 0)
+
+
+@triton.jit
+def _least_kept(
+    base, largest, scale, vocab_size, low, top_k, max_weight, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The least score with fewer than `top_k` scores above it, that weigh less than `max_weight`.
+    `low` must not be above it."""
+    high = low * 0.0  # the largest score
+    while low < high:
+        pivot = low + (high - low) * 0.5
+        pivot = tl.where(pivot < high, pivot, low)
+        count, weight, least, next_lower = _look(
+            base, largest, scale, vocab_size, low, pivot, BLOCK
+        )
+        is_kept = (count < top_k) & (weight < max_weight)
+        is_empty = next_lower < low  # nothing between `low` and the pivot
+        high = tl.where(is_kept, tl.where(is_empty, least, next_lower), high)
+        low = tl.where(is_kept & ~is_empty, low, least)
+    return high
+
+
+@triton.jit
+def find_floors_kernel(
+    logits, best_tokens, settings, settings_f, floors, stride, vocab_size, BLOCK: tl.constexpr
+):
+    """Program (row): the least score that top-k, and then top-p, leave."""
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.load(best_tokens + row)
+    scale = tl.load(settings_f + row * _SETTINGS + _INVERSE_TEMPERATURE)
+    top_k = tl.load(settings + row * _SETTINGS + _TOP_K)
+    top_p = tl.load(settings_f + row * _SETTINGS + _TOP_P)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    if best < 0 or scale == 0.0 or not (has_top_k or top_p < 1.0):
+        tl.store(floors + row, -_INFINITY)
+        return
+    base = logits + row * stride
+    largest = tl.load(base + best).to(tl.float32)
+    _, total, low, _ = _look(base, largest, scale, vocab_size, _LOWEST, _LOWEST, BLOCK)
+    low = tl.maximum(low, _LOWEST)
+    if has_top_k:
+        low = _least_kept(base, largest, scale, vocab_size, low, top_k, _INFINITY, BLOCK)
+    if top_p < 1.0:
+        if has_top_k:
+            weight = tl.zeros([BLOCK], dtype=tl.float32)
+            for first in tl.range(0, vocab_size, BLOCK):
+                score = _scores(base, first, largest, scale, vocab_size, BLOCK)
+                weight += tl.where(score >= low, tl.exp(score), 0.0)
+            total = tl.sum(weight, 0)
+        low = _least_kept(
+            base, largest, scale, vocab_size, low, vocab_size + 1, total * top_p, BLOCK
+        )
+    tl.store(floors + row, low)

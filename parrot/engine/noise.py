@@ -1,0 +1,27 @@
+"""Gumbel noise that only depends on what it is for: a seed, a position and a token.
+
+The largest of `logit / temperature + noise` is a sample of the softmax, so what a sequence gets
+never depends on what else is in its batch, nor on the device: `kernels/sampling_kernels.py` has
+the same function for CUDA."""
+
+import torch
+
+MIX_1 = 0x21F0AAAD
+MIX_2 = 0xD35A2D97
+LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def gumbel_noise(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """float32 [n, num_tokens] for keys int32 [n, 2]."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=keys.device)
+    bits = _mix32(_mix32(token ^ keys[:, :1]).add_(keys[:, 1:]))
+    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    uniform.clamp_(max=LARGEST_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """Changes `x`, whose bits are taken as unsigned."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_1)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(MIX_2 - 2**32)
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))

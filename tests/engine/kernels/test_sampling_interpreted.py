@@ -1,0 +1,89 @@
+"""The sampling kernels in Triton's interpreter choose the tokens of the CPU's sampler."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import numpy as np
+import torch
+
+from parrot.engine.kernels import sampling_kernels
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens
+from parrot.engine.sampler import sample
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.draws import SETTINGS, settings_of, specs_of
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available()
+    or "Interpreted" not in type(sampling_kernels.best_of_rows_kernel).__name__,
+    reason="the kernels were imported for a device; tests/gpu runs these cases",
+)
+
+
+def normal(rows: int, vocab_size: int, scale: float = 2.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + vocab_size)
+    return torch.randn(rows, vocab_size, generator=generator) * scale
+
+
+@pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
+def test_the_largest_logit(vocab_size: int) -> None:
+    logits = normal(7, vocab_size + 3)[:, :vocab_size]
+    assert best_tokens(logits).tolist() == logits.argmax(dim=-1).tolist()
+    assert best_tokens(torch.zeros(2, vocab_size)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
+    logits = normal(4, 5000)
+    logits[1, 17], logits[2, 4999] = bad, bad
+    tokens = best_tokens(logits)
+    want = logits.argmax(dim=-1).tolist()
+    assert tokens.tolist() == [want[0], -1, -1, want[3]]
+    settings = settings_of(specs_of([SamplingConfig(top_p=0.9)] * 4))
+    draw_tokens(logits, tokens, settings, limited=True)
+    assert (tokens >= 0).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+@pytest.mark.parametrize("vocab_size", [37, 4100])
+def test_tokens_are_those_of_the_cpu(fields: dict[str, Any], vocab_size: int) -> None:
+    rows = 8
+    logits = normal(rows, vocab_size)
+    specs = specs_of([SamplingConfig.model_validate(fields)] * rows)
+    tokens = best_tokens(logits)
+    draw_tokens(logits, tokens, settings_of(specs), limited=True)
+    want = sample(logits.clone(), specs).tokens
+    assert tokens.tolist() == [want[s.job_id] for s in specs]
+    assert fields.get("temperature") == 0 or len(set(tokens.tolist())) > 2
+
+
+def test_equal_logits_are_kept_together() -> None:
+    logits = normal(10, 600).round()
+    specs = specs_of([SamplingConfig(top_k=20, top_p=0.95)] * 10)
+    tokens = best_tokens(logits)
+    draw_tokens(logits, tokens, settings_of(specs), limited=True)
+    assert tokens.tolist() == [*sample(logits.clone(), specs).tokens.values()]
+
+
+def test_rows_of_all_kinds_do_not_influence_each_other() -> None:
+    configs = [SamplingConfig.model_validate(fields) for fields in SETTINGS]
+    logits, specs = normal(len(configs), 200), specs_of(configs)
+    together = best_tokens(logits)
+    draw_tokens(logits, together, settings_of(specs), limited=True)
+    for row, spec in enumerate(specs):
+        own = logits[row : row + 1]
+        alone = best_tokens(own)
+        limited = spec.sampling.top_p < 1 or spec.sampling.top_k is not None
+        draw_tokens(own, alone, settings_of([spec]), limited=limited)
+        assert alone[0] == together[row]
+
+
+def test_few_tokens_are_left_of_a_flat_row() -> None:
+    logits = torch.linspace(0.0, 1e-3, 5000).repeat(8, 1)
+    specs = specs_of([SamplingConfig(top_k=3)] * 8)
+    tokens = best_tokens(logits)
+    draw_tokens(logits, tokens, settings_of(specs), limited=True)
+    assert set(tokens.tolist()) <= {4997, 4998, 4999}
+    assert np.unique(tokens.numpy()).size > 1

@@ -1,0 +1,60 @@
+"""The sampling kernels on the device choose the tokens of the CPU's sampler."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens
+from parrot.engine.sampler import sample
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.draws import SETTINGS, settings_of, specs_of
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 64
+
+
+def normal(rows: int, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocab_size)
+    return (torch.randn(rows, vocab_size, generator=generator) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [259, 32000, 151936])
+def test_the_largest_logit(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = normal(ROWS, vocab_size, dtype)
+    logits[3, 7] = float("nan")
+    logits[4, vocab_size - 1] = float("-inf")
+    logits[5, 0] = float("inf")
+    tokens = best_tokens(logits.cuda()).cpu()
+    assert tokens[[3, 4, 5]].tolist() == [-1, -1, -1]
+    others = [i for i in range(ROWS) if i not in (3, 4, 5)]
+    assert tokens[others].tolist() == logits[others].float().argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(259, torch.float32), (50257, torch.float32), (151936, torch.bfloat16)],
+)
+def test_tokens_are_those_of_the_cpu(
+    fields: dict[str, Any], vocab_size: int, dtype: torch.dtype
+) -> None:
+    """But where two sums of score and noise, or a sum of weights and its limit, are a rounding
+    apart: seldom."""
+    logits = normal(ROWS, vocab_size, dtype)
+    specs = specs_of([SamplingConfig.model_validate(fields)] * ROWS)
+    outputs = []
+    for _ in range(2):
+        on_device = logits.cuda()
+        tokens = best_tokens(on_device)
+        draw_tokens(on_device, tokens, settings_of(specs, "cuda"), limited=True)
+        outputs.append(tokens.tolist())
+    assert outputs[0] == outputs[1]
+    want = sample(logits.float(), specs).tokens
+    differing = sum(want[s.job_id] != t for s, t in zip(specs, outputs[0], strict=True))
+    assert differing <= 1
