@@ -1,12 +1,14 @@
-"""Decoding steps as CUDA graphs.
+"""Steps as CUDA graphs.
 
-A graph is captured for a number of rows (a bucket) and room for a plan (a `Capacity`). A step runs
-in the smallest that holds it; rows and items that are left over do nothing. Rooms come in few
-sizes, so after a while every step finds its graph.
+A graph is captured for a size (rows, and of how many of them there are logits) and room for a plan
+(a `Capacity`). A step runs in the smallest that holds it; rows and items that are left over do
+nothing. Usual rooms are captured before the engine serves; another one that is wanted again and
+again is captured then, and until then the step takes a larger one.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
 from parrot.engine.cuda.forward import Forward
 from parrot.engine.kernels.attention import Capacity, PlanBuffers
 from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.work_list import SplitConfig, WorkList
 
 logger = logging.getLogger(__name__)
@@ -22,8 +25,30 @@ logger = logging.getLogger(__name__)
 _MAX_SHARED = 128
 _MIN_SHARED = 8
 
-# Where a step of so many rows finds its tokens, positions, ..., as a plan for these buffers.
-Bind = Callable[[int, PlanBuffers], tuple[torch.Tensor, TritonPlan]]
+_WANTED_OFTEN = 8
+_LAUNCH_S = 200e-6
+_MATRIX_RATE = 790e12
+_MAX_MIXED = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """`logits` None: every row has one token, and there are logits of every row."""
+
+    rows: int
+    logits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where a step of some size finds its arrays."""
+
+    token_ids: torch.Tensor
+    plan: TritonPlan
+    logit_rows: torch.Tensor | None
+
+
+Bind = Callable[[StepSize, PlanBuffers], Bound]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +60,7 @@ class Decoded:
 
 
 @dataclass(slots=True)
-class _Graph:
+class Graph:
     graph: torch.cuda.CUDAGraph
     plan: PlanBuffers
     decoded: Decoded
@@ -43,9 +68,7 @@ class _Graph:
 
 
 def decode(logits: torch.Tensor) -> Decoded:
-    """A maximum is NaN if anything is, so one pass finds both."""
-    best, tokens = logits.max(dim=-1)
-    return Decoded(torch.where(best.isfinite(), tokens, -1).to(torch.int32), logits)
+    return Decoded(best_tokens(logits), logits)
 
 
 def bucket_list(max_rows: int) -> tuple[int, ...]:
@@ -53,91 +76,133 @@ def bucket_list(max_rows: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
 
 
+def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[StepSize, ...]:
+    """For steps with prompts in them. Of large steps the device has more to do than the host, so
+    that padding would cost more than a graph saves: `layer_weights` (of one layer) tells when."""
+    useful = int(_LAUNCH_S * _MATRIX_RATE / (2 * layer_weights))
+    limit = min(max_tokens, _MAX_MIXED, useful)
+    sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
+    return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)
+
+
 class Rooms:
     """The sizes in which room for plans comes."""
 
     def __init__(self, shape: AttentionShape, split: SplitConfig) -> None:
+        assert len(split.tile_rows) == 1, "a graph has tiles of one height"
         self._narrow_tokens = max(1, split.narrow_rows // shape.group)
-        self._shared_tokens = max(1, split.tile_rows[-1] // shape.group)
+        self._tile_tokens = max(1, split.tile_rows[-1] // shape.group)
         # Splitting aims for so many programs, and each item is one per KV head.
         self._extra = -(-int(split.num_sms * split.waves[0]) // shape.num_kv_heads)
 
-    def max_slots(self, max_rows: int) -> int:
-        narrow = 2 * max_rows + 4 * self._extra
-        return narrow * self._narrow_tokens + _MAX_SHARED * self._shared_tokens
+    def largest(self, size: StepSize) -> Capacity:
+        if size.logits is None:
+            return self._decoding(size.rows, 2 * size.rows + 4 * self._extra, _MAX_SHARED)
+        tiles = 2 * -(-size.rows // self._tile_tokens) + 2 * self._extra
+        narrow = size.logits + 4 * self._extra
+        slots = 4 * size.rows + narrow * self._narrow_tokens
+        return Capacity(size.rows, narrow, tiles, tiles, slots)
 
-    def of(self, rows: int, work: WorkList) -> Capacity | None:
+    def of(self, size: StepSize, work: WorkList) -> Capacity | None:
         """None: larger than any room."""
-        narrow = self._narrow(rows, len(work.narrow))
+        largest = self.largest(size)
+        if not largest.holds(work):
+            return None
+        if size.logits is not None:
+            return largest
         shared = _MIN_SHARED if len(work.shared) else 0
         while shared < len(work.shared):
             shared *= 2
-        if narrow is None or shared > _MAX_SHARED or len(work.fills):
-            return None
-        slots = narrow * self._narrow_tokens + shared * self._shared_tokens
-        return Capacity(rows, narrow, shared, 0, slots if work.num_slots else 0)
+        rows, extra = size.rows, self._extra
+        sizes = (rows, rows + extra, rows + 2 * extra, largest.narrow)
+        narrow = next(size for size in sizes if size >= len(work.narrow))
+        return self._decoding(rows, narrow, shared, has_slots=work.num_slots > 0)
 
-    def _narrow(self, rows: int, needed: int) -> int | None:
-        extra = self._extra
-        sizes = (rows, rows + extra, rows + 2 * extra, 2 * rows + 4 * extra)
-        return next((size for size in sizes if size >= needed), None)
+    def _decoding(self, rows: int, narrow: int, shared: int, *, has_slots: bool = True) -> Capacity:
+        slots = narrow * self._narrow_tokens + shared * self._tile_tokens
+        return Capacity(rows, narrow, shared, 0, slots if has_slots else 0)
 
 
-class DecodeGraphs:
-    """Owns the graphs; `attention` must be used by nothing else."""
+class StepGraphs:
+    """Owns the graphs; `attention` must be used by nothing else. `sizes` by number of rows."""
 
     def __init__(
         self,
         forward: Forward,
         attention: TritonAttention,
         rooms: Rooms,
-        buckets: tuple[int, ...],
+        sizes: Sequence[StepSize],
         bind: Bind,
     ) -> None:
         self._forward = forward
         self._attention = attention
         self._rooms = rooms
-        self.buckets = buckets
+        self.sizes = sizes
         self._bind = bind
-        self._graphs: dict[tuple[Capacity, int], _Graph] = {}
+        self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
+        self._num_wanted: Counter[tuple[StepSize, Capacity]] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
         self.num_replays = 0
+        self.num_captures = 0
 
-    def bucket(self, num_rows: int) -> int | None:
-        return next((size for size in self.buckets if size >= num_rows), None)
+    def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
+        """The smallest that holds a step."""
+        for size in self.sizes:
+            if (size.logits is None) == (num_logits is None) and size.rows >= num_rows:
+                return size if (size.logits or 0) >= (num_logits or 0) else None
+        return None
 
-    def find(self, bucket: int, work: WorkList) -> "_Graph | None":
-        """The graph for a plan, with the plan in place; captured now if need be."""
-        capacity = self._rooms.of(bucket, work)
-        if capacity is None:
+    def find(self, size: StepSize, work: WorkList) -> Graph | None:
+        """The graph for a plan, with the plan in place. None: no graph is large enough."""
+        room = self._rooms.of(size, work)
+        if room is None:
             return None
-        key = (capacity, work.shared_rows)
-        graph = self._graphs.get(key)
+        graphs = self._graphs[size]
+        graph = graphs.get(room)
         if graph is None:
-            graph = self._graphs[key] = self._capture(capacity, work)
-        if graph.work is not work:
+            self._num_wanted[size, room] += 1
+            if self._num_wanted[size, room] >= _WANTED_OFTEN:
+                graph = self._capture(size, room, work)
+            else:
+                graph = next(
+                    (graphs[r] for r in sorted(graphs, key=_launched) if r.holds(work)), None
+                )
+        if graph is not None and graph.work is not work:
             graph.plan.upload(work)
             graph.work = work
         return graph
 
-    def replay(self, graph: _Graph) -> Decoded:
+    def replay(self, graph: Graph) -> Decoded:
         graph.graph.replay()
         self.num_replays += 1
         return graph.decoded
 
-    def _capture(self, capacity: Capacity, work: WorkList) -> _Graph:
-        plan = PlanBuffers(capacity, self._attention.device)
+    def prepare(self, size: StepSize, work: WorkList, *, largest: bool = False) -> None:
+        """Capture a graph for plans like this one, or with all room that there is."""
+        room = self._rooms.largest(size) if largest else self._rooms.of(size, work)
+        if room is not None and room not in self._graphs[size]:
+            self._capture(size, room, work)
+
+    def _capture(self, size: StepSize, room: Capacity, work: WorkList) -> Graph:
+        plan = PlanBuffers(room, self._attention.device)
         plan.upload(work)
-        token_ids, bound = self._bind(capacity.num_tokens, plan)
+        bound = self._bind(size, plan)
+        arguments = (bound.token_ids, self._attention, bound.plan, bound.logit_rows)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # What is compiled or set up at first use, is now.
-            decode(self._forward(token_ids, self._attention, bound, None))
+            decode(self._forward(*arguments))
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            decoded = decode(self._forward(token_ids, self._attention, bound, None))
+            decoded = decode(self._forward(*arguments))
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        logger.debug("captured a graph for %s", capacity)
-        return _Graph(graph, plan, decoded, work)
+        self.num_captures += 1
+        logger.debug("captured a graph for %s in %s", size, room)
+        captured = self._graphs[size][room] = Graph(graph, plan, decoded, work)
+        return captured
+
+
+def _launched(room: Capacity) -> int:
+    return room.narrow + room.shared + room.fills

@@ -1,4 +1,4 @@
-"""A step as the flat arrays that go to the device (numpy only).
+"""A step as the flat arrays that go to the device (no torch).
 
 The device keeps a block table with a row for each context that runs. A context keeps its row from
 step to step, so that only entries that changed are sent: mostly none.
@@ -10,30 +10,41 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.work_list import StepRows
+from parrot.engine.noise_keys import noise_keys
 from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
 IntArray = npt.NDArray[np.int32]
 
 
+DRAWN, LIMITED, ADJUSTED = 1, 2, 4
+"""What it takes to choose a token; 0: the largest logit. DRAWN: noise. LIMITED: top-k or top-p too.
+ADJUSTED: logits are changed before, by what only the host knows."""
+
+
 @dataclass(slots=True, eq=False)
 class _Place:
     """A context's row of the table. `version` changes with anything but an addition at the end or
-    another last block."""
+    another last block. `choice` is that of `sampling`, of the context's last sample."""
 
     row: int
     version: int
     blocks: list[int]
     sampling: SamplingConfig | None = None
-    is_plain: bool = False
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """`versions` names the sequences as `WorkPlanner` wants them named; `rows` are their rows of
     the device's table, `table_rows` those of each token. Entries `changed_at` (flat) of that table
-    become `changed_to`. `is_plain`: all samples are the largest logit and nothing else."""
+    become `changed_to`.
+
+    `samples[i]` is for the logits of token `logit_rows[i]`: of every sequence's if all have one
+    token (None where none is asked for), else of those that sample. `choice`: what all of them
+    take together. `settings` int32 [samples, NUM_SETTINGS], empty unless some are drawn."""
 
     versions: tuple[int, ...]
     rows: IntArray
@@ -41,9 +52,10 @@ class StepInputs:
     token_ids: IntArray
     positions: IntArray
     table_rows: IntArray
-    sample_rows: IntArray
-    samples: tuple[SampleSpec, ...]
-    is_plain: bool
+    logit_rows: IntArray
+    samples: tuple[SampleSpec | None, ...]
+    settings: IntArray
+    choice: int
     changed_at: IntArray
     changed_to: IntArray
 
@@ -66,6 +78,7 @@ class InputBuilder:
         self.width = max_blocks + 1
         self._block_size = block_size
         self._table = np.zeros((max_rows, self.width), dtype=np.int32)
+        self._settings = np.zeros((max_rows, NUM_SETTINGS), dtype=np.int32)
         self._places: dict[int, _Place] = {}
         self._free = list(range(max_rows - 1, -1, -1))
         self._num_versions = 0
@@ -75,14 +88,14 @@ class InputBuilder:
         self._free += [place.row for place in self._places.values()]
         self._places.clear()
 
-    def are_plain_decodes(self, plan: StepPlan) -> bool:
-        """Whether each sequence has one token and samples the largest logit; known only of
-        contexts that have a row."""
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Whether each sequence has one token and samples, and the device can do it alone; known
+        only of contexts that have a row."""
         return all(
             len(s.token_ids) == 1
             and s.sample is not None
             and (place := self._places.get(s.context_id)) is not None
-            and _is_plain(place, s.sample)
+            and not self._choice(place, s.sample) & ADJUSTED
             for s in plan.sequences
         )
 
@@ -96,9 +109,17 @@ class InputBuilder:
         starts = np.array([s.start for s in sequences], dtype=np.int32)
         rows = np.array([place.row for place in places], dtype=np.int32)
         width = max((len(s.block_ids) for s in sequences), default=0) + 1
-        sampled = [(i, s.sample) for i, s in enumerate(sequences) if s.sample is not None]
         ends = np.cumsum(q_lens, dtype=np.int32)
         only_decodes = len(sequences) == int(q_lens.sum())
+        sampled = [i for i, s in enumerate(sequences) if only_decodes or s.sample is not None]
+        samples = tuple(sequences[i].sample for i in sampled)
+        choice = 0
+        for i, spec in zip(sampled, samples, strict=True):
+            if spec is not None:
+                choice |= self._choice(places[i], spec)
+        settings = self._settings[:0]
+        if choice & DRAWN:
+            settings = self._draws(rows[sampled], samples)
         return StepInputs(
             versions=tuple(place.version for place in places),
             rows=rows,
@@ -106,9 +127,10 @@ class InputBuilder:
             token_ids=_token_ids(sequences, only_decodes),
             positions=starts if only_decodes else _positions(starts, q_lens, ends),
             table_rows=rows if only_decodes else np.repeat(rows, q_lens),
-            sample_rows=ends[[i for i, _ in sampled]] - 1,
-            samples=tuple(spec for _, spec in sampled),
-            is_plain=all(_is_plain(places[i], spec) for i, spec in sampled),
+            logit_rows=ends[sampled] - 1,
+            samples=samples,
+            settings=settings,
+            choice=choice,
             changed_at=_concat([np.arange(at, at + len(to)) for at, to in changes]),
             changed_to=_concat([np.asarray(to) for _, to in changes]),
         )
@@ -129,6 +151,22 @@ class InputBuilder:
         changes.append((place.row * self.width + same, blocks[same:]))
         return place
 
+    def _choice(self, place: _Place, spec: SampleSpec) -> int:
+        """Looked up once per context and configuration."""
+        config = spec.sampling
+        if place.sampling is not config:
+            place.sampling = config
+            place.choice = _choice_of(config)
+            self._settings[place.row] = draw_settings(config)
+        return place.choice
+
+    def _draws(self, rows: IntArray, samples: Sequence[SampleSpec | None]) -> IntArray:
+        settings = self._settings[rows]
+        keys = [(0, 0) if spec is None else (spec.seed, spec.position) for spec in samples]
+        settings[:, KEY_0 : KEY_1 + 1] = noise_keys(*zip(*keys, strict=True))
+        settings[[i for i, spec in enumerate(samples) if spec is None]] = 0
+        return settings
+
     def _new_version(self) -> int:
         self._num_versions += 1
         return self._num_versions
@@ -139,17 +177,11 @@ class InputBuilder:
             self._free.append(self._places.pop(context_id).row)
 
 
-def _is_plain(place: _Place, spec: SampleSpec) -> bool:
-    """Whether the largest logit is the answer; looked up once per context and configuration."""
-    config = spec.sampling
-    if place.sampling is not config:
-        place.sampling = config
-        place.is_plain = (
-            (config.is_greedy or config.top_k == 1)
-            and not (config.presence_penalty or config.frequency_penalty or config.logit_bias)
-            and config.repetition_penalty in (0.0, 1.0)
-        )
-    return place.is_plain and not spec.banned_ids
+def _choice_of(config: SamplingConfig) -> int:
+    choice = ADJUSTED if config.adjusts_logits else 0
+    if config.takes_the_largest:
+        return choice
+    return choice | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
 
 
 def _token_ids(sequences: Sequence[SequenceStep], only_decodes: bool) -> IntArray:

@@ -8,18 +8,30 @@ import torch
 
 from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
 from parrot.engine.cuda.forward import make_forward
-from parrot.engine.cuda.graphs import Decoded, DecodeGraphs, Rooms, bucket_list, decode
-from parrot.engine.cuda.inputs import InputBuilder, IntArray, StepInputs
+from parrot.engine.cuda.graphs import (
+    Bound,
+    Decoded,
+    Rooms,
+    StepGraphs,
+    StepSize,
+    bucket_list,
+    decode,
+    mixed_sizes,
+)
+from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
 from parrot.engine.cuda.stage import Landing, Stage
 from parrot.engine.kernels.attention import Capacity, PlanBuffers
+from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.planner import WorkPlanner
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.kernels.work_list import TABLE_ROW, SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.plan import LaunchedStep, RunnerInfo, SampleSpec, StepPlan, StepResult
-from parrot.engine.sampler import not_finite, sample
-from parrot.protocol.errors import OutOfMemory, ParrotError
+from parrot.engine.sampler import adjust, results
+from parrot.protocol.errors import OutOfMemory
+from parrot.protocol.sampling import SamplingConfig
 
 _WARM_UP_LENGTHS = (64, 2048)
 
@@ -53,12 +65,12 @@ class Launched:
     landing: Landing
 
     def wait(self) -> StepResult:
-        return _results(self.samples, self.landing.wait(len(self.samples)))
+        return results(self.samples, self.landing.wait(len(self.samples)))
 
 
 class CudaRunner:
     """`OverlappingRunner` over a decoder and a paged KV pool. Steps in which every sequence has one
-    token run as CUDA graphs."""
+    token, and small ones with prompts in them, run as CUDA graphs."""
 
     def __init__(
         self,
@@ -89,7 +101,8 @@ class CudaRunner:
         self._inputs = InputBuilder(max_rows, max_blocks, block_size)
         width = self._inputs.width
         self._tables = torch.zeros((max_rows, width), dtype=torch.int32, device=device)
-        self._stage = Stage(4 * options.max_tokens + 2 * max_rows * (width + 2), device)
+        room = 4 * options.max_tokens + max_rows * (2 * width + NUM_SETTINGS + 8) + 1024
+        self._stage = Stage(room, device)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
         self._split = _split_config(device)
         self._shape = shape
@@ -98,20 +111,20 @@ class CudaRunner:
         self._overlap = options.overlap
         self._planned: tuple[WorkList, WorkList] | None = None
         self._forward = make_forward(model, max_seq_len)
+        self._layer_weights = spec.num_layer_weights
         memory = self._cache.pool.transpose(2, 3)
         self._attention = TritonAttention(memory, spec.num_heads, 1, upcast=options.upcast)
-        self._graphs: DecodeGraphs | None = None
-        if options.use_graphs:
-            rooms = Rooms(shape, self._split)
-            self._graphs = DecodeGraphs(
-                self._forward,
-                TritonAttention(memory, spec.num_heads, rooms.max_slots(options.max_rows)),
-                rooms,
-                bucket_list(options.max_rows),
-                self._bind,
-            )
+        self._graphs = self._make_graphs(memory, options) if options.use_graphs else None
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self.shared_tokens_saved = 0
+
+    def _make_graphs(self, memory: torch.Tensor, options: CudaOptions) -> StepGraphs:
+        rooms = Rooms(self._shape, self._split)
+        sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
+        sizes += mixed_sizes(options.max_rows, options.max_tokens, self._layer_weights)
+        max_slots = max(rooms.largest(size).slots for size in sizes)
+        attention = TritonAttention(memory, self._shape.num_heads, max_slots)
+        return StepGraphs(self._forward, attention, rooms, sizes, self._bind)
 
     @property
     def info(self) -> RunnerInfo:
@@ -140,7 +153,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched | None:
-        if not self._overlap or not self._inputs.are_plain_decodes(plan):
+        if not self._overlap or not self._inputs.can_launch(plan):
             return None
         try:
             return self._launch(plan, previous)
@@ -158,14 +171,13 @@ class CudaRunner:
             assert isinstance(previous, Launched)
             rows = [previous.row_of[s.context_id] for s in plan.sequences]
             sources = (previous.tokens, np.array(rows, dtype=np.int32))
-        decoded = self._run_graph(inputs, work, sources)
-        if decoded is None:
-            decoded = self._run_eagerly(inputs, work, sources)
+        tokens = self._compute(inputs, work, sources)
         row_of = {s.context_id: i for i, s in enumerate(plan.sequences)}
         landing = self._landings[0]
         self._landings.reverse()
-        landing.receive(decoded.tokens[: len(row_of)])
-        return Launched(inputs.samples, decoded.tokens, row_of, landing)
+        landing.receive(tokens)
+        samples = tuple(spec for spec in inputs.samples if spec is not None)
+        return Launched(samples, tokens, row_of, landing)
 
     def _run(self, plan: StepPlan) -> StepResult:
         self._cache.prepare(plan.copies)
@@ -174,17 +186,29 @@ class CudaRunner:
             return StepResult({}, {})
         work = self._plan_work(inputs)
         self.shared_tokens_saved += work.num_shared_tokens
-        decoded = self._run_graph(inputs, work) if inputs.only_decodes else None
-        if decoded is None:
-            decoded = self._run_eagerly(inputs, work)
-        elif len(inputs.samples) < inputs.num_tokens:
-            rows = torch.from_numpy(inputs.sample_rows).to(self._device)
-            decoded = Decoded(decoded.tokens[rows], decoded.logits[rows])
-        if not inputs.samples:
+        tokens = self._compute(inputs, work)
+        if not any(inputs.samples):
             return StepResult({}, {})
-        if not inputs.is_plain:
-            return sample(decoded.logits[: len(inputs.samples)].float(), inputs.samples)
-        return _results(inputs.samples, decoded.tokens[: len(inputs.samples)].tolist())
+        pairs = zip(inputs.samples, tokens.tolist(), strict=True)
+        sampled = [(spec, token) for spec, token in pairs if spec is not None]
+        return results(*zip(*sampled, strict=True))
+
+    def _compute(
+        self, inputs: StepInputs, work: WorkList, sources: Sources | None = None
+    ) -> torch.Tensor:
+        """A token for each of the step's samples, on the device; -1: not finite."""
+        found = self._run_graph(inputs, work, sources) or self._run_eagerly(inputs, work, sources)
+        decoded, settings = found
+        count = len(inputs.samples)
+        tokens, logits = decoded.tokens[:count], decoded.logits[:count]
+        if inputs.choice & ADJUSTED:
+            logits = logits.float()
+            adjust(logits, inputs.samples)
+            tokens = best_tokens(logits)
+        if inputs.choice & DRAWN:
+            limited = bool(inputs.choice & LIMITED)
+            draw_tokens(logits, tokens, settings.view(count, NUM_SETTINGS), limited=limited)
+        return tokens
 
     def _plan_work(self, inputs: StepInputs) -> WorkList:
         """The step's plan, with the rows of the device's table in place of the step's own."""
@@ -194,49 +218,59 @@ class CudaRunner:
         return self._planned[1]
 
     def _run_eagerly(
-        self, inputs: StepInputs, work: WorkList, sources: Sources | None = None
-    ) -> Decoded:
-        parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.sample_rows)
-        token_ids, positions, table_rows, sample_rows = self._send(parts, inputs, sources)
+        self, inputs: StepInputs, work: WorkList, sources: Sources | None
+    ) -> tuple[Decoded, torch.Tensor]:
+        parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.logit_rows)
+        sent, settings = self._send(parts, inputs, sources)
+        return self._forward_eagerly(sent, work), settings
+
+    def _forward_eagerly(self, sent: Sequence[torch.Tensor], work: WorkList) -> Decoded:
+        token_ids, positions, table_rows, logit_rows = sent
         buffers = PlanBuffers(Capacity.of(work), self._device)
         buffers.upload(work)
         self._stage.sent()
         self._attention.ensure_slots(work.num_slots)
         plan = TritonPlan(buffers, self._tables, positions, table_rows)
-        return decode(self._forward(token_ids, self._attention, plan, sample_rows))
+        return decode(self._forward(token_ids, self._attention, plan, logit_rows))
 
     def _run_graph(
-        self, inputs: StepInputs, work: WorkList, sources: Sources | None = None
-    ) -> Decoded | None:
+        self, inputs: StepInputs, work: WorkList, sources: Sources | None
+    ) -> tuple[Decoded, torch.Tensor] | None:
         """None: no graph is large enough."""
-        graphs = self._graphs
-        bucket = None if graphs is None else graphs.bucket(inputs.num_tokens)
-        if graphs is None or bucket is None:
+        if self._graphs is None:
             return None
-        arrays = (inputs.token_ids, inputs.positions, inputs.table_rows)
-        padding = zip(arrays, (0, 0, -1), strict=True)
-        self._send([_pad(array, bucket, fill) for array, fill in padding], inputs, sources)
-        graph = graphs.find(bucket, work)
+        num_logits = None if inputs.only_decodes else len(inputs.logit_rows)
+        size = self._graphs.size(inputs.num_tokens, num_logits)
+        if size is None:
+            return None
+        parts = [_pad(inputs.token_ids, size.rows, 0), _pad(inputs.positions, size.rows, 0)]
+        parts.append(_pad(inputs.table_rows, size.rows, -1))
+        if size.logits is not None:
+            parts.append(_pad(inputs.logit_rows, size.logits, 0))
+        _, settings = self._send(parts, inputs, sources)
+        graph = self._graphs.find(size, work)
         self._stage.sent()
-        return None if graph is None else graphs.replay(graph)
+        return None if graph is None else (self._graphs.replay(graph), settings)
 
     def _send(
         self, parts: Sequence[IntArray], inputs: StepInputs, sources: Sources | None
-    ) -> list[torch.Tensor]:
-        """`parts` begin with the tokens, which `sources` replace."""
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """`parts` begin with the tokens, which `sources` replace. Also gives the settings."""
         known, rows = (None, _NONE) if sources is None else sources
-        extra = (inputs.changed_at, inputs.changed_to, rows)
-        *sent, at, to, row = self._stage.send((*parts, *extra))
+        extra = (inputs.changed_at, inputs.changed_to, rows, inputs.settings.reshape(-1))
+        *sent, at, to, row, settings = self._stage.send((*parts, *extra))
         if len(at):
             self._tables.view(-1)[at] = to
         if known is not None:  # -1 marks a job that has failed: its row does not matter
             sent[0][: len(row)] = known[row].clamp(min=0)
-        return sent
+        return sent, settings
 
-    def _bind(self, rows: int, work: PlanBuffers) -> tuple[torch.Tensor, TritonPlan]:
-        """Where `_send` leaves the arrays of a step of `rows` rows."""
-        token_ids, positions, table_rows = (self._stage.at(i * rows, rows) for i in range(3))
-        return token_ids, TritonPlan(work, self._tables, positions, table_rows)
+    def _bind(self, size: StepSize, work: PlanBuffers) -> Bound:
+        """Where `_run_graph` leaves the arrays of a step of this size."""
+        logits = 0 if size.logits is None else size.logits
+        places = self._stage.places([size.rows] * 3 + [logits])
+        plan = TritonPlan(work, self._tables, places[1], places[2])
+        return Bound(places[0], plan, None if size.logits is None else places[3])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -245,20 +279,21 @@ class CudaRunner:
         for num_tokens in (1, 16, 256):
             self._run_padding(num_tokens, self._synthetic(1, num_tokens, num_tokens))
         if self._graphs is not None:
-            for rows in reversed(bucket_list(self._max_bucket())):
-                for work in self._typical_plans(rows):
-                    self._stage.send([_pad(_NONE, rows, 0)] * 2 + [_pad(_NONE, rows, -1)])
-                    self._graphs.find(rows, work)
-                    self._stage.sent()
+            for size in reversed(self._graphs.sizes):
+                self._stage_padding(size.rows, size.logits or 0)
+                for work in self._typical_plans(size):
+                    self._graphs.prepare(size, work)
+                self._graphs.prepare(size, work, largest=True)
+                self._stage.sent()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _max_bucket(self) -> int:
-        assert self._graphs is not None
-        return self._graphs.buckets[-1]
-
-    def _typical_plans(self, rows: int) -> list[WorkList]:
-        """Plans of decoding with short contexts, with long ones, and with a shared prefix."""
+    def _typical_plans(self, size: StepSize) -> list[WorkList]:
+        """Plans of a prompt; of decoding with short contexts, long ones, and a shared prefix."""
+        if size.logits is not None:
+            length = min(size.rows, self._info.max_seq_len)
+            return [self._synthetic(size.rows // length, length, length)]
+        rows = size.rows
         lengths = [min(n, self._info.max_seq_len - 1) for n in _WARM_UP_LENGTHS]
         plans = [self._synthetic(rows, 1, n) for n in lengths]
         if self._gate is not None and rows > 1:
@@ -276,14 +311,18 @@ class CudaRunner:
         return plan_work(step, self._shape, gate, self._split)
 
     def _run_padding(self, num_tokens: int, work: WorkList) -> None:
-        zeros, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
-        parts = self._stage.send([zeros, np.arange(num_tokens, dtype=np.int32), none, zeros[:1]])
-        buffers = PlanBuffers(Capacity.of(work), self._device)
-        buffers.upload(work)
-        self._stage.sent()
-        self._attention.ensure_slots(work.num_slots)
-        plan = TritonPlan(buffers, self._tables, parts[1], parts[2])
-        decode(self._forward(parts[0], self._attention, plan, parts[3]))
+        decoded = self._forward_eagerly(self._stage_padding(num_tokens, 1), work)
+        settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)
+        for limited in (True, False):
+            for logits in (decoded.logits, decoded.logits.float()):
+                (sent,) = self._stage.send([settings.reshape(-1)])
+                draw_tokens(logits, best_tokens(logits), sent.view(1, -1), limited=limited)
+                self._stage.sent()
+
+    def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
+        positions = np.arange(num_tokens, dtype=np.int32) % self._info.max_seq_len
+        tokens, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
+        return self._stage.send([tokens, positions, none, _pad(_NONE, num_logits, 0)])
 
 
 _NONE: IntArray = np.empty(0, dtype=np.int32)
@@ -304,19 +343,6 @@ def _with_rows(work: WorkList, rows: IntArray) -> WorkList:
     return replace(
         work, narrow=mapped(work.narrow), shared=mapped(work.shared), fills=mapped(work.fills)
     )
-
-
-def _results(samples: Sequence[SampleSpec], tokens: list[int]) -> StepResult:
-    if min(tokens) >= 0:
-        return StepResult({s.job_id: t for s, t in zip(samples, tokens, strict=True)}, {})
-    chosen: dict[int, int] = {}
-    errors: dict[int, ParrotError] = {}
-    for spec, token in zip(samples, tokens, strict=True):
-        if token >= 0:
-            chosen[spec.job_id] = token
-        else:
-            errors[spec.job_id] = not_finite()
-    return StepResult(chosen, errors)
 
 
 def _split_config(device: torch.device) -> SplitConfig:

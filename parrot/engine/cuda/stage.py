@@ -1,15 +1,18 @@
 """The way of a step's numbers to the device: one pinned buffer, one copy."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from parrot.engine.cuda.inputs import IntArray
 
+_ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
+
 
 class Stage:
     """`send` puts arrays one after the other at the beginning of a device buffer, so arrays of the
-    same lengths always arrive at the same addresses."""
+    same lengths always arrive at the same addresses, which are multiples of 128 bytes."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -22,22 +25,29 @@ class Stage:
         """Valid on the current stream until the next `send`. `sent` must follow."""
         if self._done is not None:
             self._done.synchronize()
-        end = 0
-        ends = []
-        for part in parts:
-            self._numbers[end : end + len(part)] = part
-            end += len(part)
-            ends.append(end)
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
-        return [self._device[e - len(p) : e] for e, p in zip(ends, parts, strict=True)]
+        starts = _starts([len(part) for part in parts])
+        for start, part in zip(starts, parts, strict=False):
+            self._numbers[start : start + len(part)] = part
+        self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
+        return self._views(starts, [len(part) for part in parts])
 
-    def at(self, start: int, length: int) -> torch.Tensor:
-        return self._device[start : start + length]
+    def places(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Where `send` puts arrays of these lengths."""
+        return self._views(_starts(lengths), lengths)
+
+    def _views(self, starts: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
+        return [self._device[a : a + n] for a, n in zip(starts, lengths, strict=False)]
 
     def sent(self) -> None:
         """All copies from pinned memory that belong to this step are under way."""
         if self._done is not None:
             self._done.record()
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Where each array begins, and where the last ends."""
+    sizes = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+    return [0, *accumulate(sizes)]
 
 
 class Landing:

@@ -5,6 +5,7 @@ one of them from the same parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from parrot.utils.config import ConfigError
@@ -87,6 +88,10 @@ class DecoderSpec:
     @property
     def embedding_width(self) -> int:
         return self.embed_dim or self.hidden_size
+
+    @property
+    def num_layer_weights(self) -> int:
+        return sum(prod(shape) for shape in self._layer_shapes().values())
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint must have, by name."""

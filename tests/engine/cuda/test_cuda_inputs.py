@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.cuda.inputs import InputBuilder, StepInputs
+from parrot.engine.cuda.inputs import (
+    ADJUSTED,
+    DRAWN,
+    LIMITED,
+    InputBuilder,
+    IntArray,
+    StepInputs,
+)
+from parrot.engine.kernels.draw_settings import INVERSE_TEMPERATURE, TOP_K
+from parrot.engine.noise_keys import noise_keys
 from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
@@ -47,11 +56,12 @@ def test_arrays_of_a_mixed_step():
     )
     assert inputs.token_ids.tolist() == [10, 20, 21, 22, 30, 31]
     assert inputs.positions.tolist() == [5, 2, 3, 4, 0, 1]
-    assert inputs.sample_rows.tolist() == [0, 5]
+    assert inputs.logit_rows.tolist() == [0, 5]
     assert [s.job_id for s in inputs.samples] == [70, 90]
     assert inputs.table_rows.tolist() == np.repeat(inputs.rows, [1, 3, 2]).tolist()
     assert inputs.step.tables.shape == (3, 3)
-    assert inputs.is_plain
+    assert inputs.choice == 0
+    assert len(inputs.settings) == 0
     assert not inputs.only_decodes
 
 
@@ -97,20 +107,40 @@ def test_everything_is_sent_again_after_a_failure():
     assert device.step(sequence(1, 1, [1], [1])).changed_to.tolist() == [1]
 
 
-def test_what_needs_more_than_the_largest_logit_is_not_plain():
-    def is_plain(banned: tuple[int, ...] = (), **changes: object) -> bool:
+def test_what_it_takes_to_choose_a_token():
+    def choice(**changes: object) -> int:
         sampling = SamplingConfig.model_validate({"temperature": 0, **changes})
-        spec = SampleSpec(1, sampling, 0, 0, banned_ids=banned)
-        plan = StepPlan((SequenceStep(1, [1], 0, [0], spec),))
-        return InputBuilder(2, 4, SIZE).build(plan).is_plain
+        builder = InputBuilder(2, 4, SIZE)
+        plan = StepPlan((SequenceStep(1, [1], 0, [0], SampleSpec(1, sampling, 0, 1)),))
+        inputs = builder.build(plan)
+        assert builder.can_launch(plan) == (not inputs.choice & ADJUSTED)
+        assert len(inputs.settings) == bool(inputs.choice & DRAWN)
+        return inputs.choice
 
-    assert is_plain()
-    assert is_plain(temperature=1.0, top_k=1)
-    assert not is_plain(temperature=1.0)
-    assert not is_plain(presence_penalty=0.5)
-    assert not is_plain(repetition_penalty=1.2)
-    assert not is_plain(logit_bias={3: 1.0})
-    assert not is_plain(banned=(4,))
+    assert choice() == choice(temperature=1.0, top_k=1) == 0
+    assert choice(temperature=1.0) == choice(temperature=1.0, min_p=0.1) == DRAWN
+    assert choice(temperature=1.0, top_p=0.9) == choice(temperature=1.0, top_k=2) == DRAWN | LIMITED
+    assert choice(presence_penalty=0.5) == choice(repetition_penalty=1.2) == ADJUSTED
+    assert choice(temperature=1.0, logit_bias={3: 1.0}) == ADJUSTED | DRAWN
+
+
+def test_settings_follow_the_samples():
+    drawn, greedy = SamplingConfig(temperature=0.5, top_k=9), SamplingConfig(temperature=0)
+    builder = InputBuilder(4, 8, SIZE)
+
+    def settings(*samplings: SamplingConfig | None, start: int = 0, count: int = 1) -> IntArray:
+        steps = []
+        for i, sampling in enumerate(samplings):
+            spec = None if sampling is None else SampleSpec(i, sampling, 40 + i, start + count)
+            steps.append(SequenceStep(i, [1] * count, start, [i], spec))
+        return builder.build(StepPlan(tuple(steps))).settings
+
+    rows = settings(drawn, greedy, None, drawn)
+    assert rows[:, TOP_K].tolist() == [9, 0, 0, 9]
+    assert rows.view(np.float32)[:, INVERSE_TEMPERATURE].tolist() == [2.0, 0.0, 0.0, 2.0]
+    assert rows[[0, 3], :2].tolist() == noise_keys([40, 43], [1, 1]).tolist()
+    assert settings(None, drawn, start=1, count=2)[:, :2].tolist() == noise_keys([41], [3]).tolist()
+    assert settings(greedy, greedy, start=3).tolist() == []
 
 
 @settings(max_examples=40, deadline=None)

@@ -23,6 +23,7 @@ from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
 from parrot.engine.output import Language
+from parrot.engine.plan import Runner, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.internal import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
@@ -103,35 +104,71 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
     assert (own.num_shared_steps > 0) == (gate is not None)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_steps_launched_ahead_under_the_engine_core(
-    make_runners: MakeRunners, overlap: bool
-) -> None:
-    """Requests of different lengths; tokens go from step to step on the device."""
-    plain, own = make_runners("llama")
-    own._overlap = overlap
+def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
+    """Of requests of different lengths, all at once."""
+    language = Language.of(plain_byte_tokenizer(259))
+    core = EngineCore(BuiltinConfig(), runner, language, MonotonicClock())
+    answers = [Answer() for _ in samplings]
     prompts = random_prompts(5, 40, 17)
-    driver = Driver(plain)
-    want = driver.generate([driver.context(p) for p in prompts], 8)
-    core = EngineCore(
-        BuiltinConfig(), own, Language.of(plain_byte_tokenizer(259)), MonotonicClock()
-    )
-    answers = [Answer() for _ in prompts]
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        sampling = SamplingConfig(
-            temperature=0, max_gen_length=4 + 2 * number, ignore_tokenizer_eos=True
+    for number, (sampling, answer) in enumerate(zip(samplings, answers, strict=True)):
+        limits = {"max_gen_length": 4 + 2 * number, "ignore_tokenizer_eos": True}
+        order = Order(
+            number,
+            (Piece(number, array("i", prompts[number])),),
+            answer,
+            sampling=sampling.model_copy(update=limits),
         )
-        piece = Piece(number, array("i", prompt))
-        core.submit(Order(number, (piece,), answer, sampling=sampling))
+        core.submit(order)
     while core.has_work and core.step():
         pass
     for call, argument in core.take_outcomes():
         call(argument)
-    outputs = [
-        a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)
-    ]
-    assert outputs == [tokens[: 4 + 2 * i] for i, tokens in enumerate(want)]
     core.check_integrity()
+    return [a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9}])
+def test_steps_launched_ahead_under_the_engine_core(
+    make_runners: MakeRunners, overlap: bool, fields: dict[str, Any]
+) -> None:
+    """Tokens go from step to step on the device."""
+    plain, own = make_runners("llama")
+    own._overlap = overlap
+    samplings = [SamplingConfig(**fields, seed=i) for i in range(3)]
+    want = core_outputs(plain, samplings)
+    assert core_outputs(own, samplings) == want
+    assert [len(output) for output in want] == [4, 6, 8]
+
+
+SAMPLINGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0.7, top_p=0.8),
+    SamplingConfig(temperature=0),
+    SamplingConfig(top_k=20, min_p=0.01),
+    SamplingConfig(temperature=1.5, presence_penalty=1.0, logit_bias={7: 2.0}),
+]
+
+
+def test_sampled_tokens_in_mixed_steps(make_runners: MakeRunners) -> None:
+    """Rows of all kinds, with and without a prompt, one of which must not sample."""
+    outputs: list[list[dict[int, int]]] = []
+    for runner in make_runners("llama"):
+        driver = Driver(runner)
+        contexts = [driver.context(p) for p in random_prompts(5, 9, 3, 4, 6)]
+        found = [driver.step([(c, 1) for c in contexts]).tokens]
+        specs = []
+        for c, sampling in zip(contexts, SAMPLINGS, strict=True):
+            spec = SampleSpec(c.context_id, sampling, 7, len(c.tokens), (), tuple(c.tokens))
+            tokens = c.tokens[c.done :]
+            specs.append(SequenceStep(c.context_id, tokens, c.done, c.blocks, spec))
+        found.append(runner.run(StepPlan(tuple(specs))).tokens)
+        again = [s._replace(token_ids=[1], start=s.end, sample=s.sample) for s in specs]
+        again[2] = again[2]._replace(sample=None)
+        found.append(runner.run(StepPlan(tuple(again))).tokens)
+        outputs.append(found)
+    assert [len(tokens) for tokens in outputs[0]] == [0, 5, 4]
+    assert outputs[0] == outputs[1]
 
 
 def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
