@@ -11,7 +11,7 @@ from benchmark.apps.hosts import ClusterHost, Host, ServerHost, SimHost
 from benchmark.apps.metrics import Figures, summarise
 from benchmark.apps.plan import Plan, Workload
 from benchmark.apps.program import Backend
-from benchmark.apps.report import ResultFile, headline
+from benchmark.apps.report import ResultFile
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.settings import Setting, features, parse_setting
 from benchmark.apps.text import TextSource, load_documents, one_token_words
@@ -143,19 +143,33 @@ class Session:
 
 
 def _line(figures: Figures) -> str:
-    mean = headline(figures)
     tokens = figures["tokens"]
+    times = [
+        f"{kind} JCT mean {jct['mean']:.3f} p99 {jct['p99']:.3f} s"
+        for kind, jct in figures["jct_s"].items()
+    ]
     parts = [
         f"{figures['seconds']:.2f} s",
-        "no mean" if mean is None else f"mean JCT {mean:.3f} s",
+        *times,
         f"{figures['output_tokens_per_s']:.0f} tok/s",
         f"{tokens['calls_done']}/{tokens['calls']} calls",
         f"prompt {tokens['prompt']} (planned {tokens['prompt_planned']})",
         f"recomputed {tokens['recomputed']}",
     ]
+    if "bystanders" in figures:
+        parts.append(_bystander_line(figures["bystanders"]))
     if figures["first_errors"]:
         parts.append(f"{figures['num_errors']} errors: {figures['first_errors'][0]}")
     return ", ".join(parts)
+
+
+def _bystander_line(harm: Figures) -> str:
+    when = [
+        f"{name} {chats['tpot_s']['p99'] * 1e3:.1f} ms"
+        for name in ("alone", "during")
+        if (chats := harm[name]) is not None
+    ]
+    return "bystanders' TPOT p99 " + ", ".join(when)
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:

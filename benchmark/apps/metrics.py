@@ -52,7 +52,11 @@ def summarise(run: Run, deadline_s: float | None = None) -> Figures:
         }
     if run.chats:
         alone, during = _harm(run.chats, alone=True), _harm(run.chats, alone=False)
-        figures["bystanders"] = {"alone": alone, "during": during}
+        figures["bystanders"] = {
+            "alone": alone,
+            "during": during,
+            "num_failed": run.num_failed_chats,
+        }
     return figures
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from benchmark.apps.text import Text
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
 class Output:
     """What a call will give, or (`call` None) what the program will set later."""
 
@@ -19,7 +19,7 @@ class Output:
 Piece = Text | Output
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
 class Call:
     """`seed`: sampled, with this seed; None: greedy. `streamed`: its reader takes it piece by
     piece. Lengths are exact: the end of text is ignored."""

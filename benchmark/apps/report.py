@@ -49,18 +49,22 @@ class ResultFile:
         os.replace(draft, self._path)
 
 
-def headline(figures: Row) -> float | None:
-    """Mean completion time over all jobs, in seconds; None if not all ended well."""
-    if figures["num_errors"] or figures["timed_out"] or not figures["jct_s"]:
-        return None
-    kinds = figures["jct_s"].values()
-    total = sum(kind["mean"] * kind["count"] for kind in kinds)
-    return float(total / sum(kind["count"] for kind in kinds))
+def key_figures(figures: Row) -> dict[str, float]:
+    """What runs are compared by, smaller is better; nothing of a run with errors. In seconds."""
+    if figures["num_errors"] or figures["timed_out"]:
+        return {}
+    found = {"seconds": figures["seconds"]}
+    for kind, times in figures["jct_s"].items():
+        found |= {f"jct_{kind}_{name}": times[name] for name in ("mean", "p99")}
+    during = figures.get("bystanders", {}).get("during")
+    if during is not None:
+        found |= {f"bystander_{name}": during[name]["p99"] for name in ("ttft_s", "tpot_s")}
+    return found
 
 
 def ratios(runs: list[Row]) -> list[Row]:
-    """For each case and setting but the first: how much longer it took than the first setting in
-    the same repetition. Median and spread over the repetitions."""
+    """For each case and setting but the first: its key figures over those of the first setting in
+    the same repetition (above 1: the first is better). Median and spread over the repetitions."""
     found: list[Row] = []
     for case in dict.fromkeys(run["case"] for run in runs):
         mine = [run for run in runs if run["case"] == case]
@@ -68,25 +72,21 @@ def ratios(runs: list[Row]) -> list[Row]:
         base = _by_repeat(mine, first)
         for other in others:
             theirs = _by_repeat(mine, other)
-            row: Row = {"case": case, "setting": other, "over": first}
-            for name in ("mean_jct", "seconds"):
-                pairs = [theirs[r][name] / base[r][name] for r in base.keys() & theirs.keys()]
-                if pairs:
-                    row[name] = {
-                        "median": statistics.median(pairs),
-                        "min": min(pairs),
-                        "max": max(pairs),
-                    }
-            row["repeats"] = len(base.keys() & theirs.keys())
+            pairs = [(base[r], theirs[r]) for r in sorted(base.keys() & theirs.keys())]
+            row: Row = {"case": case, "setting": other, "over": first, "repeats": len(pairs)}
+            for name in pairs[0][0] if pairs else ():
+                values = [b[name] / a[name] for a, b in pairs if name in a and name in b]
+                if values:
+                    row[name] = [statistics.median(values), min(values), max(values)]
             found.append(row)
     return found
 
 
 def _by_repeat(runs: list[Row], setting: str) -> dict[int, dict[str, float]]:
     return {
-        run["repeat"]: {"mean_jct": mean, "seconds": run["figures"]["seconds"]}
+        run["repeat"]: figures
         for run in runs
-        if run["setting"] == setting and (mean := headline(run["figures"])) is not None
+        if run["setting"] == setting and (figures := key_figures(run["figures"]))
     }
 
 

@@ -55,6 +55,7 @@ class Run:
     jobs: list[JobResult] = field(default_factory=list)
     chats: list[Chat] = field(default_factory=list)
     num_planned: int = 0
+    num_failed_chats: int = 0
     seconds: float = 0.0
     timed_out: bool = False
 
@@ -158,6 +159,9 @@ class PlanRunner:
             is_alone = self._now() < jobs_begin
             if is_alone or began >= jobs_begin:
                 self._run.chats.append(Chat(is_alone, times.first - began, tpot_s))
+        except Exception as failure:  # noqa: BLE001 - a chat's failure is a result
+            self._run.num_failed_chats += 1
+            self._report(f"a bystander failed: {type(failure).__name__}: {failure}")
         finally:
             await asyncio.shield(program.end())
 
