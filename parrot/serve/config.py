@@ -10,6 +10,7 @@ Secret = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 KvEviction = Literal["next_use", "lru"]
+PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
 
 
 class _Section(BaseModel):
@@ -32,6 +33,12 @@ class GlobalSchedulerConfig(_Section):
     )
     policy: Literal["critical_path", "fifo"] = Field(
         "critical_path", description="Order of tasks: longest remaining path first, or arrival."
+    )
+    placement: PlacementName = Field(
+        "predicted",
+        description="Which engine runs a call: the one with the least predicted seconds to it and "
+        "to the calls there, each in turn, or the one that was sent the longest beginning of its "
+        "prompt (as request routers do). The other three features of placement need the first.",
     )
     reuse_results: bool = Field(
         True,

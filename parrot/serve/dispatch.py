@@ -320,7 +320,7 @@ class Dispatcher:
         completion = task.completion
         del self._running[completion.id]
         self._executor.finish(attempt, outcome)
-        self._scheduler.ended(attempt.task, attempt.engine.id)
+        self._scheduler.ended(attempt.task, attempt.engine.id, usage)
         stats = completion.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
         stats.output_tokens = usage.output_tokens or outcome.num_units

@@ -1,109 +1,75 @@
-"""Predicted seconds: the one currency in which placements are compared."""
+"""Predicted seconds, the one currency in which placements are compared, and how they are learnt."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from parrot.serve.scheduler.task import CompletionTask
+_COMMON_VARIANCE = 4.0  # how far an engine's speed as a whole may be from the defaults', squared
+_OWN_VARIANCE = 0.25  # how far one of its costs may be from that
+_NOISE = 0.04  # of one answer: the squared relative error of its time
+_DRIFT = 2e-3  # of the first uncertainty, that each answer brings back: engines change
+_MIN_SCALE, _MAX_SCALE = 1 / 64, 1024.0
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """A decode step takes `step_s`, plus `sequence_s` for every running sequence, plus `token_s`
-    for every token in their contexts; a prompt token takes `prefill_s`. Only the proportions
-    matter for choosing; the defaults are those of a 7-8B model on a current GPU."""
+    for every token that it reads, shared ones once; a prompt token takes `prefill_s`. The defaults
+    are those of a 7-8B model on a current GPU."""
 
-    step_s: float = 5e-3
-    sequence_s: float = 5e-5
+    step_s: float = 4.3e-3
+    sequence_s: float = 3e-5
     token_s: float = 4e-8
-    prefill_s: float = 3e-5
+    prefill_s: float = 2.2e-5
 
-    def decode_step_s(self, num_tasks: int, num_tokens: int) -> float:
+    def decode_step_s(self, num_tasks: float, num_tokens: float) -> float:
         return self.step_s + num_tasks * self.sequence_s + num_tokens * self.token_s
 
 
-@dataclass(slots=True)
-class EngineLoad:
-    """What was placed on an engine and has not ended. `num_tokens`: prompts (shared beginnings
-    once) and room for outputs. `prefill_until`: when it will have computed the prompts. `cost`:
-    what its answers have taught of its speed."""
+class Work(NamedTuple):
+    """What an engine did while it had a task: each sum is over the steps of that time."""
 
-    id: int
-    model: str
-    max_tasks: int
-    max_tokens: int
-    cost: CostModel
-    num_tasks: int = 0
-    num_latency: int = 0
-    num_tokens: int = 0
-    prefill_until: float = 0.0
-    weight: float = 0.0  # the key in the order of load: how much a decode step has grown
-    tasks: dict[CompletionTask, int] = field(default_factory=dict)  # with room kept for the output
-
-    @property
-    def is_open(self) -> bool:
-        return self.num_tasks < self.max_tasks
+    num_steps: float
+    num_sequences: float
+    num_tokens: float
+    num_prefilled: float
 
 
-class RunningPrefixes:
-    """The segments of the prompts that run on each engine: key -> engine -> how many tasks have it,
-    and the tokens that it is taken to have (tasks may estimate the same text differently)."""
+class CostLearner:
+    """Learns one engine's costs from how long its answers took: each cost is its default times a
+    scale, and the scales are followed by a Kalman filter on relative errors (recursive least
+    squares with drift). To begin with the scales are taken to differ from 1 mostly together, so one
+    answer of an engine that is slow altogether corrects all of them."""
 
-    def __init__(self) -> None:
-        self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
+    def __init__(self, default: CostModel) -> None:
+        self._default = default
+        self._scales = [1.0] * 4
+        self._first = [
+            [_COMMON_VARIANCE + _OWN_VARIANCE * (i == j) for j in range(4)] for i in range(4)
+        ]
+        self._variance = [row.copy() for row in self._first]
 
-    def add(self, task: CompletionTask, engine_id: int) -> int:
-        """Returns the tokens of the segments that no running task there had."""
-        new_tokens = 0
-        for key, length in zip(task.keys, task.lengths, strict=True):
-            engines = self._running.setdefault(key, {})
-            count, known_length = engines.get(engine_id, (0, length))
-            if not count:
-                new_tokens += length
-            engines[engine_id] = (count + 1, known_length)
-        return new_tokens
+    def learn(self, work: Work, seconds: float) -> CostModel:
+        """`seconds`: what the work took. Returns the costs that are believed now."""
+        d = self._default
+        defaults = (d.step_s, d.sequence_s, d.token_s, d.prefill_s)
+        parts = [amount * cost for amount, cost in zip(work, defaults, strict=True)]
+        predicted = sum(scale * part for scale, part in zip(self._scales, parts, strict=True))
+        # Relative to the larger one, so a wild answer moves little and a slow engine is still met.
+        unit = max(predicted, seconds)
+        if min(predicted, seconds) > 0:
+            self._correct([part / unit for part in parts], (seconds - predicted) / unit)
+        return CostModel(*(s * cost for s, cost in zip(self._scales, defaults, strict=True)))
 
-    def remove(self, task: CompletionTask, engine_id: int) -> int:
-        """Returns the tokens of the segments that no running task there has any more."""
-        old_tokens = 0
-        for key in task.keys:
-            engines = self._running[key]
-            count, length = engines[engine_id]
-            if count > 1:
-                engines[engine_id] = (count - 1, length)
-                continue
-            old_tokens += length
-            del engines[engine_id]
-            if not engines:
-                del self._running[key]
-        return old_tokens
-
-    def check_integrity(self, tasks: Mapping[int, Iterable[CompletionTask]]) -> dict[int, int]:
-        """Recount by the tasks of each engine; returns the tokens of each engine's segments."""
-        counts = Counter((key, e) for e, there in tasks.items() for t in there for key in t.keys)
-        tokens = dict.fromkeys(tasks, 0)
-        for key, engines in self._running.items():
-            for engine_id, (count, length) in engines.items():
-                assert counts.pop((key, engine_id), 0) == count, (key, engine_id, count)
-                tokens[engine_id] += length
-        assert not counts, counts
-        return tokens
-
-    def shared_len(self, task: CompletionTask, engine_id: int) -> int:
-        """Tokens of the longest beginning that a running task there has too."""
-        shared = 0
-        for key, length in zip(task.keys, task.lengths, strict=True):
-            engines = self._running.get(key)
-            if engines is None or engine_id not in engines:
-                break
-            shared += length
-        return shared
-
-    def holders(self, keys: Sequence[bytes], limit: int) -> Iterator[int]:
-        """Up to `limit` engines that run a task with a beginning of this prompt, longest first."""
-        for key in reversed(keys):
-            for engine_id in self._running.get(key, ()):
-                if limit <= 0:
-                    return
-                limit -= 1
-                yield engine_id
+    def _correct(self, parts: list[float], error: float) -> None:
+        variance = self._variance
+        if sum(variance[i][i] for i in range(4)) < sum(self._first[i][i] for i in range(4)):
+            for row, first in zip(variance, self._first, strict=True):
+                for j in range(4):
+                    row[j] += _DRIFT * first[j]
+        spread = [sum(v * p for v, p in zip(row, parts, strict=True)) for row in variance]
+        total = _NOISE + sum(s * p for s, p in zip(spread, parts, strict=True))
+        for i in range(4):
+            scale = self._scales[i] + spread[i] / total * error
+            self._scales[i] = min(max(scale, _MIN_SCALE), _MAX_SCALE)
+            for j in range(4):
+                variance[i][j] -= spread[i] * spread[j] / total

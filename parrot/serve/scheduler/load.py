@@ -1,22 +1,183 @@
-"""The engines in order of load, per model."""
+"""What runs on each engine, and the engines in order of load, per model."""
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from parrot.serve.scheduler.cost import EngineLoad
+from parrot.protocol.internal import Usage
+from parrot.serve.scheduler.cost import CostLearner, CostModel, Work
+from parrot.serve.scheduler.task import CompletionTask
 
 ANY_MODEL = None
+
+_HARM_WEIGHT = 20.0  # how much worse a second is for a waiting reader than for throughput work
+_TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
+
+
+def weight_of(task: CompletionTask) -> float:
+    """What a second more is worth to it."""
+    return _HARM_WEIGHT if task.is_latency else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a placed task was predicted to cost its engine, to be taken back when it ends, and what
+    the engine had done when it came."""
+
+    room: int  # tokens kept for the output
+    num_read: int  # tokens of the output that a step reads, on average
+    weight: float
+    end: float
+    placed_at: float
+    task_s: float
+    token_s: float
+    prefilled: float
+    prefill_end: float  # prompt tokens that the engine had been given, its own included
+    prompt_share: float  # of its prompt, what it was predicted to compute
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What was placed on an engine and has not ended. `num_tokens`: prompts (shared beginnings
+    once) and room for outputs; `num_read`: those that a decode step reads. `weight` sums what a
+    second is worth to each task, and `weighted_end` that times when it is predicted to end.
+    `prefill_until`: when it will have computed the prompts."""
+
+    id: int
+    model: str
+    max_tasks: int
+    max_tokens: int
+    cost: CostModel
+    num_tasks: int = 0
+    num_latency: int = 0
+    num_tokens: int = 0
+    num_read: int = 0
+    weight: float = 0.0
+    weighted_end: float = 0.0
+    prefill_until: float = 0.0
+    rank: float = 0.0  # the key in the order of load: what a step of a newcomer costs
+    tasks: dict[CompletionTask, Charge] = field(default_factory=dict)
+    _learner: CostLearner = field(init=False)
+    _since: float = 0.0
+    _task_s: float = 0.0  # tasks times seconds, and tokens times seconds, up to `_since`
+    _token_s: float = 0.0
+    _num_prompted: float = 0.0  # prompt tokens that it was ever given to compute
+
+    def __post_init__(self) -> None:
+        self._learner = CostLearner(self.cost)
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_tasks < self.max_tasks
+
+    @property
+    def step_s(self) -> float:
+        return self.cost.decode_step_s(self.num_tasks, self.num_read)
+
+    def wait_s(self, now: float) -> float:
+        return max(0.0, self.prefill_until - now)
+
+    def remaining_s(self, now: float) -> float:
+        """How long its tasks will go on, on average by weight."""
+        return max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
+
+    def admit(self, task: CompletionTask, new_prompt: int, to_compute: int, now: float) -> float:
+        """Book a task: `new_prompt` tokens of its prompt are in no other running one, `to_compute`
+        of them in no cache. Returns the seconds that it is predicted to need, but for waiting."""
+        self._advance(now)
+        room = min(task.max_output, self.max_tokens)
+        num_read = task.expected_output // 2
+        weight = weight_of(task)
+        self.num_tasks += 1
+        self.num_latency += task.is_latency
+        self.num_tokens += new_prompt + room
+        self.num_read += new_prompt + num_read
+        prefilled = self._num_prefilled(now)
+        self._num_prompted += to_compute
+        prefill_s = to_compute * self.cost.prefill_s
+        self.prefill_until = max(self.prefill_until, now) + prefill_s
+        decode_s = task.expected_output * self.step_s
+        end = self.prefill_until + decode_s
+        self.weight += weight
+        self.weighted_end += weight * end
+        self.tasks[task] = Charge(
+            room,
+            num_read,
+            weight,
+            end,
+            now,
+            self._task_s,
+            self._token_s,
+            prefilled,
+            self._num_prompted,
+            to_compute / max(1, task.prompt_len),
+        )
+        return prefill_s + decode_s
+
+    def release(self, task: CompletionTask, old_prompt: int, now: float) -> Charge:
+        """Take back what `admit` booked; no running prompt has these `old_prompt` tokens now."""
+        self._advance(now)
+        charge = self.tasks.pop(task)
+        self.num_tasks -= 1
+        self.num_latency -= task.is_latency
+        self.num_tokens -= old_prompt + charge.room
+        self.num_read -= old_prompt + charge.num_read
+        self.weight -= charge.weight
+        self.weighted_end -= charge.weight * charge.end
+        if not self.tasks:
+            self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
+            self.prefill_until = 0.0
+        return charge
+
+    def learn(self, task: CompletionTask, charge: Charge, usage: Usage, now: float) -> None:
+        """What an answer shows of the engine's speed. Call it after `release`."""
+        elapsed = now - charge.placed_at
+        seconds = min(usage.queue_s + usage.prefill_s + usage.decode_s, elapsed)
+        if usage.output_tokens <= 0 or seconds <= 0:
+            return
+        num_steps = usage.output_tokens
+        prefilled = self._num_prefilled(now)
+        if not task.is_latency:  # what was given before it has been computed by now
+            prefilled = max(prefilled, charge.prefill_end)
+        num_prompt = usage.cached_tokens + usage.computed_tokens
+        share = usage.computed_tokens / num_prompt if num_prompt else charge.prompt_share
+        surplus = (share - charge.prompt_share) * task.prompt_len
+        work = Work(
+            num_steps,
+            num_steps * (self._task_s - charge.task_s) / elapsed,
+            num_steps * (self._token_s - charge.token_s) / elapsed,
+            max(0.0, prefilled - charge.prefilled + surplus),
+        )
+        self.cost = self._learner.learn(work, seconds)
+
+    def check_integrity(self, num_prompt: int) -> None:
+        """`num_prompt`: tokens of the prompts here, shared beginnings once."""
+        charges = self.tasks.values()
+        assert self.num_tasks == len(charges), self.id
+        assert self.num_latency == sum(task.is_latency for task in self.tasks), self.id
+        assert self.num_tokens == num_prompt + sum(c.room for c in charges), self.id
+        assert self.num_read == num_prompt + sum(c.num_read for c in charges), self.id
+        assert abs(self.weight - sum(c.weight for c in charges)) < 1e-6, self.id
+
+    def _advance(self, now: float) -> None:
+        self._task_s += self.num_tasks * (now - self._since)
+        self._token_s += self.num_read * (now - self._since)
+        self._since = now
+
+    def _num_prefilled(self, now: float) -> float:
+        """Prompt tokens that it is taken to have computed by now."""
+        return self._num_prompted - self.wait_s(now) / self.cost.prefill_s
 
 
 class LoadIndex:
     """Every engine's load, and lazy heaps that give the least loaded engines of a model: an entry
-    counts only while its weight is the engine's, and the engine has a free slot."""
+    counts only while its rank is the engine's, and the engine has a free slot."""
 
     def __init__(self) -> None:
         self._loads: dict[int, EngineLoad] = {}
         self._heaps: dict[str | None, list[tuple[float, int]]] = {ANY_MODEL: []}
-        self._members: dict[str | None, set[int]] = {ANY_MODEL: set()}
-        self._num_open: dict[str | None, int] = {ANY_MODEL: 0}
+        self._members: dict[str | None, dict[int, EngineLoad]] = {ANY_MODEL: {}}
+        self._open: dict[str | None, set[int]] = {ANY_MODEL: set()}
 
     def __iter__(self) -> Iterator[EngineLoad]:
         return iter(self._loads.values())
@@ -27,46 +188,42 @@ class LoadIndex:
     def add(self, load: EngineLoad) -> None:
         self._loads[load.id] = load
         for name in (ANY_MODEL, load.model):
-            self._members.setdefault(name, set()).add(load.id)
+            self._members.setdefault(name, {})[load.id] = load
             self._heaps.setdefault(name, [])
-            self._num_open[name] = self._num_open.get(name, 0) + load.is_open
-        self._file(load)
+            self._open.setdefault(name, set())
+        self.changed(load)
 
     def remove(self, engine_id: int) -> EngineLoad:
         load = self._loads.pop(engine_id)
         for name in (ANY_MODEL, load.model):
-            self._members[name].discard(engine_id)
-            self._num_open[name] -= load.is_open
+            del self._members[name][engine_id]
+            self._open[name].discard(engine_id)
             if name is not ANY_MODEL and not self._members[name]:
-                del self._members[name], self._heaps[name], self._num_open[name]
+                del self._members[name], self._heaps[name], self._open[name]
         return load
+
+    def members(self, models: tuple[str, ...]) -> Iterator[EngineLoad]:
+        """The engines with one of the models (empty: all), in the order in which they came."""
+        for name in models or (ANY_MODEL,):
+            yield from self._members.get(name, {}).values()
 
     def is_served(self, models: tuple[str, ...]) -> bool:
         return any(self._members.get(name) for name in models or (ANY_MODEL,))
 
-    def has_open(self, models: tuple[str, ...]) -> bool:
-        """Some engine with one of the models (empty: any) has a free slot."""
-        return any(self._num_open.get(name, 0) for name in models or (ANY_MODEL,))
-
-    def change(self, load: EngineLoad, tasks: int, latency: int, tokens: int) -> None:
-        """Add these to the load (negative: take away)."""
-        was_open = load.is_open
-        load.num_tasks += tasks
-        load.num_latency += latency
-        load.num_tokens += tokens
-        assert load.num_tasks >= 0, load
-        assert load.num_tokens >= 0, load
-        if load.is_open is not was_open:
-            for name in (ANY_MODEL, load.model):
-                self._num_open[name] += 1 if load.is_open else -1
-        self._file(load)
+    def num_open(self, models: tuple[str, ...]) -> int:
+        """Engines with one of the models (empty: any) that have a free slot."""
+        return sum(len(self._open.get(name, ())) for name in models or (ANY_MODEL,))
 
     def least_loaded(self, models: tuple[str, ...], count: int) -> list[EngineLoad]:
         """Up to `count` open engines per model, least loaded first."""
         found: list[EngineLoad] = []
         for name in models or (ANY_MODEL,):
             heap = self._heaps.get(name)
-            if heap is not None:
+            if heap is None:
+                continue
+            if len(self._open[name]) <= count:
+                found += [self._loads[engine_id] for engine_id in self._open[name]]
+            else:
                 found += self._least(heap, count)
         return found
 
@@ -76,7 +233,7 @@ class LoadIndex:
         while heap and len(found) < count:
             entry = heapq.heappop(heap)
             load = self._loads.get(entry[1])
-            if load is None or load.weight != entry[0] or not load.is_open or entry in entries:
+            if load is None or load.rank != entry[0] or not load.is_open or entry in entries:
                 continue
             found.append(load)
             entries.append(entry)
@@ -84,17 +241,22 @@ class LoadIndex:
             heapq.heappush(heap, entry)
         return found
 
-    def _file(self, load: EngineLoad) -> None:
-        load.weight = load.cost.decode_step_s(load.num_tasks, load.num_tokens)
-        if not load.is_open:
-            return
+    def changed(self, load: EngineLoad) -> None:
+        """File an engine anew, whose load or speed has changed."""
+        cost = load.cost
+        load.rank = load.step_s + load.weight * (cost.sequence_s + _TYPICAL_TOKENS * cost.token_s)
+        is_open = load.is_open
         for name in (ANY_MODEL, load.model):
+            if not is_open:
+                self._open[name].discard(load.id)
+                continue
+            self._open[name].add(load.id)
             heap = self._heaps[name]
-            heapq.heappush(heap, (load.weight, load.id))
+            heapq.heappush(heap, (load.rank, load.id))
             if len(heap) > 64 + 4 * len(self._members[name]):
                 heap[:] = [
-                    (other.weight, engine_id)
-                    for engine_id in self._members[name]
-                    if (other := self._loads[engine_id]).is_open
+                    (other.rank, engine_id)
+                    for engine_id, other in self._members[name].items()
+                    if other.is_open
                 ]
                 heapq.heapify(heap)

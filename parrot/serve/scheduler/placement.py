@@ -1,22 +1,27 @@
-"""Placement policies: which engine a task runs on. Each is turned off by leaving it out."""
+"""Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from parrot.serve.context_index import PrefixIndex
-from parrot.serve.scheduler.cost import EngineLoad, RunningPrefixes
+from parrot.serve.scheduler.load import EngineLoad, LoadIndex, weight_of
+from parrot.serve.scheduler.sharing import Block, QueuedBlocks, RunningPrefixes
+from parrot.serve.scheduler.split import Site, split
 from parrot.serve.scheduler.task import CompletionTask
 
+_LEAST_LOADED = 4  # engines considered for their load alone
+_MAX_SITES = 32  # the same for a block, or twice its size
 _MAX_HOLDERS = 8  # engines proposed per policy; a warm prefix may be on all of them
+_WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
 _GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
-_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
+# How much later a block may end for the sake of using fewer engines.
+_THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.1, 0.02
 
 
 class PlacementPolicy:
-    """What a policy may say about a task; by default nothing. The scheduler considers the
-    candidates of all policies and the least loaded engines, leaves out those that one does not
-    admit, and takes the least sum of predicted seconds: with the most tokens that any policy
-    counts on reusing, plus every policy's extra."""
+    """What a policy may say about a task; by default nothing. The candidates of all policies and
+    the least loaded engines are considered, with the most tokens that any policy counts on reusing,
+    and with every policy's extra."""
 
     def candidates(self, task: CompletionTask) -> Iterable[int]:
         """Engines worth considering, of any model."""
@@ -26,10 +31,7 @@ class PlacementPolicy:
         """Prompt tokens that the engine would not have to compute."""
         return 0
 
-    def admits(self, task: CompletionTask, engine: EngineLoad) -> bool:
-        return True
-
-    def extra_s(self, task: CompletionTask, engine: EngineLoad, output: int) -> float:
+    def extra_s(self, task: CompletionTask, engine: EngineLoad) -> float:
         """Predicted seconds on top of the task's own time; negative for an advantage."""
         return 0.0
 
@@ -49,7 +51,7 @@ class ContextAware(PlacementPolicy):
 
     def reused_len(self, task: CompletionTask, engine: EngineLoad) -> int:
         match = self._index.match(engine.id, task.keys)
-        return 0 if match is None else min(match.boundary.length, task.prompt_len)
+        return 0 if match is None else sum(task.lengths[: match.num_covered])
 
 
 class ContextGroup(PlacementPolicy):
@@ -66,8 +68,8 @@ class ContextGroup(PlacementPolicy):
 
 
 class GraphGroup(PlacementPolicy):
-    """Task groups together: they share a batch, and leave the other engines to others. The pull is
-    weaker than a real difference in load, so a group that does not fit is split."""
+    """Tasks of a group that come one by one go where the others are: they share a batch, and leave
+    the other engines to others. The pull is weaker than a real difference in load."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[int, str], dict[int, int]] = {}
@@ -75,10 +77,10 @@ class GraphGroup(PlacementPolicy):
     def candidates(self, task: CompletionTask) -> Iterable[int]:
         return () if task.group is None else tuple(self._running.get(task.group, ()))[:_MAX_HOLDERS]
 
-    def extra_s(self, task: CompletionTask, engine: EngineLoad, output: int) -> float:
+    def extra_s(self, task: CompletionTask, engine: EngineLoad) -> float:
         if task.group is None or engine.id not in self._running.get(task.group, ()):
             return 0.0
-        return -_GROUP_PULL * output * engine.cost.step_s
+        return -_GROUP_PULL * task.expected_output * engine.cost.step_s
 
     def placed(self, task: CompletionTask, engine_id: int) -> None:
         if task.group is not None:
@@ -95,19 +97,186 @@ class GraphGroup(PlacementPolicy):
                     del self._running[task.group]
 
 
-class LatencyBound(PlacementPolicy):
-    """Latency tasks bound the batch of the engine they sit on. What a newcomer takes from each of
-    them counts as its own cost, and throughput work has to go far out of its way to avoid that."""
+class Placer:
+    """Chooses an engine for each task in turn. `queued` and `unqueued` tell of tasks to come;
+    a task that `choose` gets is still among them. `placed` and `ended` bracket its run. The same
+    books tell every placer what fits: beginnings that running prompts share take memory once."""
 
-    def admits(self, task: CompletionTask, engine: EngineLoad) -> bool:
-        if task.is_latency or not engine.num_latency:
-            return True
-        tokens = engine.num_tokens + task.prompt_len
-        step_s = engine.cost.decode_step_s(engine.num_tasks + 1, tokens)
-        return step_s <= _LATENCY_STEP_GROWTH * engine.cost.step_s
+    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
+        self._loads = loads
+        self._running = running
 
-    def extra_s(self, task: CompletionTask, engine: EngineLoad, output: int) -> float:
-        growth_s = engine.cost.decode_step_s(1, task.prompt_len) - engine.cost.step_s
-        prefill_s = task.prompt_len * engine.cost.prefill_s
-        weight = 1.0 if task.is_latency else _HARM_WEIGHT
-        return weight * engine.num_latency * (output * growth_s + prefill_s)
+    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        """An open engine with one of the task's models; None if it fits none."""
+        raise NotImplementedError
+
+    def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
+        """Prompt tokens that the engine would not have to compute."""
+        return self._running.shared_len(task, load.id)
+
+    def new_round(self) -> None:
+        """Time has passed, or something has ended, since the last choice."""
+
+    def queued(self, task: CompletionTask) -> None: ...
+
+    def unqueued(self, task: CompletionTask) -> None: ...
+
+    def placed(self, task: CompletionTask, load: EngineLoad) -> None: ...
+
+    def ended(self, task: CompletionTask, load: EngineLoad) -> None: ...
+
+    def check_integrity(self, queued: Iterable[CompletionTask]) -> None: ...
+
+    def _fits(self, load: EngineLoad, new_tokens: int) -> bool:
+        return not load.num_tasks or load.num_tokens + new_tokens <= load.max_tokens
+
+
+class PredictedSeconds(Placer):
+    """The least sum of the seconds that the task takes, and of those that it takes from the tasks
+    already there, each weighted by what a second is worth to it. Queued tasks that belong together
+    are dealt out as a block, in the first of their turns."""
+
+    def __init__(
+        self,
+        loads: LoadIndex,
+        running: RunningPrefixes,
+        policies: list[PlacementPolicy],
+        blocks: QueuedBlocks,
+    ) -> None:
+        super().__init__(loads, running)
+        self._policies = policies
+        self._blocks = blocks
+        self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # engines, and tasks for each
+
+    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        block = self._blocks.find(task)
+        if block is not None and not task.avoided:
+            load = self._next_planned(task, block, now)
+            if load is not None:
+                return load
+        candidates = self._candidates(task, _LEAST_LOADED)
+        best, best_cost = None, float("inf")
+        for load in candidates:
+            cost = self._cost_s(task, load, now)
+            if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
+                best, best_cost = load, cost
+        return best
+
+    def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
+        return max((policy.reused_len(task, load) for policy in self._policies), default=0)
+
+    def new_round(self) -> None:
+        self._plans.clear()
+
+    def queued(self, task: CompletionTask) -> None:
+        self._blocks.add(task)
+
+    def unqueued(self, task: CompletionTask) -> None:
+        self._blocks.remove(task)
+
+    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
+        for policy in self._policies:
+            policy.placed(task, load.id)
+
+    def ended(self, task: CompletionTask, load: EngineLoad) -> None:
+        for policy in self._policies:
+            policy.ended(task, load.id)
+
+    def check_integrity(self, queued: Iterable[CompletionTask]) -> None:
+        self._blocks.check_integrity(queued)
+
+    def _candidates(self, task: CompletionTask, count: int) -> list[EngineLoad]:
+        models = task.models
+        found = self._loads.least_loaded(models, count + len(task.avoided))
+        candidates = {load.id: load for load in found}
+        for policy in self._policies:
+            for engine_id in policy.candidates(task):
+                load = self._loads.get(engine_id)
+                if load is not None and load.is_open and (not models or load.model in models):
+                    candidates[engine_id] = load
+        for engine_id in task.avoided:
+            if len(candidates) > 1:
+                candidates.pop(engine_id, None)
+        return list(candidates.values())
+
+    # One task
+
+    def _cost_s(self, task: CompletionTask, load: EngineLoad, now: float) -> float | None:
+        """None: not there, not now."""
+        cost, output = load.cost, task.expected_output
+        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
+            return None
+        growth_s = cost.sequence_s + (new_prompt + output // 2) * cost.token_s
+        if _growth_limit_s(task, load) < growth_s:
+            return None
+        prefill_s = (task.prompt_len - self.reused_len(task, load)) * cost.prefill_s
+        own_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s + output * (load.step_s + growth_s)
+        harm_s = _harm_s(load, now, prefill_s, output, growth_s) / weight_of(task)
+        return own_s + harm_s + sum(policy.extra_s(task, load) for policy in self._policies)
+
+    # Blocks
+
+    def _next_planned(self, task: CompletionTask, block: Block, now: float) -> EngineLoad | None:
+        plan = self._plans.get(block.key)
+        if not plan:
+            plan = self._plans[block.key] = self._plan(task, block, now)
+        while plan:
+            engine_id, count = plan.pop()
+            load = self._loads.get(engine_id)
+            if load is not None and load.is_open and self._cost_s(task, load, now) is not None:
+                if count > 1:
+                    plan.append((engine_id, count - 1))
+                return load
+        return None
+
+    def _plan(self, task: CompletionTask, block: Block, now: float) -> list[tuple[int, int]]:
+        candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size))
+        if len(candidates) < 2:
+            return []
+        sites = [self._site(task, block, load, now) for load in candidates]
+        tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
+        return split(sites, block.size, tolerance)[::-1]
+
+    def _site(self, task: CompletionTask, block: Block, load: EngineLoad, now: float) -> Site:
+        cost, output = load.cost, task.expected_output
+        new_shared = max(0, block.shared - self._running.shared_len(task, load.id))
+        own = max(0.0, block.prompt_len - block.shared)
+        fill_s = max(0, block.shared - self.reused_len(task, load)) * cost.prefill_s
+        own_fill_s = own * cost.prefill_s
+        growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
+        shared_growth_s = new_shared * cost.token_s
+        each = own + min(task.max_output, load.max_tokens)
+        free = load.max_tokens - load.num_tokens - new_shared
+        room = min(load.max_tasks - load.num_tasks, int(free / each))
+        spare_s = _growth_limit_s(task, load) - shared_growth_s
+        if spare_s < room * growth_s:
+            room = int(spare_s / growth_s)
+        weight = weight_of(task)
+        return Site(
+            load.id,
+            load.wait_s(now) + fill_s + output * (load.step_s + shared_growth_s),
+            own_fill_s + output * growth_s,
+            _harm_s(load, now, fill_s, output, shared_growth_s) / weight,
+            _harm_s(load, now, own_fill_s, output, growth_s) / weight,
+            max(0, room),
+        )
+
+
+def _growth_limit_s(task: CompletionTask, load: EngineLoad) -> float:
+    """By how much a newcomer may lengthen a step: latency tasks bound the batch they sit in."""
+    if task.is_latency or not load.num_latency:
+        return float("inf")
+    return _LATENCY_STEP_GROWTH * load.cost.step_s - load.step_s
+
+
+def _harm_s(
+    load: EngineLoad, now: float, prefill_s: float, num_steps: int, growth_s: float
+) -> float:
+    """What those who are there lose, weighted: all wait for a prompt that is computed, and each of
+    their steps takes longer, while both they and the newcomer last."""
+    if not load.num_tasks:
+        return 0.0
+    remaining_s = load.remaining_s(now)
+    steps = min(num_steps, remaining_s / load.step_s)
+    return load.weight * (min(prefill_s, remaining_s) + steps * growth_s)

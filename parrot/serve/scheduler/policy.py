@@ -2,15 +2,18 @@
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
-from parrot.serve.scheduler.cost import RunningPrefixes
+from parrot.serve.scheduler.load import LoadIndex
 from parrot.serve.scheduler.order import AppFifo, Arrival, CriticalPath, NoApps
 from parrot.serve.scheduler.placement import (
     ContextAware,
     ContextGroup,
     GraphGroup,
-    LatencyBound,
     PlacementPolicy,
+    Placer,
+    PredictedSeconds,
 )
+from parrot.serve.scheduler.routers import PrefixAware, RoundRobin
+from parrot.serve.scheduler.sharing import QueuedBlocks, RunningPrefixes
 from parrot.utils.clock import Clock
 
 
@@ -19,10 +22,23 @@ def build_order(config: GlobalSchedulerConfig, clock: Clock) -> NoApps:
     return AppFifo(inner, clock) if config.app_fifo else NoApps(inner)
 
 
-def build_placement(
+def build_placer(
+    config: GlobalSchedulerConfig, index: PrefixIndex, loads: LoadIndex, running: RunningPrefixes
+) -> Placer:
+    match config.placement:
+        case "predicted":
+            blocks = QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group)
+            return PredictedSeconds(loads, running, _policies(config, index, running), blocks)
+        case "round_robin":
+            return RoundRobin(loads, running)
+        case "prefix_aware":
+            return PrefixAware(loads, running)
+
+
+def _policies(
     config: GlobalSchedulerConfig, index: PrefixIndex, running: RunningPrefixes
 ) -> list[PlacementPolicy]:
-    policies: list[PlacementPolicy] = [LatencyBound()]
+    policies: list[PlacementPolicy] = []
     if config.ctx_aware:
         policies.append(ContextAware(index))
     if config.ctx_group:

@@ -3,20 +3,20 @@ knows no policy by name."""
 
 from dataclasses import dataclass
 
+from parrot.protocol.internal import Usage
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.graph.nodes import Completion
-from parrot.serve.scheduler.cost import CostModel, EngineLoad, RunningPrefixes
-from parrot.serve.scheduler.load import LoadIndex
-from parrot.serve.scheduler.policy import build_order, build_placement
+from parrot.serve.scheduler.cost import CostModel
+from parrot.serve.scheduler.load import Charge, EngineLoad, LoadIndex
+from parrot.serve.scheduler.policy import build_order, build_placer
 from parrot.serve.scheduler.queue import SortKey, TaskQueue
+from parrot.serve.scheduler.sharing import RunningPrefixes
 from parrot.serve.scheduler.task import CompletionTask, Placement
 from parrot.utils.clock import Clock
 
 _LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per queue
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
-_LEAST_LOADED = 2  # engines considered for their load alone
-_WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
 _MAX_PRIORITY = 2**31 - 1
 
 Models = tuple[str, ...]
@@ -47,9 +47,9 @@ class Scheduler:
         self._cost = cost or CostModel()
         self._running = RunningPrefixes()
         self._order = build_order(config, clock)
-        self._policies = build_placement(config, index, self._running)
-        self._queues: dict[Models, TaskQueue] = {}
         self._loads = LoadIndex()
+        self._placer = build_placer(config, index, self._loads, self._running)
+        self._queues: dict[Models, TaskQueue] = {}
         self._epoch = clock.now()
 
     @property
@@ -69,6 +69,12 @@ class Scheduler:
     def num_placed(self, engine_id: int) -> int:
         load = self._loads.get(engine_id)
         return 0 if load is None else load.num_tasks
+
+    def costs(self, engine_id: int) -> CostModel:
+        """What is believed of its speed."""
+        load = self._loads.get(engine_id)
+        assert load is not None, engine_id
+        return load.cost
 
     def is_served(self, models: Models) -> bool:
         return self._loads.is_served(models)
@@ -94,9 +100,12 @@ class Scheduler:
         task.refresh()
         self._push(task)
 
-    def ended(self, task: CompletionTask, engine_id: int) -> None:
-        """A placed task has ended for good."""
-        self._unload(task, engine_id)
+    def ended(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
+        """A placed task has ended for good. `usage`: what its engine says of it, if it is done."""
+        load, charge = self._unload(task, engine_id)
+        if usage is not None:
+            load.learn(task, charge, usage, self._clock.now())
+            self._loads.changed(load)
         self._order.ended(task)
 
     def requeue(self, task: CompletionTask, engine_id: int) -> None:
@@ -125,18 +134,19 @@ class Scheduler:
         rounds = [
             _Round(queue, models, [])
             for models, queue in self._queues.items()
-            if queue and self._loads.has_open(models)
+            if queue and self._loads.num_open(models)
         ]
+        self._placer.new_round()
         placements: list[Placement] = []
         while (head := self._first(rounds)) is not None:
             current, task = head
             current.queue.remove(task)
-            load = self._choose(task, current.models)
+            load = self._placer.choose(task, self._clock.now())
             if load is None:
                 self._pass_over(current, task)
             else:
                 placements.append(self._place(task, load))
-                current.is_over = not self._loads.has_open(current.models)
+                current.is_over = not self._loads.num_open(current.models)
         for finished in rounds:
             self._restore(finished)
         return placements
@@ -161,86 +171,46 @@ class Scheduler:
         if not current.queue:
             del self._queues[current.models]
 
-    def _choose(self, task: CompletionTask, models: Models) -> EngineLoad | None:
-        """The engine with the least predicted cost; None if the task fits none."""
-        count = _LEAST_LOADED + len(task.avoided)
-        candidates = {load.id: load for load in self._loads.least_loaded(models, count)}
-        for policy in self._policies:
-            for engine_id in policy.candidates(task):
-                load = self._loads.get(engine_id)
-                if load is not None and load.is_open and (not models or load.model in models):
-                    candidates[engine_id] = load
-        for engine_id in task.avoided:
-            if len(candidates) > 1:
-                candidates.pop(engine_id, None)
-        now = self._clock.now()
-        best, best_cost = None, float("inf")
-        for load in candidates.values():
-            cost = self._cost_of(task, load, now)
-            if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
-                best, best_cost = load, cost
-        return best
-
-    def _cost_of(self, task: CompletionTask, load: EngineLoad, now: float) -> float | None:
-        """Predicted seconds of running the task there now; None if it does not fit."""
-        shared = self._running.shared_len(task, load.id)
-        new_tokens = task.prompt_len - shared + min(task.max_output, load.max_tokens)
-        if load.num_tasks and load.num_tokens + new_tokens > load.max_tokens:
-            return None
-        extra_s, reused = 0.0, 0
-        for policy in self._policies:
-            if not policy.admits(task, load):
-                return None
-            extra_s += policy.extra_s(task, load, task.expected_output)
-            reused = max(reused, policy.reused_len(task, load))
-        wait_s = max(0.0, load.prefill_until - now)
-        prefill_s = (task.prompt_len - reused) * load.cost.prefill_s * _WORK_WEIGHT
-        step_s = load.cost.decode_step_s(load.num_tasks + 1, load.num_tokens + new_tokens)
-        return wait_s + prefill_s + task.expected_output * step_s + extra_s
-
     # Loads
 
     def _place(self, task: CompletionTask, load: EngineLoad) -> Placement:
         now = self._clock.now()
-        reused = max(policy.reused_len(task, load) for policy in self._policies)
-        room = min(task.max_output, load.max_tokens)
-        new_tokens = self._running.add(task, load.id) + room
-        load.tasks[task] = room
-        prefill_s = (task.prompt_len - reused) * load.cost.prefill_s
-        load.prefill_until = max(load.prefill_until, now) + prefill_s
-        self._loads.change(load, 1, int(task.is_latency), new_tokens)
-        for policy in self._policies:
-            policy.placed(task, load.id)
+        to_compute = task.prompt_len - self._placer.reused_len(task, load)
+        new_prompt = self._running.add(task, load.id)
+        work_s = load.admit(task, new_prompt, to_compute, now)
+        self._loads.changed(load)
+        self._placer.unqueued(task)
+        self._placer.placed(task, load)
         priority_s = self._order.priority_s(task) - self._epoch
-        self._order.placed(task, prefill_s + task.expected_output * load.cost.step_s)
+        self._order.placed(task, work_s)
         priority = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, int(priority_s * 10)))
         return Placement(task, load.id, priority)
 
-    def _unload(self, task: CompletionTask, engine_id: int) -> None:
+    def _unload(self, task: CompletionTask, engine_id: int) -> tuple[EngineLoad, Charge]:
         load = self._loads.get(engine_id)
         assert load is not None, engine_id
-        tokens = self._running.remove(task, engine_id) + load.tasks.pop(task)
-        self._loads.change(load, -1, -int(task.is_latency), -tokens)
-        for policy in self._policies:
-            policy.ended(task, engine_id)
+        charge = load.release(task, self._running.remove(task, engine_id), self._clock.now())
+        self._loads.changed(load)
+        self._placer.ended(task, load)
+        return load, charge
 
     def _push(self, task: CompletionTask) -> None:
         queue = self._queues.get(task.models)
         if queue is None:
             queue = self._queues[task.models] = TaskQueue(self._order)
         queue.push(task)
+        self._placer.queued(task)
 
     def _pull(self, task: CompletionTask) -> None:
         queue = self._queues[task.models]
         queue.remove(task)
+        self._placer.unqueued(task)
         if not queue:
             del self._queues[task.models]
 
     def check_integrity(self) -> None:
         """Recount the loads. Raises AssertionError with what differs."""
+        self._placer.check_integrity(t for queue in self._queues.values() for t in queue.tasks())
         segments = self._running.check_integrity({load.id: load.tasks for load in self._loads})
         for load in self._loads:
-            tokens = segments[load.id] + sum(load.tasks.values())
-            assert load.num_tokens == tokens, (load.id, load.num_tokens, tokens)
-            assert load.num_tasks == len(load.tasks), load.id
-            assert load.num_latency == sum(task.is_latency for task in load.tasks), load.id
+            load.check_integrity(segments[load.id])
