@@ -85,3 +85,8 @@ class CoreConfig(_Section):
     native_memory_mb: int = Field(
         64, ge=1, le=65536, description="Memory one native function may use, in MiB."
     )
+    trace_path: str | None = Field(
+        None,
+        min_length=1,
+        description="If set, what programs ask is recorded in this file, for `parrot simulate`.",
+    )

@@ -35,6 +35,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.metrics import CONTENT_TYPE
 from parrot.serve.openapi import describe, install_schema
 from parrot.serve.routes import HOT_ROUTES, add_v1_routes
+from parrot.serve.tracing import TraceFile, TracingCore
 from parrot.utils.config import ConfigError, load_config
 from parrot.utils.logging import setup_logging
 
@@ -131,18 +132,23 @@ def _add_service_routes(app: FastAPI, core: ServeCore) -> None:
 
 
 async def serve(config: CoreConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written."""
     if not _is_loopback(config.host) and not config.api_keys:
         logger.warning(
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,
         )
-    core = ServeCore(config)
+    trace = None if config.trace_path is None else TraceFile(config.trace_path)
+    core = ServeCore(config) if trace is None else TracingCore(config, sink=trace)
 
     async def end_requests() -> None:
         core.shut_down()
 
-    await AppServer(create_app(core), config.host, config.port, end_requests).serve()
+    try:
+        await AppServer(create_app(core), config.host, config.port, end_requests).serve()
+    finally:
+        if trace is not None:
+            trace.close()
 
 
 def _is_loopback(host: str) -> bool:
@@ -181,7 +187,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging(level, args.log_dir, args.log_filename)
     import uvloop
 
-    uvloop.run(serve(config))
+    try:
+        uvloop.run(serve(config))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

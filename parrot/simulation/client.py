@@ -1,12 +1,13 @@
 """A program's client of a ServeCore in the same process, at any distance."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
+    FirstVarsRequest,
     ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
@@ -15,6 +16,7 @@ from parrot.protocol.public import (
     SessionInfo,
     VarGetRequest,
     VarInfo,
+    VarValue,
 )
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.core import ServeCore
@@ -91,13 +93,39 @@ class SimClient(ServeClient):
         var_id: str,
         criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> str:
         way_s = await self._go()
         content = await self._core.read(
-            _read_request(session_id, session_auth, criteria, timeout_s), var_id
+            _read_request(session_id, session_auth, criteria, timeout_s, deadline_s), var_id
         )
         await asyncio.sleep(way_s)
         return content
+
+    async def first_vars(
+        self,
+        session_id: int,
+        session_auth: str,
+        var_ids: Sequence[str],
+        k: int = 1,
+        criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> list[VarValue]:
+        way_s = await self._go()
+        response = await self._core.first(
+            FirstVarsRequest(
+                session_id=session_id,
+                session_auth=session_auth,
+                var_ids=list(var_ids),
+                k=k,
+                criteria=criteria,
+                timeout=timeout_s,
+                deadline=deadline_s,
+            )
+        )
+        await asyncio.sleep(way_s)
+        return response.values
 
     async def stream_var(
         self,
@@ -106,9 +134,10 @@ class SimClient(ServeClient):
         var_id: str,
         criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> AsyncIterator[str]:
         way_s = await self._go()
-        request = _read_request(session_id, session_auth, criteria, timeout_s)
+        request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
         loop = asyncio.get_running_loop()
         arriving: asyncio.Queue[tuple[float, str | Exception | None]] = asyncio.Queue()
 
@@ -163,8 +192,16 @@ class SimClient(ServeClient):
 
 
 def _read_request(
-    session_id: int, session_auth: str, criteria: PerformanceCriteria, timeout_s: float | None
+    session_id: int,
+    session_auth: str,
+    criteria: PerformanceCriteria,
+    timeout_s: float | None,
+    deadline_s: float | None,
 ) -> VarGetRequest:
     return VarGetRequest(
-        session_id=session_id, session_auth=session_auth, criteria=criteria, timeout=timeout_s
+        session_id=session_id,
+        session_auth=session_auth,
+        criteria=criteria,
+        timeout=timeout_s,
+        deadline=deadline_s,
     )

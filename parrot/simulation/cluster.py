@@ -7,10 +7,12 @@ from parrot.engine.arrivals import InOrder
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.engine import SimService, create_sim_engine
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, RegisterRequest
+from parrot.protocol.trace import TraceSink
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.dispatch import Dispatcher
 from parrot.serve.native import Sandbox
+from parrot.serve.tracing import TracingCore
 from parrot.simulation.client import SimClient
 from parrot.simulation.engine_link import EngineLink
 from parrot.simulation.links import LAN_RTT_S, Latency, lan
@@ -65,8 +67,9 @@ class SimCluster:
         run_virtual(main())
 
     `engine`: what engines are made from; `core`: default `PATIENT`; `sandbox`: where native
-    functions run, default a `BlockingSandbox`. With a heartbeat timeout of
-    less than 1e6 s the engines that are alive send heartbeats (one task for all)."""
+    functions run, default a `BlockingSandbox`; `trace`: is told of all that programs do. With a
+    heartbeat timeout of less than 1e6 s the engines that are alive send heartbeats (one task for
+    all)."""
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class SimCluster:
         core: CoreConfig | None = None,
         engine_rtt_s: float = LAN_RTT_S,
         sandbox: Sandbox | None = None,
+        trace: TraceSink | None = None,
     ) -> None:
         self.clock: Clock = LoopClock()
         self.engines: dict[str, SimEngine] = {}
@@ -83,9 +87,15 @@ class SimCluster:
         self._engine_config = engine or SimConfig()
         self._rtt_s = engine_rtt_s
         config = core or PATIENT
-        dispatcher = Dispatcher(config, self.clock, self._connect)
-        self.core = ServeCore(
-            config, clock=self.clock, dispatcher=dispatcher, sandbox=sandbox or BlockingSandbox()
+        parts: dict[str, Any] = {
+            "clock": self.clock,
+            "dispatcher": Dispatcher(config, self.clock, self._connect),
+            "sandbox": sandbox or BlockingSandbox(),
+        }
+        self.core = (
+            ServeCore(config, **parts)
+            if trace is None
+            else TracingCore(config, sink=trace, **parts)
         )
         self._clients: list[SimClient] = []
         self._tasks = TaskSet()

@@ -1,0 +1,281 @@
+"""A recorded trace, once more on virtual time: the same requests at the same times, or as long
+after the answers that they came after. Texts are made up, of the recorded lengths; equal ones stay
+equal."""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.public import (
+    CallResponse,
+    FirstVarsRequest,
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    VarGetRequest,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.template import placeholder
+from parrot.protocol.trace import (
+    CallSubmitted,
+    CancelAsked,
+    NativeSubmitted,
+    ReadBegan,
+    ReadEnded,
+    SessionDeleted,
+    SessionEvent,
+    TraceParameter,
+    TraceText,
+    VariableCreated,
+    VariableSet,
+)
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.nodes import NativeCall
+from parrot.simulation.cluster import PATIENT, SimCluster
+from parrot.simulation.loop import run_virtual
+from parrot.simulation.natives import NATIVE_S
+from parrot.simulation.trace import TokenCounts, Trace, TracedSession
+
+WITHDRAWN = "withdrawn"
+
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz      "
+_TO_LETTERS = bytes(_LETTERS[byte % len(_LETTERS)] for byte in range(256))
+_UNLIMITED = 2**31 - 1
+_KEPT_SAMPLING = frozenset({"temperature", "seed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Settings. `num_engines`: default as many as were recorded. `kv_tokens` of each: default what
+    they had. `engine`: costs and limits. `core`: who schedules."""
+
+    engine: SimConfig = field(default_factory=SimConfig)
+    core: CoreConfig = PATIENT
+    num_engines: int | None = None
+    kv_tokens: int | None = None
+
+    def run(self, trace: Trace) -> Trace:
+        """What it would have been. Its sessions are in the order of those of `trace`."""
+        return run_virtual(self._run(trace))
+
+    async def _run(self, trace: Trace) -> Trace:
+        result = Trace()
+        texts = Texts(TokenCounts(trace.sessions))
+        sandbox = RecordedSandbox()
+        scheduler = self.core.global_scheduler.model_copy(update={"max_queue_size": _UNLIMITED})
+        core = self.core.model_copy(update={"global_scheduler": scheduler})
+        async with SimCluster(core=core, sandbox=sandbox, trace=result.add) as cluster:
+            for config in self._engines(trace):
+                await cluster.add_engine(config)
+            async with asyncio.TaskGroup() as group:
+                for session in trace.sessions:
+                    player = _Player(session, cluster.core, texts, sandbox)
+                    group.create_task(player.play(), name=f"session {session.began.session_id}")
+        return result
+
+    def _engines(self, trace: Trace) -> Iterator[SimConfig]:
+        """Without recorded engines, as `engine` says."""
+        size = self.engine.instance.block_size
+        count = self.num_engines or len(trace.engines) or 1
+        for index in range(count):
+            changes: dict[str, Any] = {}
+            num_tokens = self.kv_tokens
+            if trace.engines:
+                recorded = trace.engines[index % len(trace.engines)]
+                changes = {"model": recorded.model, "tasks_capacity": recorded.tasks_capacity}
+                num_tokens = num_tokens or recorded.tokens_capacity
+            if num_tokens is not None:
+                blocks = max(1, num_tokens // size)
+                changes["instance"] = self.engine.instance.model_copy(
+                    update={"num_kv_cache_blocks": blocks}
+                )
+            yield self.engine.model_copy(update=changes)
+
+
+class Texts:
+    """Texts with a token for each character. What is equal in the trace is equal here."""
+
+    def __init__(self, counts: TokenCounts) -> None:
+        self._counts = counts
+        self._made: dict[str, str] = {}
+
+    def of(self, text: TraceText) -> str:
+        lengths = zip(text.ids, text.lengths(), strict=True)
+        return "".join(self.chunk(text_id, num_chars) for text_id, num_chars in lengths)
+
+    def chunk(self, text_id: str, num_chars: int) -> str:
+        made = self._made.get(text_id)
+        if made is None:
+            length = self._counts.of(text_id, num_chars)
+            letters = random.Random(text_id).randbytes(length).translate(_TO_LETTERS)
+            made = self._made[text_id] = letters.decode()
+        return made
+
+
+class RecordedSandbox:
+    """Native functions take the time they took, and give texts as long as theirs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[float, list[str]]] = {}
+
+    def expect(self, request_id: int, seconds: float, texts: list[str]) -> None:
+        self._known[request_id] = (seconds, texts)
+
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        seconds, texts = self._known.pop(call.request_id)
+        await asyncio.sleep(seconds)
+        return texts
+
+    async def close(self) -> None:
+        """Nothing is held here."""
+
+
+class _Player:
+    """One session's program."""
+
+    def __init__(
+        self, session: TracedSession, core: ServeCore, texts: Texts, sandbox: RecordedSandbox
+    ) -> None:
+        self._session = session
+        self._core = core
+        self._texts = texts
+        self._sandbox = sandbox
+        self._rows = {row.output_var_id: row for row in session.calls}
+        self._scope: dict[str, Any] = {}
+        self._vars: dict[str, str] = {}  # recorded id to the new one, as the next
+        self._requests: dict[int, int] = {}
+        self._reads: dict[int, asyncio.Task[float]] = {}
+
+    async def play(self) -> None:
+        """An event waits for all answers before it, and then for as long as its program did since
+        the last of them."""
+        loop = asyncio.get_running_loop()
+        recorded = self._session.began.at
+        now = recorded
+        await asyncio.sleep(max(0.0, now - loop.time()))
+        self._scope = self._core.create_session(SessionCreateRequest()).model_dump()
+        for event in self._session.events:
+            read = self._reads.get(event.read_id) if isinstance(event, ReadEnded) else None
+            if read is not None and isinstance(event, ReadEnded) and event.error != WITHDRAWN:
+                now = max(now, await read)
+                recorded = event.at
+                continue
+            await asyncio.sleep(max(0.0, now + event.at - recorded - loop.time()))
+            if read is not None:
+                read.cancel()
+            with suppress(ParrotError):  # refused here, or then too: the rest goes on
+                self._do(event)
+        for read in self._reads.values():
+            read.cancel()
+
+    def _do(self, event: SessionEvent) -> None:
+        match event:
+            case CallSubmitted():
+                self._submit(event)
+            case NativeSubmitted():
+                self._submit_native(event)
+            case VariableCreated():
+                content = None if event.value is None else self._texts.of(event.value)
+                self._vars[event.var_id] = self._core.create_var(
+                    **self._scope, var_name=event.name, content=content
+                )
+            case VariableSet():
+                var_id, text = self._vars[event.var_id], self._texts.of(event.value)
+                self._core.set_var(**self._scope, var_id=var_id, content=text)
+            case ReadBegan():
+                self._reads[event.read_id] = asyncio.create_task(
+                    self._read(event), name=f"read {event.read_id}"
+                )
+            case CancelAsked(var_id=str(var_id)):
+                self._core.cancel_var(**self._scope, var_id=self._vars[var_id])
+            case CancelAsked(request_id=int(request_id)):
+                self._core.cancel_call(**self._scope, request_id=self._requests[request_id])
+            case SessionDeleted():
+                self._core.delete_session(**self._scope)
+            case _:
+                pass
+
+    def _submit(self, event: CallSubmitted) -> None:
+        pieces = (
+            placeholder(piece) if isinstance(piece, str) else self._texts.of(piece)
+            for piece in event.pieces
+        )
+        options = {key: value for key, value in event.options.items() if key != "chat"}
+        if "successor_of" in options:
+            options["successor_of"] = self._requests[options["successor_of"]]
+        request = {
+            "template": "".join(pieces),
+            "parameters": [self._parameter(parameter) for parameter in event.parameters],
+        }
+        self._submitted(
+            event,
+            self._core.submit_call(
+                SemanticCallRequest.model_validate(self._scope | options | request)
+            ),
+        )
+
+    def _submit_native(self, event: NativeSubmitted) -> None:
+        request = {
+            "func_name": event.func_name,
+            "func_source": "def recorded(): pass",
+            "parameters": [self._parameter(p, is_native=True) for p in event.parameters],
+        }
+        fields = self._scope | event.options | request
+        response = self._core.submit_native(NativeCallRequest.model_validate(fields))
+        self._submitted(event, response)
+        outputs = [parameter.var_id for parameter in event.parameters if parameter.is_output]
+        row = self._rows.get(outputs[0])
+        seconds = NATIVE_S
+        if row is not None and row.finished_s is not None and row.started_s is not None:
+            seconds = row.finished_s - row.started_s
+        made = self._session.native_texts
+        texts = [self._texts.of(made[var_id]) if var_id in made else "" for var_id in outputs]
+        self._sandbox.expect(response.request_id, seconds, texts)
+
+    def _submitted(self, event: CallSubmitted | NativeSubmitted, response: CallResponse) -> None:
+        self._requests[event.request_id] = response.request_id
+        new_ids = {info.parameter_name: info.var_id for info in response.param_info}
+        for parameter in event.parameters:
+            self._vars[parameter.var_id] = new_ids[parameter.name]
+
+    def _parameter(self, parameter: TraceParameter, *, is_native: bool = False) -> dict[str, Any]:
+        fields: dict[str, Any] = {"name": parameter.name, "is_output": parameter.is_output}
+        if parameter.was_bound:
+            fields["var_id"] = self._vars[parameter.var_id]
+        if parameter.value is not None:
+            fields["value"] = self._texts.of(parameter.value)
+        if parameter.is_output and not is_native:
+            fields["sampling_config"] = self._sampling(parameter)
+        return fields
+
+    def _sampling(self, parameter: TraceParameter) -> dict[str, Any]:
+        """As long an output as there was, since no one knows why it ended there."""
+        recorded = parameter.sampling_config or {}
+        row = self._rows.get(parameter.var_id)
+        length = 0 if row is None else row.output_tokens
+        limit = recorded.get("max_gen_length", SamplingConfig().max_gen_length)
+        return {key: value for key, value in recorded.items() if key in _KEPT_SAMPLING} | {
+            "max_gen_length": length or limit
+        }
+
+    async def _read(self, event: ReadBegan) -> float:
+        """Returns when it was answered."""
+        var_ids = [self._vars[var_id] for var_id in event.var_ids]
+        fields = self._scope | event.options
+        with suppress(ParrotError):
+            if event.k is not None:
+                await self._core.first(
+                    FirstVarsRequest.model_validate(fields | {"var_ids": var_ids, "k": event.k})
+                )
+            elif event.is_stream:
+                async for _ in self._core.stream(VarGetRequest.model_validate(fields), var_ids[0]):
+                    pass
+            else:
+                await self._core.read(VarGetRequest.model_validate(fields), var_ids[0])
+        return asyncio.get_running_loop().time()

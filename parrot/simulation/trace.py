@@ -1,0 +1,181 @@
+"""Reading a trace, and what it says of tokens."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from pydantic import TypeAdapter, ValidationError
+
+from parrot.protocol.internal import EngineInfo
+from parrot.protocol.public import CompletionInfo
+from parrot.protocol.trace import (
+    TRACE_VERSION,
+    AnyTraceEvent,
+    CallSubmitted,
+    EngineJoined,
+    ReadEnded,
+    SessionBegan,
+    SessionEnded,
+    SessionEvent,
+    TraceHeader,
+    TraceText,
+    VariableCreated,
+    VariableSet,
+)
+from parrot.utils.config import ConfigError
+
+_ADAPTER: TypeAdapter[AnyTraceEvent] = TypeAdapter(AnyTraceEvent)
+_TOKENS_PER_CHAR = 0.25  # where a trace does not tell
+
+
+@dataclass(slots=True)
+class TracedSession:
+    """What one session asked, in order. `calls`: what became of it, empty if it has not ended."""
+
+    began: SessionBegan
+    events: list[SessionEvent] = field(default_factory=list)
+    calls: list[CompletionInfo] = field(default_factory=list)
+    native_texts: dict[str, TraceText] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> list[ReadEnded]:
+        return [event for event in self.events if isinstance(event, ReadEnded)]
+
+    @property
+    def jct_s(self) -> float | None:
+        """From its beginning to the answer of its last read; None: it read nothing."""
+        answered = [answer.at for answer in self.answers if answer.error is None]
+        return max(answered) - self.began.at if answered else None
+
+
+@dataclass(slots=True)
+class Trace:
+    engines: list[EngineInfo] = field(default_factory=list)
+    sessions: list[TracedSession] = field(default_factory=list)
+    _by_id: dict[int, TracedSession] = field(default_factory=dict)
+
+    def add(self, event: AnyTraceEvent) -> None:
+        """A `TraceSink`. Events of sessions that began before the trace are left out."""
+        match event:
+            case TraceHeader():
+                pass
+            case EngineJoined():
+                self.engines = [
+                    e for e in self.engines if e.engine_name != event.engine.engine_name
+                ]
+                self.engines.append(event.engine)
+            case SessionBegan():
+                session = self._by_id[event.session_id] = TracedSession(event)
+                self.sessions.append(session)
+            case SessionEnded():
+                if (session_or_none := self._by_id.get(event.session_id)) is not None:
+                    session_or_none.calls = event.calls
+                    session_or_none.native_texts = event.native_texts
+            case _:
+                if (session_or_none := self._by_id.get(event.session_id)) is not None:
+                    session_or_none.events.append(event)
+
+
+def load_trace(path: Path) -> Trace:
+    """Raises `ConfigError` for what is no trace; a last line that was cut off is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    trace = Trace()
+    for number, event in enumerate(_parse(lines, str(path))):
+        if number == 0 and not (isinstance(event, TraceHeader) and event.version == TRACE_VERSION):
+            raise ConfigError(f"{path}: no trace of version {TRACE_VERSION}")
+        trace.add(event)
+    if not trace.sessions:
+        raise ConfigError(f"{path}: no session in it")
+    return trace
+
+
+def _parse(lines: list[bytes], source: str) -> Iterator[AnyTraceEvent]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _ADAPTER.validate_json(line)
+        except ValidationError as error:
+            if number == len(lines):  # no line end: the writer was killed
+                return
+            message = error.errors()[0]["msg"]
+            raise ConfigError(f"{source}, line {number}: {message}") from None
+
+
+class TokenCounts:
+    """How many tokens a trace's texts have. Only sums are known, of the prompts that were computed:
+    a call's texts share what is left of its prompt behind generated inputs, by their lengths."""
+
+    def __init__(self, sessions: Iterable[TracedSession]) -> None:
+        self._by_id: defaultdict[str, list[float]] = defaultdict(list)
+        ratios = [ratio for session in sessions for ratio in self._learn(session)]
+        self._mean = fmean(ratios) if ratios else _TOKENS_PER_CHAR
+
+    def of(self, text_id: str, num_chars: int) -> int:
+        """Of the characters that the id adds to the one before."""
+        ratios = self._by_id.get(text_id)
+        return max(1, round(num_chars * (fmean(ratios) if ratios else self._mean)))
+
+    def _learn(self, session: TracedSession) -> Iterator[float]:
+        first_row = {row.request_id: row for row in reversed(session.calls)}
+        generated = {
+            row.output_var_id: row.output_tokens for row in session.calls if row.kind == "semantic"
+        }
+        given = _given_chars(session)
+        for event in session.events:
+            row = first_row.get(event.request_id) if isinstance(event, CallSubmitted) else None
+            if row is None or not isinstance(event, CallSubmitted):
+                continue
+            ratio = _ratio(event, row, generated, given)
+            if ratio is not None:
+                yield ratio
+                for text_id in {i for text in _first_texts(event) for i in text.ids}:
+                    self._by_id[text_id].append(ratio)
+
+
+def _given_chars(session: TracedSession) -> dict[str, int]:
+    """Of the variables that no model made."""
+    given = {var_id: text.chars for var_id, text in session.native_texts.items()}
+    for event in session.events:
+        if isinstance(event, VariableCreated | VariableSet) and event.value is not None:
+            given[event.var_id] = event.value.chars
+    return given
+
+
+def _ratio(
+    call: CallSubmitted, row: CompletionInfo, generated: dict[str, int], given: dict[str, int]
+) -> float | None:
+    """Tokens per character of a call's texts, by its first completion."""
+    num_tokens = row.cached_tokens + row.computed_tokens
+    if not num_tokens or "successor_of" in call.options:
+        return None
+    parameters = {parameter.name: parameter for parameter in call.parameters}
+    num_chars = sum(text.chars for text in _first_texts(call))
+    for piece in _first_pieces(call):
+        if isinstance(piece, str):
+            var_id = parameters[piece].var_id
+            num_tokens -= generated.get(var_id, 0)
+            num_chars += given.get(var_id, 0)
+    return num_tokens / num_chars if num_chars and num_tokens > 0 else None
+
+
+def _first_pieces(call: CallSubmitted) -> Iterator[TraceText | str]:
+    """Those before the first output."""
+    outputs = {parameter.name for parameter in call.parameters if parameter.is_output}
+    for piece in call.pieces:
+        if isinstance(piece, str) and piece in outputs:
+            return
+        yield piece
+
+
+def _first_texts(call: CallSubmitted) -> Iterator[TraceText]:
+    values = {parameter.name: parameter.value for parameter in call.parameters}
+    for piece in _first_pieces(call):
+        text = values.get(piece) if isinstance(piece, str) else piece
+        if text is not None:
+            yield text
