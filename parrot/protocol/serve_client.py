@@ -1,6 +1,6 @@
 """Async client of ServeCore: the REST API for programs, registration for engines."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -16,6 +16,7 @@ from parrot.protocol.internal import (
 )
 from parrot.protocol.public import (
     CallResponse,
+    FirstVarsResponse,
     ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
@@ -24,6 +25,7 @@ from parrot.protocol.public import (
     VarCreateResponse,
     VarInfo,
     VarListResponse,
+    VarValue,
 )
 
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
@@ -95,17 +97,45 @@ class ServeClient:
         var_id: str,
         criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> str:
         """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
         read at the server."""
         answer = await self._http.request(
             "GET",
             f"/v1/semantic_var/{var_id}",
-            params=_read_query(session_id, session_auth, criteria, timeout_s),
+            params=_read_query(session_id, session_auth, criteria, timeout_s, deadline_s),
             timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
         )
         content: str = answer["content"]
         return content
+
+    async def first_vars(
+        self,
+        session_id: int,
+        session_auth: str,
+        var_ids: Sequence[str],
+        k: int = 1,
+        criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> list[VarValue]:
+        """Wait for the first `k` to be ready, in the order in which they were. Cancelling this
+        coroutine withdraws the read."""
+        body = _scope(session_id, session_auth) | {
+            "var_ids": list(var_ids),
+            "k": k,
+            "criteria": criteria.value,
+            "timeout": timeout_s,
+            "deadline": deadline_s,
+        }
+        answer = await self._http.request(
+            "POST",
+            "/v1/semantic_vars/first",
+            body=body,
+            timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
+        )
+        return FirstVarsResponse.model_validate(answer).values
 
     async def stream_var(
         self,
@@ -114,12 +144,13 @@ class ServeClient:
         var_id: str,
         criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> AsyncIterator[str]:
         """Deltas of the value. Ends normally only after the server's `done` event."""
         async for event, data in self._http.stream(
             "GET",
             f"/v1/semantic_var/{var_id}/stream",
-            params=_read_query(session_id, session_auth, criteria, timeout_s),
+            params=_read_query(session_id, session_auth, criteria, timeout_s, deadline_s),
         ):
             if event == "delta":
                 yield data["text"]
@@ -170,7 +201,12 @@ def _query(session_id: int, session_auth: str) -> dict[str, str]:
 
 
 def _read_query(
-    session_id: int, session_auth: str, criteria: PerformanceCriteria, timeout_s: float | None
+    session_id: int,
+    session_auth: str,
+    criteria: PerformanceCriteria,
+    timeout_s: float | None,
+    deadline_s: float | None,
 ) -> dict[str, str]:
     query = _query(session_id, session_auth) | {"criteria": criteria.value}
-    return query if timeout_s is None else query | {"timeout": repr(timeout_s)}
+    limits = {"timeout": timeout_s, "deadline": deadline_s}
+    return query | {name: repr(limit) for name, limit in limits.items() if limit is not None}

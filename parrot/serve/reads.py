@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import FirstVarsRequest, ReadOptions
@@ -63,7 +64,7 @@ class Reads:
         with self._open(session, request) as read:
             race = _Race(request.k, len(nodes), read)
             try:
-                for node in sorted(nodes, key=_finished_at):
+                for node in sorted(nodes, key=_settled_at):
                     race.enter(node)
                 async with time_limit(self._timers, read.end, f"the first {request.k} of many"):
                     await race.decided
@@ -170,6 +171,8 @@ class _Race:
         return error
 
 
-def _finished_at(node: VariableNode) -> float:
-    """Orders what is ready already; given values come first."""
+def _settled_at(node: VariableNode) -> float:
+    """Given values come first, what has yet to be made comes last."""
+    if not node.is_settled:
+        return inf
     return 0.0 if node.producer is None else node.producer.task.times.finished or 0.0

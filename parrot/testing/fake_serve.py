@@ -5,7 +5,9 @@ test needs to happen otherwise is a method of `FakeServe` or a function name:
 
 - "fail": its outputs fail with `EngineFailed`;
 - "stop_halfway": its outputs begin with "half" and go no further;
-- "hang": its outputs stay empty for ever."""
+- "hang": its outputs stay empty for ever.
+
+Of several variables, those that are named first are the first to be ready."""
 
 import asyncio
 import threading
@@ -27,6 +29,8 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.public import (
     CallResponse,
+    FirstVarsRequest,
+    FirstVarsResponse,
     NativeCallRequest,
     ParameterInfo,
     SemanticCallRequest,
@@ -36,6 +40,7 @@ from parrot.protocol.public import (
     StreamDone,
     VarCreateResponse,
     VarGetResponse,
+    VarValue,
 )
 from parrot.protocol.server import (
     create_base_app,
@@ -294,6 +299,16 @@ def _add_variable_routes(app: FastAPI, serve: FakeServe) -> None:
     async def get_var(var_id: str, request: Request, timeout: float | None = None) -> Response:
         check_query("get", request)
         return await run_until_disconnect(request, _whole(serve, serve.variable(var_id), timeout))
+
+    @app.post("/v1/semantic_vars/first")
+    async def first_vars(request: Request) -> FirstVarsResponse:
+        fields = parse_payload(FirstVarsRequest, await read_json(request))
+        serve.check("first", fields.session_id, fields.session_auth)
+        chosen = [serve.variable(var_id) for var_id in fields.var_ids[: fields.k]]
+        for var in chosen:
+            await serve.activate(var)
+        values = [VarValue(var_id=var.id, content=await var.wait()) for var in chosen]
+        return FirstVarsResponse(values=values)
 
     @app.get("/v1/semantic_var/{var_id}/stream")
     async def stream_var(var_id: str, request: Request, timeout: float | None = None) -> Response:

@@ -109,6 +109,7 @@ async def test_every_scoped_route_refuses_a_wrong_session_auth(
             ("GET", f"/v1/semantic_var/{var_id}", {}, query | {"criteria": "latency"}),
             ("GET", f"/v1/semantic_var/{var_id}/stream", {}, query | {"criteria": "latency"}),
             ("POST", f"/v1/semantic_var/{var_id}/cancel", scope, {}),
+            ("POST", "/v1/semantic_vars/first", scope | {"var_ids": [var_id]}, {}),
             ("POST", "/v1/request/0/cancel", scope, {}),
         ]
         async with HttpClient(sim_cluster.core_url) as http:

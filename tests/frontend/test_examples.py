@@ -23,6 +23,7 @@ NUM_CALLS = {
     "play_writer.py": 3,
     "snake_game.py": 8,
     "native_formatting.py": 3,
+    "best_of_n.py": 7,
 }
 
 

@@ -172,6 +172,12 @@ ERRORS: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "/v1/semantic_call", {"color": 1}, 422, "validation_failed"),
     ("POST", "/v1/semantic_var", {"var_name": ""}, 422, "validation_failed"),
     ("POST", "/v1/semantic_var", {"var_name": "x", "content": 1}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_vars/first", {"var_ids": ["x"]}, 404, "not_found"),
+    ("POST", "/v1/semantic_vars/first", {"var_ids": []}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_vars/first", {"var_ids": ["x", "x"]}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_vars/first", {"var_ids": ["x"], "k": 2}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_vars/first", {"var_ids": ["x"], "k": 0}, 422, "validation_failed"),
+    ("POST", "/v1/semantic_vars/first", {"var_ids": ["x"] * 1025}, 422, "validation_failed"),
     ("GET", "/v1/nowhere", {}, 404, "not_found"),
     ("PUT", "/v1/semantic_var", {}, 405, "method_not_allowed"),
 ]
@@ -262,6 +268,7 @@ async def scoped_requests(site: Site) -> list[tuple[str, str, dict[str, Any]]]:
         "/v1/py_native_call": native,
         "/v1/semantic_var": {"var_name": "x"},
         "/v1/semantic_var/{var_id}": {"content": "x"},
+        "/v1/semantic_vars/first": {"var_ids": ["x"]},
     }
     found = []
     for route, operations in create_app(site.core).openapi()["paths"].items():
@@ -277,7 +284,7 @@ async def test_a_wrong_session_auth_is_401_on_every_route(site: Site) -> None:
     scope = await site.session()
     x = await site.post("/v1/semantic_var", scope | {"var_name": "x"})
     requests = await scoped_requests(site)
-    assert len(requests) == 11
+    assert len(requests) == 12
     for (method, route, fields), wrong in itertools.product(
         requests, ["", "wrong", None, "\u00e9", scope["session_auth"] + "x"]
     ):
@@ -407,7 +414,7 @@ async def test_the_openapi_page_documents_every_route(site: Site) -> None:
         for method in getattr(route, "methods", None) or ():
             if method != "HEAD" and not route.path.startswith(("/openapi", "/docs", "/redoc")):
                 assert (route.path, method) in documented
-    assert len(documented) == 18
+    assert len(documented) == 19
     for path, method in documented:
         operation = paths[path][method.lower()]
         assert operation["summary"]
@@ -423,7 +430,7 @@ async def test_the_openapi_page_documents_every_route(site: Site) -> None:
     for reference in text.split('"#/components/schemas/')[1:]:
         assert reference.split('"')[0] in names
     query = {p["name"]: p for p in paths["/v1/semantic_var/{var_id}"]["get"]["parameters"]}
-    assert set(query) == {"var_id", "session_id", "session_auth", "criteria", "timeout"}
+    assert set(query) == {"var_id", "session_id", "session_auth", "criteria", "timeout", "deadline"}
     assert query["session_id"]["required"]
     async with site.http.get("/docs") as response:
         assert response.status == 200

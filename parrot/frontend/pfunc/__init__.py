@@ -1,5 +1,6 @@
 """PFunc, the Python front end: `from parrot import P`. See docs/pfunc.md."""
 
+from parrot.frontend.pfunc.first import aany_of, afirst_k, any_of, first_k
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.interface import (
     Input,
@@ -28,9 +29,13 @@ __all__ = [
     "SamplingConfig",
     "SemanticVariable",
     "VirtualMachine",
+    "aany_of",
+    "afirst_k",
     "allowing_newline",
+    "any_of",
     "chat_template",
     "errors",
+    "first_k",
     "native_function",
     "semantic_function",
     "standard_formatter",

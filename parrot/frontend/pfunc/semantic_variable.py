@@ -50,7 +50,8 @@ class SemanticVariable:
     read once is kept here. It may be used from any thread and any event loop.
 
     All reads raise the error with which its producer failed (parrot.protocol.errors), `TimedOut`
-    after `timeout` seconds, `SessionGone` once its session has ended."""
+    after `timeout` seconds, `SessionGone` once its session has ended. `deadline`: in how many
+    seconds the value is wanted, for the service to order its work by; the read goes on after it."""
 
     __slots__ = ("_content", "_id", "_is_cancelled", "_session", "name")
 
@@ -112,37 +113,42 @@ class SemanticVariable:
         self,
         criteria: PerformanceCriteria | str = _THROUGHPUT,
         timeout: float | None = None,
+        deadline: float | None = None,
     ) -> str:
         """Wait for the value."""
         if self._content is not None:
             return self._content
-        session = self._live_session()
-        return session.run(session.read(self, parse_criteria(criteria), timeout))
+        session = self.live_session()
+        return session.run(session.read(self, parse_criteria(criteria), timeout, deadline))
 
     async def aget(
         self,
         criteria: PerformanceCriteria | str = _THROUGHPUT,
         timeout: float | None = None,
+        deadline: float | None = None,
     ) -> str:
         """Wait for the value. Cancelling withdraws the read."""
         if self._content is not None:
             return self._content
-        session = self._live_session()
-        return await session.arun(session.read(self, parse_criteria(criteria), timeout))
+        session = self.live_session()
+        return await session.arun(session.read(self, parse_criteria(criteria), timeout, deadline))
 
     def stream(
         self,
         criteria: PerformanceCriteria | str = _LATENCY,
         timeout: float | None = None,
+        deadline: float | None = None,
     ) -> Iterator[str]:
         """The value in pieces as it is generated, from its beginning. Leaving the loop early
         withdraws the read."""
         if self._content is not None:
             yield from (self._content,) if self._content else ()
             return
-        session = self._live_session()
+        session = self.live_session()
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        future = session.start(session.stream(self, parse_criteria(criteria), timeout, pieces.put))
+        future = session.start(
+            session.stream(self, parse_criteria(criteria), timeout, deadline, pieces.put)
+        )
         future.add_done_callback(lambda _: pieces.put(None))
         try:
             while (piece := pieces.get()) is not None:
@@ -155,6 +161,7 @@ class SemanticVariable:
         self,
         criteria: PerformanceCriteria | str = _LATENCY,
         timeout: float | None = None,
+        deadline: float | None = None,
     ) -> AsyncIterator[str]:
         """As `stream`. To withdraw the read at a certain moment, close the iterator (`aclose`)."""
         if self._content is not None:
@@ -163,10 +170,12 @@ class SemanticVariable:
             return
         import asyncio
 
-        session = self._live_session()
+        session = self.live_session()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         put = _from_other_thread(pieces.put_nowait)
-        future = session.start(session.stream(self, parse_criteria(criteria), timeout, put))
+        future = session.start(
+            session.stream(self, parse_criteria(criteria), timeout, deadline, put)
+        )
         future.add_done_callback(lambda _: put(None))
         try:
             while (piece := await pieces.get()) is not None:
@@ -183,7 +192,8 @@ class SemanticVariable:
         else:
             self._is_cancelled = self._content is None
 
-    def _live_session(self) -> "Session":
+    def live_session(self) -> "Session":
+        """Where to read it. Raises `InvalidRequest` if nobody will produce it."""
         if self._is_cancelled:
             raise Cancelled(f"variable `{self.name}` was cancelled")
         if self._session is None:

@@ -3,7 +3,7 @@
 import asyncio
 import atexit
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +29,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
     SessionInfo,
+    VarValue,
 )
 from parrot.protocol.serve_client import ServeClient
 from parrot.utils.ids import new_token
@@ -167,25 +168,53 @@ class Session:
         await self._calls.set_var(*self._scope, var.id, content)
 
     async def read(
-        self, var: SemanticVariable, criteria: PerformanceCriteria, timeout_s: float | None
+        self,
+        var: SemanticVariable,
+        criteria: PerformanceCriteria,
+        timeout_s: float | None,
+        deadline_s: float | None,
     ) -> str:
         var_id = var.id
         assert var_id is not None, var
 
         def get() -> Awaitable[str]:
-            read = self._reads.get_var(*self._scope, var_id, criteria, timeout_s)
+            read = self._reads.get_var(*self._scope, var_id, criteria, timeout_s, deadline_s)
             return self._liveness.guard(read) if timeout_s is None else read
 
-        async with _deadline(var, timeout_s):
+        async with _time_limit(f"no value of `{var.name}`", timeout_s):
             content = await self._when_there_is_room(get)
         var.settle(content)
         return content
+
+    async def read_first(
+        self,
+        variables: Sequence[SemanticVariable],
+        k: int,
+        criteria: PerformanceCriteria,
+        timeout_s: float | None,
+        deadline_s: float | None,
+    ) -> list[SemanticVariable]:
+        """The first `k` to be ready, in that order. All are of this session."""
+        by_id = {var.id: var for var in variables if var.id is not None}
+
+        def get() -> Awaitable[list[VarValue]]:
+            read = self._reads.first_vars(
+                *self._scope, list(by_id), k, criteria, timeout_s, deadline_s
+            )
+            return self._liveness.guard(read) if timeout_s is None else read
+
+        async with _time_limit(f"not {k} of {len(by_id)} values", timeout_s):
+            values = await self._when_there_is_room(get)
+        for value in values:
+            by_id[value.var_id].settle(value.content)
+        return [by_id[value.var_id] for value in values]
 
     async def stream(
         self,
         var: SemanticVariable,
         criteria: PerformanceCriteria,
         timeout_s: float | None,
+        deadline_s: float | None,
         emit: Callable[[str], None],
     ) -> None:
         """Call `emit` with each piece. A broken stream is opened again and goes on where it was."""
@@ -196,14 +225,14 @@ class Session:
         async def attempt() -> None:
             nonlocal text
             end = 0
-            deltas = self._reads.stream_var(*self._scope, var_id, criteria, timeout_s)
+            deltas = self._reads.stream_var(*self._scope, var_id, criteria, timeout_s, deadline_s)
             async for delta in deltas:
                 end += len(delta)
                 if (num_new := end - len(text)) > 0:
                     text += delta[-num_new:]
                     emit(delta[-num_new:])
 
-        async with _deadline(var, timeout_s):
+        async with _time_limit(f"no value of `{var.name}`", timeout_s):
             await self._when_there_is_room(attempt)
         var.settle(text)
 
@@ -289,13 +318,13 @@ class Session:
 
 
 @asynccontextmanager
-async def _deadline(var: SemanticVariable, timeout_s: float | None) -> AsyncIterator[None]:
+async def _time_limit(what: str, timeout_s: float | None) -> AsyncIterator[None]:
     """Ends a read whose server does not end it in time."""
     try:
         async with asyncio.timeout(None if timeout_s is None else timeout_s + _READ_MARGIN_S):
             yield
     except TimeoutError:
-        raise TimedOut(f"no value of `{var.name}` within {timeout_s} s") from None
+        raise TimedOut(f"{what} within {timeout_s} s") from None
 
 
 def _is_broken_connection(error: BaseException) -> bool:
