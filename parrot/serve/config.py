@@ -11,6 +11,7 @@ Secret = Annotated[str, Field(min_length=1, max_length=4096)]
 
 KvEviction = Literal["next_use", "lru"]
 PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
+OrderName = Literal["critical_path", "las", "app_fifo", "fcfs"]
 
 
 class _Section(BaseModel):
@@ -22,7 +23,9 @@ class _Section(BaseModel):
 class GlobalSchedulerConfig(_Section):
     """Which application-level features the global scheduler uses."""
 
-    app_fifo: bool = Field(True, description="Finish older sessions first (with aging).")
+    app_fifo: bool = Field(
+        True, description="Order applications. Else calls are ordered singly, whatever the policy."
+    )
     graph_group: bool = Field(True, description="Place the calls of a task group together.")
     ctx_group: bool = Field(True, description="Place calls that share a prefix together.")
     ctx_aware: bool = Field(True, description="Weigh cached prefixes when choosing an engine.")
@@ -31,8 +34,11 @@ class GlobalSchedulerConfig(_Section):
         description="Which context goes when an engine is full: the one whose predicted next use "
         "is farthest, or the least recently used.",
     )
-    policy: Literal["critical_path", "fifo"] = Field(
-        "critical_path", description="Order of tasks: longest remaining path first, or arrival."
+    policy: OrderName = Field(
+        "critical_path",
+        description="Which application goes first: the one with the least predicted work left "
+        "(aged, with deadlines, and the longest path first in it), the one that had the least "
+        "service, the oldest, or none (by the calls' arrival).",
     )
     placement: PlacementName = Field(
         "predicted",

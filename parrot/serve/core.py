@@ -234,7 +234,12 @@ class ServeCore:
 
     def _make_graph(self, session_id: int, tenant: str) -> SessionGraph:
         return SessionGraph(
-            session_id, tenant, runner=self._runner, clock=self._clock, ids=self._ids
+            session_id,
+            tenant,
+            runner=self._runner,
+            predictor=self._dispatcher.estimates,
+            clock=self._clock,
+            ids=self._ids,
         )
 
     def _require_open(self) -> None:

@@ -26,6 +26,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.context_index import Context
 from parrot.serve.contexts import ContextLedger
 from parrot.serve.engines import Engine, EngineView
+from parrot.serve.estimates import Estimates
 from parrot.serve.executor import Executor
 from parrot.serve.fleet import Connect, Fleet
 from parrot.serve.frees import FreeSender
@@ -46,7 +47,6 @@ from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
-_OUTPUT_SHARE = 0.5  # of max_gen_length that an output is expected to have
 _CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 
 
@@ -77,6 +77,7 @@ class Dispatcher:
             self._on_lost,
         )
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
+        self.estimates = Estimates()
         self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
         self._runners = TaskSet()
@@ -104,9 +105,14 @@ class Dispatcher:
         result_key = self._reuse.key(completion, keys)
         if result_key is not None and self._share(completion, result_key):
             return
-        expected_output = int(completion.sampling.max_gen_length * _OUTPUT_SHARE) + 1
         task = CompletionTask(
-            completion, segments, keys, self._clock.now(), expected_output, result_key=result_key
+            completion,
+            segments,
+            keys,
+            self._clock.now(),
+            self.estimates.output_tokens(completion),
+            self.estimates.tokens_per_char(completion.options.models),
+            result_key=result_key,
         )
         self._reuse.lead(task)
         self._scheduler.add(task)
@@ -188,6 +194,10 @@ class Dispatcher:
         if task is not None:
             self.reprioritise(task.completion)
         return task is not None
+
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        """See `graph.links.Runner`."""
+        self._scheduler.progressed(session_id, remaining_s)
 
     def release_session(self, session_id: int, heir: str | None = None) -> None:
         """Free every context of the session, those in use when their run ends. Contexts of its
@@ -321,6 +331,8 @@ class Dispatcher:
         del self._running[completion.id]
         self._executor.finish(attempt, outcome)
         self._scheduler.ended(attempt.task, attempt.engine.id, usage)
+        if not attempt.delivered:
+            self.estimates.learn(completion, task.num_chars, usage)
         stats = completion.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
         stats.output_tokens = usage.output_tokens or outcome.num_units

@@ -59,6 +59,9 @@ class TaskRunner:
             session.last_active = self._clock.now()
             self._metrics.task_finished(task, session.tenant)
 
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        self._dispatcher.progressed(session_id, remaining_s)
+
     def _cancel_native(self, task: NativeCall, error: ParrotError) -> None:
         self._native.stop(task)
         task.state = CompletionState.CANCELLED

@@ -13,7 +13,9 @@ from parrot.protocol.public import (
     SemanticCallRequest,
 )
 from parrot.serve.engines import EngineView
+from parrot.serve.estimates import Estimates
 from parrot.serve.graph.graph import GraphIds, SessionGraph
+from parrot.serve.graph.links import Predictor
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.kv_log import KvCounts
 from parrot.utils.clock import ManualClock
@@ -31,6 +33,7 @@ class FakeRunner:
     ended: list[Task] = field(default_factory=list)
     expected: list[Completion] = field(default_factory=list)  # they wait for inputs
     on_start: Callable[[Task], None] | None = None
+    remaining_s: dict[int, float] = field(default_factory=dict)  # by session
 
     def start(self, task: Task) -> None:
         assert task.state is CompletionState.QUEUED
@@ -68,6 +71,9 @@ class FakeRunner:
         assert task.state.is_final
         self.ended.append(task)
 
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        self.remaining_s[session_id] = remaining_s
+
     # what the test does
 
     def finish(self, task: Task, text: str | None = None) -> None:
@@ -92,11 +98,16 @@ def name_of(task: Task) -> str:
     return ",".join(variable.name for variable in task.outputs())
 
 
-def make_graph(runner: FakeRunner | None = None, clock: ManualClock | None = None) -> SessionGraph:
+def make_graph(
+    runner: FakeRunner | None = None,
+    clock: ManualClock | None = None,
+    predictor: Predictor | None = None,
+) -> SessionGraph:
     return SessionGraph(
         7,
         "tenant",
         runner=runner or FakeRunner(),
+        predictor=predictor or Estimates(),
         clock=clock or ManualClock(),
         ids=GraphIds(IdCounter(100), IdCounter(1)),
     )
@@ -157,6 +168,7 @@ class FakeDispatcher(FakeRunner):
 
     def __init__(self, *, instant: bool = False) -> None:
         super().__init__()
+        self.estimates = Estimates()
         self.released: list[int] = []
         self.engine_views: list[Any] = []
         if instant:

@@ -7,19 +7,12 @@ from hypothesis import strategies as st
 
 from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import CyclicGraph
-from parrot.serve.graph.deduce import (
-    DECODE_S_PER_TOKEN,
-    OVERHEAD_S,
-    PREFILL_S_PER_TOKEN,
-    UNKNOWN_INPUT_TOKENS,
-    predict_seconds,
-    strictest,
-)
+from parrot.serve.estimates import Estimates
+from parrot.serve.graph.deduce import strictest
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Objective, Task
 from tests.serve.serve_fakes import (
     FakeRunner,
-    given,
     link_call,
     made,
     make_graph,
@@ -143,21 +136,6 @@ def test_the_second_output_of_a_call_is_after_the_first(graph: SessionGraph) -> 
     assert objective(graph, ids["y"]).criteria is Criteria.LATENCY
 
 
-def test_prediction_counts_known_and_unknown_text(graph: SessionGraph) -> None:
-    unknown = link_call(graph, "u", [])
-    response = graph.submit_semantic(
-        semantic(
-            "12345678{{a}}{{b}}{{y}}",
-            given("a", "x" * 400),
-            taken("b", unknown),
-            made("y", max_gen_length=100),
-        )
-    )
-    tokens = 2 + 100 + UNKNOWN_INPUT_TOKENS
-    expected = OVERHEAD_S + tokens * PREFILL_S_PER_TOKEN + 100 * DECODE_S_PER_TOKEN
-    assert predict_seconds(task(graph, var_ids(response)["y"])) == pytest.approx(expected)
-
-
 def test_strictest_is_a_least_upper_bound() -> None:
     def covers(a: Criteria, b: Criteria) -> bool:
         return strictest(a, b) is a
@@ -206,7 +184,7 @@ def test_paths_and_depths_equal_the_longest_paths_of_networkx(
             assert task(graph, var_id).objective is None
             continue
         paths = list(nx.all_simple_paths(oracle, n, sink)) if n != sink else [[sink]]
-        seconds = max(sum(predict_seconds(task(graph, ids[i])) for i in path) for path in paths)
+        seconds = max(sum(Estimates().seconds(task(graph, ids[i])) for i in path) for path in paths)
         found = objective(graph, var_id)
         assert found.remaining_path_s == pytest.approx(seconds)
         assert found.depth == max(len(path) for path in paths) - 1

@@ -112,8 +112,8 @@ def test_latency_before_throughput_and_longest_path_first() -> None:
     assert bench.order() == [long, short, slow]
 
 
-def test_fifo_policy_ignores_the_path() -> None:
-    bench = Bench(policy="fifo")
+def test_fcfs_ignores_the_path() -> None:
+    bench = Bench(policy="fcfs")
     bench.engines(1, slots=1)
     short = bench.task(path=1)
     bench.later(0.1)
@@ -137,7 +137,7 @@ def test_older_apps_finish_first() -> None:
 
 
 def test_without_app_fifo_only_tasks_count() -> None:
-    bench = Bench(app_fifo=False, policy="fifo")
+    bench = Bench(app_fifo=False)
     bench.engines(1, slots=1)
     tasks = []
     for session in (1, 2, 1, 2):

@@ -21,16 +21,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.serve.graph.links import TaskNode
-from parrot.serve.graph.nodes import Completion, Objective, Piece, Task, TextPiece
-
-# A rough model of one run; only ratios between tasks matter to the scheduler.
-CHARACTERS_PER_TOKEN = 4
-PREFILL_S_PER_TOKEN = 0.0002
-DECODE_S_PER_TOKEN = 0.02
-OVERHEAD_S = 0.01
-NATIVE_S = 0.01
-UNKNOWN_INPUT_TOKENS = 256
+from parrot.serve.graph.links import Predictor, TaskNode
+from parrot.serve.graph.nodes import Objective
 
 # A task that is already wanted hears of a longer path below it when that grew by this factor, so a
 # chain that keeps growing while it waits costs O(log n) per task and not O(n).
@@ -61,26 +53,6 @@ def strictest_objective(a: Objective | None, b: Objective | None) -> Objective |
     )
 
 
-def predict_seconds(task: Task) -> float:
-    """How long one run takes, from the lengths that are known now."""
-    if not isinstance(task, Completion):
-        return NATIVE_S
-    prompt = sum(map(_predict_tokens, task.fill))
-    return (
-        OVERHEAD_S
-        + prompt * PREFILL_S_PER_TOKEN
-        + task.sampling.max_gen_length * DECODE_S_PER_TOKEN
-    )
-
-
-def _predict_tokens(piece: Piece) -> float:
-    if isinstance(piece, TextPiece):
-        return len(piece.text) / CHARACTERS_PER_TOKEN
-    if piece.variable.is_settled:
-        return len(piece.variable.partial_text) / CHARACTERS_PER_TOKEN
-    return UNKNOWN_INPUT_TOKENS
-
-
 def objective_of(node: TaskNode) -> Objective:
     return Objective(
         criteria=node.criteria,
@@ -91,18 +63,18 @@ def objective_of(node: TaskNode) -> Objective:
     )
 
 
-def deduce(activated: Sequence[TaskNode]) -> set[TaskNode]:
+def deduce(activated: Sequence[TaskNode], predictor: Predictor) -> set[TaskNode]:
     """Deduce tasks that have just become wanted. Returns those, among all that were wanted before,
     that this made stricter or longer."""
     if len(activated) == 1 and not activated[0].missing:
-        _place(activated[0])
+        _place(activated[0], predictor)
         activated[0].ready_in_s = 0.0
         _pull_urgency(activated[0], set())
         return set()
     new = set(activated)
     order = _consumers_first(new)
     for node in order:
-        _place(node)
+        _place(node, predictor)
     for node in reversed(order):
         above = (p.ready_in_s + p.duration_s for p in node.producers())
         node.ready_in_s = max(above, default=0.0)
@@ -124,6 +96,25 @@ def tighten(node: TaskNode, criteria: PerformanceCriteria, deadline: float | Non
     return changed
 
 
+def predict_again(wanted: Iterable[TaskNode], predictor: Predictor) -> set[TaskNode]:
+    """Predict all tasks that are wanted with what has been learnt since. Returns those whose path
+    has changed by much."""
+    changed: set[TaskNode] = set()
+    for node in _consumers_first(set(wanted)):
+        before_s = node.path_s
+        predict(node, predictor)
+        if not before_s / _GROWTH <= node.path_s <= before_s * _GROWTH:
+            changed.add(node)
+    return changed
+
+
+def predict(node: TaskNode, predictor: Predictor) -> None:
+    """Its duration, and its path with those that its consumers have."""
+    below_s = max([consumer.path_s for consumer in node.wanted_consumers()], default=0.0)
+    node.duration_s = predictor.seconds(node.task)
+    node.path_s = node.duration_s + below_s
+
+
 def _consumers_first(new: set[TaskNode]) -> list[TaskNode]:
     """Topological order of the new tasks, each after all its new consumers."""
     num_before = Counter(p for node in new for p in node.producers() if p in new)
@@ -138,12 +129,10 @@ def _consumers_first(new: set[TaskNode]) -> list[TaskNode]:
     return order
 
 
-def _place(node: TaskNode) -> None:
+def _place(node: TaskNode, predictor: Predictor) -> None:
     """Start its deduction afresh: depth and path from its consumers, which have theirs."""
-    below = max((c.path_s for c in node.wanted_consumers()), default=0.0)
     node.depth = max((c.depth + 1 for c in node.wanted_consumers()), default=0)
-    node.duration_s = predict_seconds(node.task)
-    node.path_s = node.duration_s + below
+    predict(node, predictor)
     node.criteria = _THROUGHPUT
     node.group = None
     node.deadline = None

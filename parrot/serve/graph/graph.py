@@ -32,7 +32,15 @@ from parrot.serve.graph.build import (
 from parrot.serve.graph.cycles import find_cycle
 from parrot.serve.graph.demand import Demand
 from parrot.serve.graph.flow import Flow
-from parrot.serve.graph.links import Reader, Runner, TaskNode, VariableNode, link, unlink
+from parrot.serve.graph.links import (
+    Predictor,
+    Reader,
+    Runner,
+    TaskNode,
+    VariableNode,
+    link,
+    unlink,
+)
 from parrot.serve.graph.nodes import CallOptions, NativeCall, Task
 from parrot.serve.graph.replays import Replays
 from parrot.serve.graph.variable import SemanticVariable, VariableState
@@ -67,7 +75,14 @@ class SessionGraph:
     Tasks run by way of `runner`; their results come back through the variables alone."""
 
     def __init__(
-        self, session_id: int, tenant: str, *, runner: Runner, clock: Clock, ids: GraphIds
+        self,
+        session_id: int,
+        tenant: str,
+        *,
+        runner: Runner,
+        predictor: Predictor,
+        clock: Clock,
+        ids: GraphIds,
     ) -> None:
         self.session_id = session_id
         self.variables: dict[str, VariableNode] = {}
@@ -75,7 +90,7 @@ class SessionGraph:
         self._tenant = tenant
         self._clock = clock
         self._ids = ids
-        self._demand = Demand(clock, runner)
+        self._demand = Demand(clock, runner, predictor)
         self._flow = Flow(clock, runner, self._demand)
         self._replays = Replays()
 

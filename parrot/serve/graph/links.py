@@ -131,6 +131,17 @@ class Runner(Protocol):
         """A task ended in a final state (for counting; must not raise)."""
         ...
 
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        """The session's wanted tasks that are not finished, waiting ones included, are predicted
+        to take so many seconds in sum. Comes before `start` of those that just became wanted."""
+        ...
+
+
+class Predictor(Protocol):
+    def seconds(self, task: Task) -> float:
+        """How long one run is predicted to take, by what is known now."""
+        ...
+
 
 def link(task: TaskNode) -> None:
     for node in task.inputs:

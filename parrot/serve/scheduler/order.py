@@ -1,105 +1,115 @@
-"""Order policies: which queued task comes first. Each is a sum of times, so that whatever waits
-long enough is overtaken by nothing: nobody starves."""
+"""Order policies: which queued task comes first. Tasks belong to groups: the groups are ordered by
+their keys, and the tasks within each by theirs, least first.
 
-from collections.abc import Hashable
+    critical_path   by application: the least predicted work left first, aged; in it, the longest
+                    path first; calls with a deadline that is still to be met go before all
+    las             by application: the least service had so far first; in it, by arrival
+    app_fifo        by application: the first to come first; in it, by arrival
+    fcfs            by arrival, whatever the application
+
+An application is a session. Only `critical_path` uses what is known of the future."""
+
+import heapq
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.utils.clock import Clock
 
+_WORK_WEIGHT = 5.0  # seconds of seniority that one predicted second of remaining work costs
+_SERVED_WEIGHT = 0.1  # and one of work done, so that an app without an end loses its place some day
 _LATENCY_LEAD_S = 10.0  # a latency task goes before throughput tasks that came so much earlier
-_MAX_PATH_LEAD_S = 60.0
-_AGING = 0.1  # seconds of seniority that an app loses per predicted second of its work
+_PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
 _BURST_GAP_S = 10.0  # an app that wanted nothing for so long starts again as a new one
 
-
-class Arrival:
-    """Within an app: first come, first served, but latency before throughput."""
-
-    def task_key(self, task: CompletionTask) -> float:
-        return task.arrived - (_LATENCY_LEAD_S if task.is_latency else 0.0)
+_MARGIN = 2.0  # a deadline is at risk when less than so many times the predicted seconds are left,
+_MARGIN_S = 1.0  # and so much;
+_HOPELESS = 0.5  # with less than this of them, the call has no right of way any more
+_MIN_GARBAGE = 64
 
 
-class CriticalPath(Arrival):
-    """Within an app: besides, those with the longest remaining path below them first."""
+class OrderPolicy:
+    """By arrival, all in one group: `fcfs`. What a policy overrides it keeps up by itself.
 
-    def task_key(self, task: CompletionTask) -> float:
-        return super().task_key(task) - min(task.remaining_path_s, _MAX_PATH_LEAD_S)
+    A task's keys may change only by `update` of the scheduler, or when `due` names it. A group's
+    key may grow at any time; when it may have shrunk, `progressed` names the group."""
 
-
-class NoApps:
-    """All tasks are one app's: only the order within an app matters."""
-
-    def __init__(self, inner: Arrival) -> None:
-        self.task_key = inner.task_key
-
-    def app(self, task: CompletionTask) -> Hashable:
+    def group(self, task: CompletionTask) -> Hashable:
         return None
 
-    def app_key(self, app: Hashable) -> float:
+    def group_key(self, group: Hashable) -> float:
         return 0.0
 
+    def task_key(self, task: CompletionTask) -> float:
+        return task.arrived
+
     def priority_s(self, task: CompletionTask) -> float:
-        """The task's place in an engine's queue."""
-        return self.task_key(task)
+        """The task's place in an engine's queue, least first."""
+        return task.arrived
+
+    def due(self) -> Iterable[CompletionTask]:
+        """Queued tasks whose group or key has changed with time since the last call."""
+        return ()
 
     def arrived(self, task: CompletionTask) -> None: ...
+
+    def updated(self, task: CompletionTask) -> None:
+        """It was read anew, and will be in the queue again."""
 
     def placed(self, task: CompletionTask, work_s: float) -> None: ...
 
     def ended(self, task: CompletionTask) -> None: ...
+
+    def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
+        """The predicted seconds of all that the session wants and has not got."""
+        return ()
 
     def forget(self, session_id: int) -> None: ...
 
 
 @dataclass(slots=True)
 class _App:
+    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed."""
+
     start: float
-    attained_s: float = 0.0
+    served_s: float = 0.0
+    remaining_s: float = 0.0
     num_tasks: int = 0
     last_active: float = 0.0
     is_forgotten: bool = False
 
+    @property
+    def is_active(self) -> bool:
+        return self.num_tasks > 0 or self.remaining_s > 0.0
 
-class AppFifo(NoApps):
-    """Older sessions first: many half-done applications help nobody. An app's seniority is when its
-    present burst of demand began, and wears off with the work it got. Its latency tasks and its
-    throughput tasks are ordered apart, the first with a lead, also over other apps."""
 
-    def __init__(self, inner: Arrival, clock: Clock) -> None:
-        super().__init__(inner)
+class _ByApp(OrderPolicy):
+    """Keeps an account for each session. Subclasses say what makes a session come first."""
+
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._apps: dict[int, _App] = {}
 
-    def app(self, task: CompletionTask) -> Hashable:
-        return (task.completion.session_id, task.is_latency)
-
-    def app_key(self, app: Hashable) -> float:
-        assert isinstance(app, tuple)
-        session_id, is_latency = app
-        account = self._apps[session_id]
-        lead = _LATENCY_LEAD_S if is_latency else 0.0
-        return account.start + _AGING * account.attained_s - lead
+    def group(self, task: CompletionTask) -> Hashable:
+        return task.completion.session_id
 
     def priority_s(self, task: CompletionTask) -> float:
-        return self.app_key(self.app(task))
+        return self.group_key(self.group(task))
 
     def arrived(self, task: CompletionTask) -> None:
-        now = self._clock.now()
-        account = self._apps.get(task.completion.session_id)
-        if account is None or (not account.num_tasks and now - account.last_active > _BURST_GAP_S):
-            account = self._apps[task.completion.session_id] = _App(start=now)
-        account.num_tasks += 1
+        self._account(task.completion.session_id).num_tasks += 1
 
     def placed(self, task: CompletionTask, work_s: float) -> None:
-        self._apps[task.completion.session_id].attained_s += work_s
+        self._apps[task.completion.session_id].served_s += work_s
 
     def ended(self, task: CompletionTask) -> None:
-        account = self._apps[task.completion.session_id]
+        session_id = task.completion.session_id
+        account = self._apps[session_id]
         account.num_tasks -= 1
         account.last_active = self._clock.now()
         if account.is_forgotten and not account.num_tasks:
-            del self._apps[task.completion.session_id]
+            del self._apps[session_id]
 
     def forget(self, session_id: int) -> None:
         """The session has ended: its account goes with its last task."""
@@ -108,3 +118,147 @@ class AppFifo(NoApps):
             account.is_forgotten = True
             if not account.num_tasks:
                 del self._apps[session_id]
+
+    def _account(self, session_id: int) -> _App:
+        """Of a session that wants something now."""
+        account = self._apps.get(session_id)
+        if account is None:
+            account = self._apps[session_id] = _App(self._clock.now())
+        return account
+
+
+class AppFifo(_ByApp):
+    """Older applications first."""
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, int)
+        return self._apps[group].start
+
+
+class LeastAttainedService(_ByApp):
+    """The application first that has had the least, running calls included; each counts as the
+    seconds that it was predicted to take when it was placed."""
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, int)
+        return self._apps[group].served_s
+
+
+class CriticalPath(_ByApp):
+    """The shortest remaining work first, so that the mean time to completion is small. The key of
+    an application is the time when it came, plus a multiple of its remaining work: so one that is
+    far from its end waits longer, but only in proportion, and nobody starves.
+
+    Latency and throughput tasks of an application are two groups, the first with a lead."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._deadlines = _Deadlines(clock)
+
+    def group(self, task: CompletionTask) -> Hashable:
+        if self._deadlines.is_urgent(task):
+            return _URGENT
+        return (task.completion.session_id, task.is_latency)
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, tuple)
+        if group == _URGENT:
+            return float("-inf")
+        session_id, is_latency = group
+        account = self._apps[session_id]
+        work_s = _WORK_WEIGHT * account.remaining_s + _SERVED_WEIGHT * account.served_s
+        return account.start + work_s - (_LATENCY_LEAD_S if is_latency else 0.0)
+
+    def task_key(self, task: CompletionTask) -> float:
+        if self._deadlines.is_urgent(task):
+            return _latest_start(task)
+        return task.arrived - _PATH_WEIGHT * task.remaining_path_s
+
+    def arrived(self, task: CompletionTask) -> None:
+        super().arrived(task)
+        self._deadlines.watch(task)
+
+    def updated(self, task: CompletionTask) -> None:
+        self._deadlines.watch(task)
+
+    def placed(self, task: CompletionTask, work_s: float) -> None:
+        super().placed(task, work_s)
+        self._deadlines.forget(task)
+
+    def ended(self, task: CompletionTask) -> None:
+        super().ended(task)
+        self._deadlines.forget(task)
+
+    def due(self) -> Iterable[CompletionTask]:
+        return self._deadlines.due()
+
+    def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
+        if not remaining_s and session_id not in self._apps:
+            return ()
+        account = self._account(session_id)
+        account.remaining_s = remaining_s
+        account.last_active = self._clock.now()
+        return ((session_id, True), (session_id, False))
+
+    def _account(self, session_id: int) -> _App:
+        account = super()._account(session_id)
+        now = self._clock.now()
+        if not account.is_active and now - account.last_active > _BURST_GAP_S:
+            account.start, account.served_s = now, 0.0
+        return account
+
+
+_URGENT = (-1, True)
+
+
+class _Deadlines:
+    """Which calls have right of way: those that can still meet a deadline, but not by much.
+
+    promote                      demote                   deadline
+      |--------- urgent ----------|------- hopeless --------|
+                  latest start ->|---- remaining path ------|"""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._watched: set[CompletionTask] = set()
+        self._changes: list[tuple[float, int, CompletionTask]] = []
+        self._numbers = count()
+
+    def is_urgent(self, task: CompletionTask) -> bool:
+        if task.deadline is None:
+            return False
+        left_s, path_s = task.deadline - self._clock.now(), task.remaining_path_s
+        return _HOPELESS * path_s < left_s <= _MARGIN * path_s + _MARGIN_S
+
+    def watch(self, task: CompletionTask) -> None:
+        """Its deadline or path is new, or it has come."""
+        if task.deadline is None:
+            return
+        self._watched.add(task)
+        now = self._clock.now()
+        for left_s in (
+            _MARGIN * task.remaining_path_s + _MARGIN_S,
+            _HOPELESS * task.remaining_path_s,
+        ):
+            if (when := task.deadline - left_s) >= now:
+                heapq.heappush(self._changes, (when, next(self._numbers), task))
+
+    def due(self) -> list[CompletionTask]:
+        now = self._clock.now()
+        tasks: list[CompletionTask] = []
+        while self._changes and self._changes[0][0] <= now:
+            task = heapq.heappop(self._changes)[2]
+            if task in self._watched:
+                tasks.append(task)
+        return tasks
+
+    def forget(self, task: CompletionTask) -> None:
+        self._watched.discard(task)
+        if len(self._changes) > _MIN_GARBAGE + 4 * len(self._watched):
+            self._changes = [change for change in self._changes if change[2] in self._watched]
+            heapq.heapify(self._changes)
+
+
+def _latest_start(task: CompletionTask) -> float:
+    assert task.deadline is not None, task
+    return task.deadline - task.remaining_path_s

@@ -3,7 +3,7 @@
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.scheduler.load import LoadIndex
-from parrot.serve.scheduler.order import AppFifo, Arrival, CriticalPath, NoApps
+from parrot.serve.scheduler.order import AppFifo, CriticalPath, LeastAttainedService, OrderPolicy
 from parrot.serve.scheduler.placement import (
     ContextAware,
     ContextGroup,
@@ -17,9 +17,17 @@ from parrot.serve.scheduler.sharing import QueuedBlocks, RunningPrefixes
 from parrot.utils.clock import Clock
 
 
-def build_order(config: GlobalSchedulerConfig, clock: Clock) -> NoApps:
-    inner = CriticalPath() if config.policy == "critical_path" else Arrival()
-    return AppFifo(inner, clock) if config.app_fifo else NoApps(inner)
+def build_order(config: GlobalSchedulerConfig, clock: Clock) -> OrderPolicy:
+    policy = config.policy if config.app_fifo else "fcfs"
+    match policy:
+        case "critical_path":
+            return CriticalPath(clock)
+        case "las":
+            return LeastAttainedService(clock)
+        case "app_fifo":
+            return AppFifo(clock)
+        case "fcfs":
+            return OrderPolicy()
 
 
 def build_placer(

@@ -1,44 +1,39 @@
-"""The order of queued tasks: a heap of apps, each with a heap of its tasks."""
+"""The order of queued tasks: a heap of groups, each with a heap of its tasks."""
 
 import heapq
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
+from parrot.serve.scheduler.order import OrderPolicy
 from parrot.serve.scheduler.task import CompletionTask
 
 SortKey = tuple[float, float]
 
-
-class OrderPolicy(Protocol):
-    """Keys are on the clock's scale; least first. A task's key may change only by `update`; an
-    app's may only grow while it has tasks."""
-
-    def app(self, task: CompletionTask) -> Hashable: ...
-
-    def app_key(self, app: Hashable) -> float: ...
-
-    def task_key(self, task: CompletionTask) -> float: ...
+_MIN_GARBAGE = 64
 
 
 @dataclass(slots=True, eq=False)
-class _AppQueue:
-    app: Hashable
+class _Group:
+    """`number`: of its valid entry in the heap of groups."""
+
+    name: Hashable
     key: float
+    number: int
     heap: list[tuple[float, int, CompletionTask]] = field(default_factory=list)
 
 
 class TaskQueue:
-    """Removal is lazy: a heap entry counts only while the task is in `_entries` with its number.
-    Every operation costs O(log n) amortised."""
+    """Nothing is ever taken out of the middle of a heap: an entry counts only while its number is
+    that of its task or group. A group whose key has shrunk gets a new entry at once (`touch`), one
+    whose key has grown when it comes to the top. Every operation costs O(log n) amortised."""
 
     def __init__(self, order: OrderPolicy) -> None:
         self._order = order
         self._numbers = count()
-        self._entries: dict[CompletionTask, tuple[int, _AppQueue]] = {}
-        self._apps: dict[Hashable, _AppQueue] = {}
-        self._heap: list[tuple[float, int, _AppQueue]] = []
+        self._entries: dict[CompletionTask, tuple[int, _Group]] = {}
+        self._groups: dict[Hashable, _Group] = {}
+        self._heap: list[tuple[float, int, _Group]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,40 +45,57 @@ class TaskQueue:
         return list(self._entries)
 
     def push(self, task: CompletionTask) -> None:
-        app = self._order.app(task)
-        queue = self._apps.get(app)
-        if queue is None:
-            queue = self._apps[app] = _AppQueue(app, self._order.app_key(app))
-            heapq.heappush(self._heap, (queue.key, next(self._numbers), queue))
+        name = self._order.group(task)
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group(name, self._order.group_key(name), 0)
+            self._file(group)
         number = next(self._numbers)
-        self._entries[task] = (number, queue)
-        heapq.heappush(queue.heap, (self._order.task_key(task), number, task))
+        self._entries[task] = (number, group)
+        heapq.heappush(group.heap, (self._order.task_key(task), number, task))
 
     def remove(self, task: CompletionTask) -> None:
         del self._entries[task]
 
+    def touch(self, name: Hashable) -> None:
+        """The group's key may have shrunk."""
+        group = self._groups.get(name)
+        if group is not None and (key := self._order.group_key(name)) < group.key:
+            group.key = key
+            self._file(group)
+
     def top(self) -> tuple[SortKey, CompletionTask] | None:
         """The first task and its sort key."""
         while self._heap:
-            key, _, queue = self._heap[0]
-            self._skip_removed(queue)
-            if not queue.heap:
+            key, number, group = self._heap[0]
+            if group.number != number:
                 heapq.heappop(self._heap)
-                del self._apps[queue.app]
                 continue
-            now_key = self._order.app_key(queue.app)
-            if now_key > key:
-                queue.key = now_key
-                heapq.heapreplace(self._heap, (now_key, next(self._numbers), queue))
+            self._skip_removed(group)
+            if not group.heap:
+                heapq.heappop(self._heap)
+                del self._groups[group.name]
                 continue
-            task_key, _, task = queue.heap[0]
+            group.key = self._order.group_key(group.name)
+            if group.key > key:
+                heapq.heappop(self._heap)
+                self._file(group)
+                continue
+            task_key, _, task = group.heap[0]
             return (key, task_key), task
         return None
 
-    def _skip_removed(self, queue: _AppQueue) -> None:
-        while queue.heap:
-            _, number, task = queue.heap[0]
+    def _file(self, group: _Group) -> None:
+        group.number = next(self._numbers)
+        heapq.heappush(self._heap, (group.key, group.number, group))
+        if len(self._heap) > _MIN_GARBAGE + 4 * len(self._groups):
+            self._heap = [entry for entry in self._heap if entry[2].number == entry[1]]
+            heapq.heapify(self._heap)
+
+    def _skip_removed(self, group: _Group) -> None:
+        while group.heap:
+            _, number, task = group.heap[0]
             entry = self._entries.get(task)
             if entry is not None and entry[0] == number:
                 return
-            heapq.heappop(queue.heap)
+            heapq.heappop(group.heap)

@@ -18,6 +18,7 @@ from parrot.utils.clock import Clock
 _LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per queue
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
 _MAX_PRIORITY = 2**31 - 1
+_PRIORITY_STEPS_PER_S = 50  # enough for a year and more
 
 Models = tuple[str, ...]
 
@@ -98,6 +99,7 @@ class Scheduler:
         """A queued task's objective has changed."""
         self._pull(task)
         task.refresh()
+        self._order.updated(task)
         self._push(task)
 
     def ended(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
@@ -112,6 +114,7 @@ class Scheduler:
         """A placed task must run again. It keeps its age."""
         self._unload(task, engine_id)
         task.refresh()
+        self._order.updated(task)
         self._push(task)
 
     def hand_over(self, task: CompletionTask, heir: Completion) -> None:
@@ -124,6 +127,12 @@ class Scheduler:
         queue = self._queues.get(models)
         return [] if queue is None else queue.tasks()
 
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        """See `OrderPolicy.progressed`."""
+        for group in self._order.progressed(session_id, remaining_s):
+            for queue in self._queues.values():
+                queue.touch(group)
+
     def forget_session(self, session_id: int) -> None:
         self._order.forget(session_id)
 
@@ -131,6 +140,10 @@ class Scheduler:
 
     def schedule(self) -> list[Placement]:
         """Place as many tasks as fit, in order. The caller runs every one of them."""
+        for task in self._order.due():
+            if task in self._queues.get(task.models, ()):
+                self._pull(task)
+                self._push(task)
         rounds = [
             _Round(queue, models, [])
             for models, queue in self._queues.items()
@@ -181,10 +194,12 @@ class Scheduler:
         self._loads.changed(load)
         self._placer.unqueued(task)
         self._placer.placed(task, load)
-        priority_s = self._order.priority_s(task) - self._epoch
         self._order.placed(task, work_s)
-        priority = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, int(priority_s * 10)))
-        return Placement(task, load.id, priority)
+        return Placement(task, load.id, self._priority(task))
+
+    def _priority(self, task: CompletionTask) -> int:
+        steps = (self._order.priority_s(task) - self._epoch) * _PRIORITY_STEPS_PER_S
+        return int(max(-_MAX_PRIORITY, min(_MAX_PRIORITY, steps)))
 
     def _unload(self, task: CompletionTask, engine_id: int) -> tuple[EngineLoad, Charge]:
         load = self._loads.get(engine_id)

@@ -9,7 +9,6 @@ from parrot.serve.prefix import Segment, SegmentKind
 
 _MAX_LOST = 3
 _MAX_REFUSED = 5
-_BYTES_PER_TOKEN = 4  # of a usual text in a usual vocabulary; only estimates rest on it
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +25,7 @@ class CompletionTask:
     keys: tuple[bytes, ...]
     arrived: float
     expected_output: int
+    tokens_per_char: float = 0.25  # of the text whose tokens are not known
     num_lost: int = 0  # engines that died or failed with it
     num_refused: int = 0  # times an engine had no memory, or had lost its parent context
     avoided: set[int] = field(default_factory=set)  # engines that failed with it
@@ -38,10 +38,11 @@ class CompletionTask:
     prompt_len: int = field(init=False)
     is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
     remaining_path_s: float = field(init=False)
+    deadline: float | None = field(init=False)
     group: tuple[int, str] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lengths = tuple([_estimate_tokens(segment) for segment in self.segments])
+        self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
         self.prompt_len = sum(self.lengths)
         self.refresh()
 
@@ -52,6 +53,11 @@ class CompletionTask:
     @property
     def max_output(self) -> int:
         return self.completion.sampling.max_gen_length
+
+    @property
+    def num_chars(self) -> int:
+        """Of the prompt."""
+        return sum([len(segment.text) for segment in self.segments])
 
     @property
     def objective(self) -> Objective | None:
@@ -81,6 +87,7 @@ class CompletionTask:
             objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT
         )
         self.remaining_path_s = 0.0 if objective is None else objective.remaining_path_s
+        self.deadline = None if objective is None else objective.deadline
         group = None if objective is None else objective.task_group
         self.group = None if group is None else (self.completion.session_id, group)
 
@@ -102,7 +109,7 @@ class Placement:
     priority: int
 
 
-def _estimate_tokens(segment: Segment) -> int:
+def _num_tokens(segment: Segment, tokens_per_char: float) -> int:
     if segment.tokenized is not None:
         return len(segment.tokenized.ids)
-    return len(segment.text) // _BYTES_PER_TOKEN + 1
+    return int(len(segment.text) * tokens_per_char) + 1
