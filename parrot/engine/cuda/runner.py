@@ -118,6 +118,10 @@ class CudaRunner:
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self.shared_tokens_saved = 0
 
+    @property
+    def num_captured_graphs(self) -> int:
+        return 0 if self._graphs is None else self._graphs.num_captures
+
     def _make_graphs(self, memory: torch.Tensor, options: CudaOptions) -> StepGraphs:
         rooms = Rooms(self._shape, self._split)
         sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]

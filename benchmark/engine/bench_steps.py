@@ -1,0 +1,139 @@
+"""What a step costs besides decoding greedily: sampling, prompts among decodes, the host's side.
+
+    python benchmark/engine/bench_steps.py [--models qwen3-0.6b ...] [--output FILE.json]
+
+`sampled`: decode steps launched ahead, milliseconds each, by how tokens are chosen; `host_ms` is
+what `launch` takes of the host. `mixed`: 32 decodes at 1k and a prompt in one step, as a graph and
+kernel by kernel. `capture_ms`: a decode graph captured while serving.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu import RESULTS, config_of
+from gpu_cases import Decode, Sequences
+
+from parrot.engine.cuda.runner import CudaRunner
+from parrot.engine.model_runner import load_runner
+from parrot.engine.plan import LaunchedStep, SampleSpec, SequenceStep, StepPlan
+from parrot.protocol.sampling import SamplingConfig
+
+CHOICES = {
+    "greedy": SamplingConfig(temperature=0),
+    "temperature": SamplingConfig(temperature=0.8),
+    "min_p": SamplingConfig(temperature=0.8, min_p=0.05),
+    "top_p": SamplingConfig(temperature=0.8, top_p=0.95),
+    "top_k, top_p": SamplingConfig(temperature=0.8, top_k=20, top_p=0.95),
+}
+STEPS = 40
+
+
+def drawn(step: SequenceStep, sampling: SamplingConfig) -> SequenceStep:
+    spec = SampleSpec(step.context_id, sampling, step.context_id, step.end)
+    return step._replace(sample=spec)
+
+
+def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, sampling in CHOICES.items():
+        case = Decode(f"B={batch}", batch, 1024)
+        sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
+        runner.run(StepPlan(sequences.next_step()))  # gives the contexts their rows
+        plans = [
+            StepPlan(tuple(drawn(s, sampling) for s in sequences.next_step()))
+            for _ in range(STEPS + 5)
+        ]
+        previous: LaunchedStep | None = None
+        host, began = [], 0.0
+        for number, plan in enumerate(plans):
+            if number == 5:
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+            start = time.perf_counter()
+            launched = runner.launch(plan, previous)
+            host.append((time.perf_counter() - start) * 1e3)
+            assert launched is not None
+            if previous is not None:
+                previous.wait()
+            previous = launched
+        torch.cuda.synchronize()
+        step_ms = (time.perf_counter() - began) * 1e3 / STEPS
+        found[name] = {"ms": round(step_ms, 3), "host_ms": round(statistics.median(host[5:]), 3)}
+    return found
+
+
+def bench_mixed(runner: CudaRunner, prompt: int) -> dict[str, float]:
+    case = Decode("mixed", 32, 1024)
+    sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
+    fill = sequences.fill(prompt, prompt)[0]
+    found = {}
+    graphs = runner._graphs
+    for name in ("graph", "eager"):
+        runner._graphs = graphs if name == "graph" else None
+        times = []
+        for _ in range(15):
+            plan = StepPlan((*sequences.next_step(), fill))
+            start = time.perf_counter()
+            runner.run(plan)
+            times.append((time.perf_counter() - start) * 1e3)
+        found[name] = round(statistics.median(times[3:]), 3)
+    runner._graphs = graphs
+    return found
+
+
+def bench_capture(runner: CudaRunner) -> float:
+    graphs = runner._graphs
+    assert graphs is not None
+    size = graphs.sizes[3]
+    work = runner._typical_plans(size)[0]
+    graphs._graphs[size].clear()
+    runner._stage_padding(size.rows, 0)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.inference_mode():
+        graphs.prepare(size, work)
+    torch.cuda.synchronize()
+    runner._stage.sent()
+    return round((time.perf_counter() - start) * 1e3, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
+    parser.add_argument("--output", type=Path, default=RESULTS / "engine_gpu_steps.json")
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    for model in args.models:
+        began = time.perf_counter()
+        runner, _ = load_runner(config_of(model))
+        assert isinstance(runner, CudaRunner)
+        row: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
+        for layer in range(runner._cache.pool.shape[0]):
+            runner._cache.pool[layer].normal_()
+        for batch in (1, 64, 256):
+            row[f"sampled B={batch}"] = bench_sampled(runner, batch)
+            print(model, batch, row[f"sampled B={batch}"], flush=True)
+        for prompt in (50, 200, 700, 1400):
+            row[f"mixed {prompt}"] = bench_mixed(runner, prompt)
+            print(model, prompt, row[f"mixed {prompt}"], flush=True)
+        row["capture_ms"] = bench_capture(runner)
+        print(model, row, flush=True)
+        report[model] = row
+        del runner
+        torch.cuda.empty_cache()
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""An engine on the device under random requests: nothing leaks, and nobody disturbs anybody.
+
+PARROT_GPU_OPERATIONS is how many there are: 10,000 take a minute or two. Small cases are also good
+for `compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_random_operations.py`."""
+
+import os
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.jobs import Order, Piece
+from parrot.engine.model_runner import load_runner
+from parrot.engine.output import Language
+from parrot.protocol.internal import GenerateResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.core_harness import Answer
+from parrot.testing.runner_driver import Driver
+from parrot.testing.tiny_model import make_tiny_model
+from parrot.utils.clock import MonotonicClock
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+
+NUM_BLOCKS = 40
+LIMITS = {"max_gen_length": 12, "ignore_tokenizer_eos": True}
+GREEDY = SamplingConfig.model_validate({"temperature": 0, **LIMITS})
+DRAWN = SamplingConfig.model_validate({"top_p": 0.9, **LIMITS})
+PENALIZED = SamplingConfig.model_validate({"presence_penalty": 0.5, **LIMITS})
+
+
+class World:
+    """Contexts and what they hold, as far as it is known: a failed request leaves its own in the
+    dark."""
+
+    def __init__(self, core: EngineCore, rng: random.Random) -> None:
+        self.core = core
+        self.rng = rng
+        self.running: dict[int, Answer] = {}
+        self.texts: dict[int, list[int]] = {}
+        self.greedy_answers: list[tuple[list[int], list[int]]] = []
+        self.num_operations = 0
+        self._kinds: dict[int, SamplingConfig | None] = {}
+        self._next_id = 0
+
+    def submit(self) -> None:
+        """Fill or generate, in a new context, mostly a fork."""
+        rng = self.rng
+        parent = rng.choice([*(c for c in self.texts if c not in self.running), -1])
+        known = self.texts.get(parent, [])
+        prompt = [rng.randrange(250) for _ in range(rng.randint(1, 60))]
+        if len(known) + len(prompt) > 350 or len(self.running) > 12:
+            return
+        number = self._next_id = self._next_id + 1
+        kind = rng.choices([GREEDY, DRAWN, PENALIZED, None], [6, 3, 1, 2])[0]
+        piece = Piece(number, array("i", prompt), parent, len(known) if known else None)
+        answer = self.running[number] = Answer()
+        self._kinds[number], self.texts[number] = kind, known + prompt
+        self.core.finish_launched()
+        self.core.submit(Order(number, (piece,), answer, sampling=kind))
+
+    def abort(self) -> None:
+        if self.running:
+            self.core.finish_launched()
+            self.core.abort(self.rng.choice([*self.running]))
+
+    def free(self) -> None:
+        """Now and then while a request runs on it."""
+        if not self.texts:
+            return
+        chosen = self.rng.sample([*self.texts], min(len(self.texts), 4))
+        if self.rng.random() < 0.8:
+            chosen = [c for c in chosen if c not in self.running]
+        self.core.finish_launched()
+        self.core.free(chosen)
+        for context in chosen:
+            if context not in self.running:
+                del self.texts[context]
+
+    def step(self) -> None:
+        self.core.step()
+
+    def operate(self) -> None:
+        operations = [self.submit, self.step, self.free, self.abort]
+        self.rng.choices(operations, [5, 20, 2, 0.5])[0]()
+        self.num_operations += 1
+        self.settle()
+
+    def settle(self) -> None:
+        for call, argument in self.core.take_outcomes():
+            call(argument)
+        for number, answer in list(self.running.items()):
+            if answer.error is None and answer.response is None:
+                continue
+            del self.running[number]
+            prompt, kind = self.texts.pop(number), self._kinds.pop(number)
+            if answer.error is not None:
+                continue
+            output = []
+            if isinstance(answer.response, GenerateResponse):
+                output = answer.response.generated_ids
+            self.texts[number] = prompt + output
+            if kind is GREEDY:
+                self.greedy_answers.append((prompt, output))
+
+    def finish(self) -> None:
+        while self.core.has_work and self.core.step():
+            pass
+        self.core.finish_launched()
+        self.settle()
+        assert not self.running
+        self.core.free(range(self._next_id + 1))
+
+
+def test_random_operations(tmp_path: Path) -> None:
+    """What a greedy request got is what an undisturbed runner gives."""
+    config = BuiltinConfig.model_validate(
+        {
+            "model": str(make_tiny_model(tmp_path, overrides={"hidden_size": 64})),
+            "device": "cuda",
+            "dtype": "float32",
+            "scheduler": {"max_batch_size": 16, "max_num_batched_tokens": 128},
+            "instance": {"num_kv_cache_blocks": NUM_BLOCKS, "block_size": 16, "max_seq_len": 400},
+        }
+    )
+    runner, tokenizer = load_runner(config)
+    core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
+    world = World(core, random.Random(3))
+    while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
+        world.operate()
+        if world.num_operations % 16 == 0:
+            core.finish_launched()
+            core.check_integrity()
+    world.finish()
+    core.check_integrity()
+    assert core.runtime_info().num_free_blocks == NUM_BLOCKS
+    assert len(world.greedy_answers) > world.num_operations // 50
+    driver = Driver(runner)
+    for prompt, output in world.rng.sample(world.greedy_answers, 20):
+        context = driver.context(prompt)
+        assert driver.generate([context], len(output)) == [output]
+        driver.release(context)
