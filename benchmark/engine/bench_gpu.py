@@ -17,6 +17,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -182,13 +183,16 @@ def bench_model(model: str, parts: list[str], rows: list[Row]) -> None:
 
 def bench_http(model: str, rows: list[Row]) -> None:
     """A server in a process of its own."""
-    path = Path(f"/tmp/bench_gpu_{model}.json")
-    path.write_text(config_of(model).model_dump_json(exclude={"engine_name"}))
+    folder = Path(tempfile.mkdtemp(prefix=f"{model}_"))
+    (folder / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))
+    path = folder / "engine.json"
+    path.write_text(config_of(str(folder)).model_dump_json(exclude={"engine_name"}))
     command = [sys.executable, "-m", "parrot.engine.http_server", "--without_core"]
     server = subprocess.Popen([*command, "--config_path", str(path), "--release_mode"])
     try:
         url = "http://localhost:9001"
-        for row in asyncio.run(gpu_http.measure(model, url, lambda: server.poll() is None)):
+        cases = DECODES[model]
+        for row in asyncio.run(gpu_http.measure(model, url, lambda: server.poll() is None, cases)):
             show(rows, {"model": model, **row})
     finally:
         server.terminate()

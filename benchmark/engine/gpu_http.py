@@ -4,11 +4,13 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
-from gpu_cases import load_256
+from gpu_cases import Decode, load_256
+
+from parrot.protocol.internal import NO_PARENT
 
 Row = dict[str, Any]
 LOAD_TIMEOUT_S = 240
@@ -42,9 +44,10 @@ class Client:
         self._next_context += 1
         return self._next_context
 
-    async def fill(self, tokens: list[int]) -> int:
+    async def fill(self, tokens: list[int], parent: int = NO_PARENT) -> int:
         context = self.new_context()
-        await self.post("/fill", {"context_id": context, "token_ids": tokens})
+        payload = {"context_id": context, "parent_context_id": parent, "token_ids": tokens}
+        await self.post("/fill", payload)
         return context
 
     async def generate(self, context: int, count: int, prompt: list[int] | None = None) -> Row:
@@ -60,17 +63,22 @@ def random_tokens(seed: int, count: int) -> list[int]:
     return [rng.randrange(10_000) for _ in range(count)]
 
 
-async def decode_ms(client: Client, batch: int) -> Row:
-    """Contexts of 2k tokens are filled first. `ms`: the engine's own account of a request's
-    decoding, over its tokens; `wall_ms`: the client's, over all of the batch."""
-    contexts = [await client.fill(random_tokens(i, 2048)) for i in range(batch)]
+async def decode_ms(client: Client, case: Decode) -> Row:
+    """The contexts are filled first. `ms`: the engine's own account of a request's decoding, over
+    its tokens; `wall_ms`: the client's, over all of the batch."""
+    num_roots = case.roots if case.shared else 0
+    roots = [await client.fill(random_tokens(-i - 1, case.shared)) for i in range(num_roots)]
+    contexts = [
+        await client.fill(random_tokens(i, own), roots[i % num_roots] if roots else NO_PARENT)
+        for i, own in enumerate(case.own_lengths())
+    ]
     began = time.perf_counter()
     answers = await asyncio.gather(*(client.generate(c, OUTPUT) for c in contexts))
     wall = time.perf_counter() - began
-    await client.post("/free_context", {"context_ids": contexts})
+    await client.post("/free_context", {"context_ids": contexts + roots})
     per_token = [a["usage"]["decode_s"] / (OUTPUT - 1) * 1e3 for a in answers]
     return {
-        "case": f"HTTP decode B={batch} ctx 2k",
+        "case": f"HTTP {case.name}",
         "ms": statistics.median(per_token),
         "wall_ms": wall / OUTPUT * 1e3,
     }
@@ -106,7 +114,9 @@ async def whole_load(client: Client) -> Row:
     return {"case": "HTTP 256", "seconds": min(times), "tokens_per_s": tokens / min(times)}
 
 
-async def measure(model: str, url: str, is_alive: Callable[[], bool]) -> list[Row]:
+async def measure(
+    model: str, url: str, is_alive: Callable[[], bool], cases: Sequence[Decode]
+) -> list[Row]:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
@@ -114,8 +124,8 @@ async def measure(model: str, url: str, is_alive: Callable[[], bool]) -> list[Ro
         rows: list[Row] = [
             {"case": "HTTP ready", "seconds": await client.wait_until_ready(is_alive)}
         ]
-        for batch in (1, 1, 8, 64):
-            rows.append(await decode_ms(client, batch))
+        for case in (cases[0], *cases):
+            rows.append(await decode_ms(client, case))
         del rows[1]  # the first one warms up
         fills = (2048,) if model == "llama-2-7b" else (2048, 8192)
         rows += [await prefill_ms(client, tokens) for tokens in fills]

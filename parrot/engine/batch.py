@@ -93,9 +93,9 @@ class _Row:
         return self.start + 1 if self.count == 1 else self.start
 
 
-def build_batch(plan: StepPlan, block_size: int, min_saved_tokens: int) -> Batch:
+def build_batch(plan: StepPlan, block_size: int, min_saved_tokens: int | None) -> Batch:
     """Flatten a plan. A common prefix becomes a shared span when that saves reading at least
-    `min_saved_tokens` tokens of KV (sharers beyond the first, times length)."""
+    `min_saved_tokens` tokens of KV (sharers beyond the first, times length); None: never."""
     sequences = [s for s in plan.sequences if len(s.token_ids)]
     counts = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
     firsts = np.cumsum(counts) - counts
@@ -143,7 +143,7 @@ def _fresh_blocks(
 
 
 def _plan_work(
-    sequences: list[_Row], num_rows: int, block_size: int, min_saved_tokens: int
+    sequences: list[_Row], num_rows: int, block_size: int, min_saved_tokens: int | None
 ) -> WorkList:
     spans: list[Span] = []
     own_from = np.zeros(len(sequences), dtype=np.int64)
@@ -177,10 +177,12 @@ def _merge_lists(
 
 
 def _shared_prefixes(
-    sequences: list[_Row], block_size: int, min_saved_tokens: int
+    sequences: list[_Row], block_size: int, min_saved_tokens: int | None
 ) -> Iterator[tuple[list[int], int, int]]:
     """Yield (members, begin, end): sequences whose blocks [begin, end) are the same and worth
     sharing, ancestors first. Only blocks that were full before the step are shared."""
+    if min_saved_tokens is None:
+        return
     full = [s.blocks[: s.start // block_size] for s in sequences]
     candidates = [i for i, blocks in enumerate(full) if len(blocks)]
     if len({int(full[i][0]) for i in candidates}) == len(candidates):

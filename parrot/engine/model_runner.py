@@ -34,7 +34,13 @@ class ModelRunner:
     """`Runner` over a decoder and its KV pool."""
 
     def __init__(
-        self, model: Decoder, num_blocks: int, block_size: int, max_seq_len: int | None = None
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_seq_len: int | None = None,
+        *,
+        shared_prefix: bool = True,
     ) -> None:
         spec = model.spec
         layout = KVLayout(
@@ -43,6 +49,7 @@ class ModelRunner:
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
         self._attention = TorchAttention(self._cache.pool, spec.num_heads)
+        self._min_saved_tokens = self._attention.min_saved_tokens if shared_prefix else None
         self._info = RunnerInfo(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -59,7 +66,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        batch = build_batch(plan, self._info.block_size, self._attention.min_saved_tokens)
+        batch = build_batch(plan, self._info.block_size, self._min_saved_tokens)
         self._cache.prepare(batch.copies, batch.fresh_blocks)
         if not batch.num_rows:
             return StepResult({}, {})
@@ -116,7 +123,13 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     if use_triton:
         runner = _make_cuda_runner(config, model, num_blocks, block_size)
     else:
-        runner = ModelRunner(model, num_blocks, block_size, instance.max_seq_len)
+        runner = ModelRunner(
+            model,
+            num_blocks,
+            block_size,
+            instance.max_seq_len,
+            shared_prefix=instance.shared_prefix,
+        )
     runner.warm_up()
     logger.info(
         "%d KV blocks of %d tokens (%.0f MiB), weights %.0f MiB, contexts up to %d tokens",
@@ -156,12 +169,14 @@ def _make_cuda_runner(
     config: BuiltinConfig, model: Decoder, num_blocks: int, block_size: int
 ) -> "CudaRunner":
     from parrot.engine.cuda.runner import CudaOptions, CudaRunner  # imports triton
+    from parrot.engine.kernels.gate import GateConfig
 
     limits = config.scheduler
     options = CudaOptions(
         max_rows=min(limits.max_batch_size, limits.max_num_batched_tokens),
         max_tokens=limits.max_num_batched_tokens,
         max_seq_len=config.instance.max_seq_len,
+        gate=GateConfig() if config.instance.shared_prefix else None,
     )
     return CudaRunner(model, num_blocks, block_size, options)
 

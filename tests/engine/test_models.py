@@ -116,7 +116,7 @@ def test_a_context_longer_than_the_gate_shares_and_stays_equal(tmp_path: Path) -
     """Forks of one context in one step: read once (gate lowered), logits as if alone."""
     folder = make_tiny_model(tmp_path / "model", "llama")
     runner, twin = build(folder)
-    runner._attention._min_saved_tokens = 1
+    runner._min_saved_tokens = 1
     driver = Driver(runner)
     parent = driver.context(list(range(100)))
     driver.step([(parent, 100)])
