@@ -101,3 +101,49 @@ def demo(
     from parrot.cli.demo import run_demo
 
     run_demo(file, max_parts, output_dir)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A file that ServeCore wrote to its trace_path.")],
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="The global scheduler's policy.")
+    ] = None,
+    engines: Annotated[
+        int | None, typer.Option("--engines", help="How many; default as many as were recorded.")
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option("--kv_tokens", help="Tokens of KV of each engine; default what they had."),
+    ] = None,
+    engine_config: Annotated[
+        Path | None,
+        typer.Option("--engine_config", help="Costs of a step: sample_configs/engine/sim_*.json."),
+    ] = None,
+    core_config: Annotated[
+        Path | None, typer.Option("--core_config", help="Its global_scheduler is taken.")
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--against",
+            metavar="KEY=VALUE,...",
+            help="Replay again with these changed: engines, kv_tokens, engine_config, or a key of "
+            "the global scheduler. May be given several times.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the figures to this file, as JSON.")
+    ] = None,
+) -> None:
+    """Replay a recorded trace on virtual time, and show what other settings would change."""
+    from parrot.cli.simulate import simulate as run_simulation
+
+    options = {
+        "policy": policy,
+        "engines": engines,
+        "kv_tokens": kv_tokens,
+        "engine_config": engine_config,
+    }
+    settings = {key: value for key, value in options.items() if value is not None}
+    run_simulation(trace, settings, core_config, against or [], output)

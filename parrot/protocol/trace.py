@@ -1,8 +1,8 @@
 """A trace: what programs asked of a ServeCore and what came of it, one JSON object a line.
 
 Texts are not in it. Of each there are its length and ids of its beginnings, which are the same for
-equal beginnings in one trace and mean nothing outside of it. Times are seconds since the recording began; lines are in order of
-time. The first line is a `TraceHeader`."""
+equal beginnings in one trace and mean nothing outside of it. Times are seconds since the recording
+began; lines are in order of time. The first line is a `TraceHeader`."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -142,6 +142,16 @@ class SessionEnded(SessionEvent):
     native_texts: dict[str, TraceText] = {}
 
 
+class TraceEnded(TraceEvent):
+    """ServeCore went down. Counts are tokens: `hit`, prompt tokens that were cached; `recomputed`,
+    computed once more; `evicted`, freed for want of room."""
+
+    event: Literal["ended"] = "ended"
+    hit: int = 0
+    recomputed: int = 0
+    evicted: int = 0
+
+
 AnyTraceEvent = Annotated[
     TraceHeader
     | EngineJoined
@@ -154,7 +164,8 @@ AnyTraceEvent = Annotated[
     | ReadEnded
     | CancelAsked
     | SessionDeleted
-    | SessionEnded,
+    | SessionEnded
+    | TraceEnded,
     Field(discriminator="event"),
 ]
 

@@ -35,6 +35,7 @@ from parrot.protocol.trace import (
     SessionBegan,
     SessionDeleted,
     SessionEnded,
+    TraceEnded,
     TraceHeader,
     TraceParameter,
     TraceSink,
@@ -89,6 +90,18 @@ class TracingCore(ServeCore):
         response = await super().register_engine(request)
         self._sink(EngineJoined(at=self._at(), engine=request.engine_config))
         return response
+
+    async def close(self) -> None:
+        await super().close()
+        counts = self._dispatcher.kv_counts()
+        self._sink(
+            TraceEnded(
+                at=self._at(),
+                hit=counts.hit,
+                recomputed=counts.recomputed.total(),
+                evicted=counts.evicted,
+            )
+        )
 
     def create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
         created = super().create_session(request)

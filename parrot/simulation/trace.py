@@ -19,6 +19,7 @@ from parrot.protocol.trace import (
     SessionBegan,
     SessionEnded,
     SessionEvent,
+    TraceEnded,
     TraceHeader,
     TraceText,
     VariableCreated,
@@ -54,6 +55,7 @@ class TracedSession:
 class Trace:
     engines: list[EngineInfo] = field(default_factory=list)
     sessions: list[TracedSession] = field(default_factory=list)
+    ended: TraceEnded | None = None
     _by_id: dict[int, TracedSession] = field(default_factory=dict)
 
     def add(self, event: AnyTraceEvent) -> None:
@@ -61,6 +63,8 @@ class Trace:
         match event:
             case TraceHeader():
                 pass
+            case TraceEnded():
+                self.ended = event
             case EngineJoined():
                 self.engines = [
                     e for e in self.engines if e.engine_name != event.engine.engine_name

@@ -31,7 +31,7 @@ async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings
     assert b"secret" not in content
     assert b"aaa" not in content
     events = [orjson.loads(line) for line in content.splitlines()]
-    kinds = ["trace", "session", *["variable"] * 3, "read", "answer", "call", "end"]
+    kinds = ["trace", "session", *["variable"] * 3, "read", "answer", "call", "end", "ended"]
     assert [event["event"] for event in events] == kinds
     long, short, other = (event["value"]["ids"] for event in events[2:5])
     assert len(long) == 3

@@ -166,6 +166,8 @@ def test_a_file_holds_the_same_and_no_text(tmp_path: Path):
     in_memory = record()
     assert times(loaded) == times(in_memory)
     assert times(Replay(engine=ENGINE).run(loaded)) == pytest.approx(times(in_memory), rel=0.03)
+    assert loaded.ended is not None
+    assert loaded.ended.hit > 0
     path.write_text(content[: len(content) // 2])  # the writer was killed
     half = load_trace(path)
     assert 0 < len(half.sessions) <= len(loaded.sessions)
