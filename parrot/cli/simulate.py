@@ -62,7 +62,7 @@ def simulate(
     summaries = {name: summarize(trace) for name, trace in traces.items()}
     OUT.print(_table(summaries))
     for name in list(replays)[1:]:
-        OUT.print(_changes_table(name, changes(traces["simulated"], traces[name])))
+        _print_changes(name, changes(traces["simulated"], traces[name]))
     if output is not None:
         output.write_text(json.dumps(_as_json(summaries, traces), indent=1) + "\n")
 
@@ -126,13 +126,11 @@ def _table(summaries: Mapping[str, Summary]) -> Table:
     return table
 
 
-def _changes_table(name: str, found: Sequence[Change]) -> Table:
+def _print_changes(name: str, found: Sequence[Change]) -> None:
     gained = sum(change.ratio > 1 + _NOTABLE for change in found)
     lost = sum(change.ratio < 1 - _NOTABLE for change in found)
-    table = Table(
-        title=f"{name}: {gained} sessions take less time than simulated, {lost} more (by 1%)",
-        title_justify="left",
-    )
+    OUT.print(f"{name}: {gained} sessions take less time than simulated, {lost} more (by 1%)")
+    table = Table()
     for column in ("session", "simulated, s", f"{name}, s", "ratio"):
         table.add_column(column, justify="right")
     shown = found
@@ -145,7 +143,7 @@ def _changes_table(name: str, found: Sequence[Change]) -> Table:
             f"{change.after_s:.3f}",
             f"{change.ratio:.2f}x",
         )
-    return table
+    OUT.print(table)
 
 
 def _as_json(summaries: Mapping[str, Summary], traces: Mapping[str, Trace]) -> dict[str, Any]:
