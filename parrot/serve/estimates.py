@@ -38,6 +38,9 @@ class _Recent(Generic[V]):
         self._size = size
         self._values: OrderedDict[Hashable, V] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def get(self, key: Hashable) -> V | None:
         if key in self._values:
             self._values.move_to_end(key)
