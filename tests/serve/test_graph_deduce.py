@@ -223,3 +223,70 @@ def test_exactly_the_edges_that_close_a_cycle_are_refused(edges: list[tuple[int,
             oracle.add_edge(a, b)
     assert nx.is_directed_acyclic_graph(oracle)
     graph.check_integrity()
+
+
+class Price:
+    """Predicts what the test says: seconds by the name of the output."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.by_name = seconds
+
+    def seconds(self, task: Task) -> float:
+        (variable,) = task.outputs()
+        return self.by_name[variable.name]
+
+
+def test_what_has_finished_is_no_part_of_what_remains() -> None:
+    runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0, d=8.0)
+    graph = make_graph(runner, predictor=price)
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    c = link_call(graph, "c", [a])
+    d = link_call(graph, "d", [b, c])
+    reader = graph.add_reader(graph.node(d), Criteria.LATENCY)
+    assert runner.remaining_s == {7: 15.0}
+    assert objective(graph, a).remaining_path_s == 13.0  # by way of c
+    runner.finish(task(graph, a))
+    assert runner.remaining_s == {7: 14.0}
+    runner.finish(task(graph, c))
+    assert runner.remaining_s == {7: 10.0}
+    assert objective(graph, b).remaining_path_s == 10.0
+    graph.remove_reader(reader)
+    assert runner.remaining_s == {7: 0.0}
+    graph.add_reader(graph.node(d), Criteria.LATENCY)
+    assert runner.remaining_s == {7: 10.0}
+    graph.check_integrity()
+
+
+def test_calls_submitted_later_lengthen_what_remains() -> None:
+    runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0)
+    graph = make_graph(runner, predictor=price)
+    a = link_call(graph, "a", [], output_criteria="latency")
+    assert runner.remaining_s == {7: 1.0}
+    b = link_call(graph, "b", [a], output_criteria="latency")
+    link_call(graph, "c", [b], output_criteria="latency")
+    assert runner.remaining_s == {7: 7.0}
+    assert objective(graph, a).remaining_path_s == 7.0
+    assert runner.reprioritised == [task(graph, a), task(graph, a)]
+    runner.finish(task(graph, a))
+    assert objective(graph, b).remaining_path_s == 6.0
+
+
+def test_what_was_learnt_reaches_tasks_that_are_wanted_already() -> None:
+    runner, price = FakeRunner(), Price(a=10.0, b=10.0, c=10.0)
+    graph = make_graph(runner, predictor=price)
+    a = link_call(graph, "a", [])
+    other = link_call(graph, "a", [])  # another call of the same function
+    b = link_call(graph, "b", [a, other])
+    c = link_call(graph, "c", [b])
+    graph.add_reader(graph.node(c), Criteria.LATENCY)
+    assert objective(graph, a).remaining_path_s == 30.0
+    price.by_name = {"a": 1.0, "b": 1.0, "c": 1.0}
+    runner.finish(task(graph, a))
+    assert runner.reprioritised == [task(graph, other)]
+    assert objective(graph, other).remaining_path_s == 3.0
+    assert runner.remaining_s == {7: 3.0}
+    price.by_name = {"a": 1.0, "b": 5.0, "c": 1.0}
+    runner.finish(task(graph, other))
+    assert objective(graph, b).remaining_path_s == 6.0  # its inputs are complete
+    graph.check_integrity()
