@@ -40,6 +40,17 @@ class SchedulerConfig(ConfigModel):
         "that of freed contexts while nobody else needs its memory.",
     )
 
+    background_share: float = Field(
+        0.02,
+        ge=0.0,
+        le=1.0,
+        description="How much longer background fills may make the steps of jobs that generate, "
+        "on average.",
+    )
+    background_chunk_size: PositiveInt = Field(
+        512, description="Tokens of background fills in a step that has nothing else to do."
+    )
+
     @field_validator("policy", mode="before")
     @classmethod
     def _read_original(cls, policy: Any) -> Any:

@@ -22,6 +22,7 @@ from parrot.engine.context import ContextTree
 from parrot.engine.jobs import Job, Order
 from parrot.engine.output import Language
 from parrot.engine.plan import (
+    DeviceLost,
     LaunchedStep,
     OverlappingRunner,
     Runner,
@@ -32,13 +33,14 @@ from parrot.engine.plan import (
 from parrot.engine.requests import Delivery, RequestDesk
 from parrot.engine.scheduler.policy import POLICIES
 from parrot.engine.scheduler.scheduler import LocalScheduler, Share
-from parrot.protocol.errors import EngineFailed, ParrotError
+from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
 from parrot.protocol.internal import RuntimeInfo
 from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 _CANNOT_RUN = "the engine could not run this request"
+_NO_BACKGROUND_ROOM = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
 _REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
 _MIN_REQUESTS = 1024
@@ -57,6 +59,7 @@ class _Flight:
     """A launched step whose tokens nobody has waited for."""
 
     step: LaunchedStep
+    plan: StepPlan
     planned: list[tuple[Job, Share]]
     began: float
 
@@ -144,7 +147,8 @@ class EngineCore:
             plan = self._plan_ahead(flight)
             ahead = None if plan is None else self._launch(plan, flight.step)
             planned = self._scheduler.planned()
-            self._land(flight)
+            if not self._land(flight):
+                ahead = None  # it took tokens that have never been
             if plan is not None and ahead is None:
                 self.deliver(self.run(_with_known_tokens(plan, planned)), planned)
             self._flight = ahead
@@ -176,28 +180,39 @@ class EngineCore:
         began = self._clock.now()
         try:
             step = self._overlapping.launch(plan, previous)
+        except DeviceLost:
+            raise
         except Exception:
             logger.exception("a step of %d sequences could not be launched", len(plan.sequences))
             return None
-        return None if step is None else _Flight(step, self._scheduler.planned(), began)
+        return None if step is None else _Flight(step, plan, self._scheduler.planned(), began)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: _Flight) -> bool:
+        """Deliver a launched step. False: it failed, and was run again with the tokens known now."""
+        planned, has_landed = flight.planned, True
         try:
             outcome = StepOutcome(flight.step.wait())
+        except DeviceLost:
+            raise
         except Exception:
-            logger.exception("a launched step of %d sequences failed", len(flight.planned))
-            error = EngineFailed(_CANNOT_RUN)
-            outcome = StepOutcome(
-                StepResult({}, {}), dict.fromkeys(range(len(flight.planned)), error)
-            )
+            logger.exception("a launched step of %d sequences failed", len(planned))
+            plan, planned = _unfinished(flight.plan, planned)
+            outcome, has_landed = self.run(_with_known_tokens(plan, planned)), False
         self._step_began = max(flight.began, self._landed)
         self._landed = self._clock.now()
-        self.deliver(outcome, flight.planned)
+        self.deliver(outcome, planned)
+        return has_landed
 
     def plan(self) -> StepPlan | None:
         """Decide on the next step. If not None, `run` and `deliver` must follow."""
         self._desk.open_forks()
         plan = self._scheduler.schedule()
+        while turned_away := self._scheduler.take_turned_away():
+            for job in turned_away:
+                self._desk.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
+            if plan is None:  # something may have waited for them
+                self._desk.open_forks()
+                plan = self._scheduler.schedule()
         if plan is not None:
             self._step_began = self._clock.now()
             for job, _ in self._scheduler.planned():
@@ -206,8 +221,11 @@ class EngineCore:
         return plan
 
     def run(self, plan: StepPlan) -> StepOutcome:
+        """Raises `DeviceLost`, and nothing else."""
         try:
             return StepOutcome(self._runner.run(plan))
+        except DeviceLost:
+            raise
         except Exception:
             logger.exception("a step of %d sequences failed", len(plan.sequences))
             return self._run_one_by_one(plan)
@@ -222,6 +240,8 @@ class EngineCore:
         for index, sequence in enumerate(plan.sequences):
             try:
                 result = self._runner.run(StepPlan((sequence,), copies))
+            except DeviceLost:
+                raise
             except Exception as error:
                 logger.exception("context %d cannot be run", sequence.context_id)
                 broken[index] = (
@@ -242,6 +262,7 @@ class EngineCore:
         now = self._clock.now()
         elapsed_ns = (now - self._step_began) * 1e9
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_ns - self._latency_ns)
+        self._scheduler.stepped(elapsed_ns * 1e-9, was_ahead=planned is not None)
         tokens, errors = outcome.result.tokens, outcome.result.errors
         planned = self._scheduler.planned() if planned is None else planned
         for index, (job, share) in enumerate(planned):
@@ -299,6 +320,15 @@ class EngineCore:
         self._tree.check_integrity()
         self._scheduler.check_integrity()
         self._desk.check_integrity()
+
+
+def _unfinished(
+    plan: StepPlan, planned: Sequence[tuple[Job, Share]]
+) -> tuple[StepPlan, list[tuple[Job, Share]]]:
+    """Without the jobs that have ended: their blocks may be others' by now."""
+    kept = [i for i, (job, _) in enumerate(planned) if not job.has_ended]
+    sequences = tuple(plan.sequences[i] for i in kept)
+    return StepPlan(sequences, plan.copies), [planned[i] for i in kept]
 
 
 def _with_known_tokens(plan: StepPlan, planned: Sequence[tuple[Job, Share]]) -> StepPlan:

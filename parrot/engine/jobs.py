@@ -19,6 +19,9 @@ from parrot.protocol.internal import (
 )
 from parrot.protocol.sampling import SamplingConfig
 
+BACKGROUND = 2**31
+"""The priority of fills that nobody waits for yet: behind all others."""
+
 
 class Sink(Protocol):
     """Where a request's outcome goes: chunks while it streams, then exactly one of the others."""
@@ -46,8 +49,9 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Order:
     """A request as it reaches the core: fill all pieces; then, if `sampling` is given, generate
-    after the last one. Lower `priority` runs first. `request_id` is the sender's, for aborting.
-    Roots that it creates share KV only with contexts of the same `cache_salt`."""
+    after the last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
+    sender's, for aborting. Roots that it creates share KV only with contexts of the same
+    `cache_salt`."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -109,6 +113,10 @@ class Job:
     is_admitted: bool = False
     has_begun: bool = False
     has_ended: bool = False
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority >= BACKGROUND
 
     @property
     def is_decoding(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from parrot.engine.config import EngineConfig
 from parrot.engine.core import EngineCore
 from parrot.engine.driver import Driver, ask
-from parrot.engine.jobs import Order, Piece, Sink
+from parrot.engine.jobs import BACKGROUND, Order, Piece, Sink
 from parrot.engine.plan import SUPPORTED_SAMPLING
 from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
 from parrot.protocol.internal import (
@@ -95,12 +95,17 @@ class RunnerService:
         await ask(self._driver, lambda core: core.free([_WARM_UP_CONTEXT]))
 
     def is_ready(self) -> bool:
-        return self._is_ready
+        return self._is_ready and not self._driver.is_lost
+
+    def is_lost(self) -> bool:
+        return self._driver.is_lost
 
     async def fill(self, request: FillRequest) -> FillResponse:
         self._require_ready()
         pieces = (self._piece(request),)
-        response = await self._finish(lambda sink: self._order(request, pieces, sink))
+        response = await self._finish(
+            lambda sink: self._order(request, pieces, sink, is_background=request.background)
+        )
         assert isinstance(response, FillResponse), response
         return response
 
@@ -137,12 +142,13 @@ class RunnerService:
         sink: Sink,
         sampling: SamplingConfig | None = None,
         stream: bool = False,
+        is_background: bool = False,
     ) -> Order:
         return Order(
             request_id=self._request_ids.next(),
             pieces=pieces,
             sink=sink,
-            priority=request.priority,
+            priority=BACKGROUND if is_background else request.priority,
             sampling=sampling,
             stream=stream,
             cache_salt=request.cache_salt,
@@ -234,6 +240,8 @@ class RunnerService:
         return self._core
 
     def _require_ready(self) -> None:
+        if self._driver.is_lost:
+            raise Unavailable("the engine has lost its device")
         if not self._is_ready:
             state = "shutting down" if self._is_closed else "loading its model"
             raise Unavailable(f"the engine is {state}")

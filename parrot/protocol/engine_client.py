@@ -80,6 +80,7 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
         "session_id": request.session_id,
         "task_id": request.task_id,
         "priority": request.priority,
+        "cache_salt": request.cache_salt,
         "end_flag": request.end_flag,
         "fills": [
             _fork_body(fill) | {"token_ids": fill.token_ids, "text": fill.text}

@@ -55,6 +55,11 @@ class JobRequest(InternalPayload):
 
 
 class FillRequest(JobRequest, FillPiece):
+    """`background`: nobody waits for it yet. It gets what other work leaves over, and fails with
+    `out_of_memory` if it would need memory that is in use. As soon as a request continues or forks
+    its context, it is work like any other."""
+
+    background: bool = False
     end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
 
 

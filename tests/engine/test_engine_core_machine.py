@@ -9,11 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core import EngineCore
-from parrot.engine.jobs import Order, Piece
+from parrot.engine.jobs import BACKGROUND, Order, Piece
 from parrot.engine.output import Language
 from parrot.engine.plan import RunnerInfo
 from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, NotFound, ParrotError
+from parrot.protocol.errors import (
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    OutOfMemory,
+    ParrotError,
+)
 from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.checking_runner import CheckingRunner, LaunchingRunner
@@ -55,7 +62,7 @@ def next_token(context_ids) -> int:
 class EngineMachine(RuleBasedStateMachine):
     faults: ClassVar[dict[str, int]] = {}
     runner_type: ClassVar[type[CheckingRunner]] = CheckingRunner
-    errors: ClassVar = InvalidRequest | NotFound | Cancelled
+    errors: ClassVar = InvalidRequest | NotFound | Cancelled | OutOfMemory
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -122,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
             return Piece(self.new_context(), tokens, parent, length, first_id)
         return Piece(self.new_context(), tokens, NO_PARENT, None, first_id)
 
-    @rule(data=st.data(), num=st.integers(1, 3), priority=st.integers(-1, 1))
+    @rule(data=st.data(), num=st.integers(1, 3), priority=st.sampled_from([-1, 0, 1, BACKGROUND]))
     def fill(self, data, num, priority):
         self.submit([self.draw_piece(data) for _ in range(num)], priority=priority)
 
@@ -216,7 +223,7 @@ class FaultyEngineMachine(EngineMachine):
     """The same with a model that crashes at one letter and gives NaN at another."""
 
     faults: ClassVar = {"crash_token": 99, "nan_token": 98}
-    errors: ClassVar = InvalidRequest | NotFound | Cancelled | EngineFailed
+    errors: ClassVar = InvalidRequest | NotFound | Cancelled | OutOfMemory | EngineFailed
 
 
 class OverlappingEngineMachine(EngineMachine):

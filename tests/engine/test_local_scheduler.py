@@ -210,7 +210,9 @@ def test_queues_keep_the_order_of_keys():
 
 def test_policies_are_total_orders():
     class FakeJob:
+        is_background = False
+
         priority, job_id = 3, 7
 
     assert PriorityFirst().key(FakeJob) == (3, 7)
-    assert FirstComeFirstServed().key(FakeJob) == (7,)
+    assert FirstComeFirstServed().key(FakeJob) == (0, 7)

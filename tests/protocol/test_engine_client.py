@@ -26,6 +26,7 @@ class Recorder(HttpClient):
             session_id=4,
             task_id=5,
             priority=-6,
+            cache_salt="t",
             context_id=7,
             parent_context_id=2,
             parent_len=9,
@@ -48,7 +49,7 @@ def test_every_field_is_sent() -> None:
     """A field added to the payload must be added to the client as well."""
     assert set(GenerateRequest.model_fields) == {
         *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
-        *("end_flag", "fills", "sampling_config"),
+        *("cache_salt", "end_flag", "fills", "sampling_config"),
     }
     assert set(FillPiece.model_fields) == {
         *("context_id", "parent_context_id", "parent_len", "token_ids", "text")

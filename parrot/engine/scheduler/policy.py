@@ -6,7 +6,8 @@ from parrot.engine.jobs import Job
 
 
 class Policy(Protocol):
-    """Keys must be unique and total: the first of all jobs always runs, so all end some day."""
+    """Keys must be unique and total: the first of all jobs always runs, so all end some day.
+    Background jobs come after all others."""
 
     def key(self, job: Job) -> tuple[int, ...]: ...
 
@@ -22,7 +23,7 @@ class FirstComeFirstServed:
     """By arrival alone."""
 
     def key(self, job: Job) -> tuple[int, ...]:
-        return (job.job_id,)
+        return (int(job.is_background), job.job_id)
 
 
 POLICIES: dict[str, type[Policy]] = {"priority": PriorityFirst, "fcfs": FirstComeFirstServed}

@@ -2,7 +2,8 @@
 
 There are no prefill and decode phases. Every job has tokens whose KV is missing; a step takes some
 of them from many jobs. Jobs that miss one token (they generate) come first, then the others in
-order of their keys, in chunks, as far as the step's budget goes.
+order of their keys, in chunks, as far as the step's budget goes. Background jobs get what nobody
+else needs.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from parrot.engine.config import SchedulerConfig
 from parrot.engine.context import Context, ContextTree
 from parrot.engine.jobs import Job, JobQueue
 from parrot.engine.plan import BlockCopy, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.scheduler.background import BackgroundPace
 from parrot.engine.scheduler.policy import Policy
 from parrot.engine.scheduler.room import IdleContexts, drop_kv
 
@@ -24,12 +26,13 @@ class Share(NamedTuple):
 
 
 class LocalScheduler:
-    """Keeps the open jobs in two queues and plans steps. All open jobs are in exactly one queue; a
-    job is `admitted` while its context holds blocks for all its known tokens.
+    """Keeps the open jobs in queues and plans steps. All open jobs are in exactly one queue; a job
+    is `admitted` while its context holds blocks for all its known tokens.
 
     Room for KV is taken in this order: free blocks, KV of idle contexts, KV of jobs with a later
     key (they are no longer admitted, and compute it again). So the first job never waits for
-    room, and every job becomes the first."""
+    room, and every job becomes the first. Background jobs are the exception: they take free blocks
+    only, give way before idle contexts do, and without room they are turned away."""
 
     def __init__(
         self,
@@ -44,6 +47,11 @@ class LocalScheduler:
         self._policy = policy
         self._decoding = JobQueue()
         self._queue = JobQueue()
+        self._background = JobQueue()
+        self._pace = BackgroundPace(limits.background_share, limits.background_chunk_size)
+        self._turned_away: list[Job] = []
+        self._num_fill_tokens = 0
+        self._num_background_tokens = 0
         self._shares: dict[Job, Share] = {}
         self._begun_blocks: set[bytes] = set()
         self._tokens_left = 0
@@ -52,11 +60,12 @@ class LocalScheduler:
 
     @property
     def num_jobs(self) -> int:
-        return len(self._decoding) + len(self._queue)
+        return len(self._decoding) + len(self._queue) + len(self._background)
 
     @property
     def num_admitted(self) -> int:
-        return len(self._decoding) + sum(job.is_admitted for job in self._queue)
+        queues = (self._queue, self._background)
+        return len(self._decoding) + sum(job.is_admitted for queue in queues for job in queue)
 
     def planned(self) -> list[tuple[Job, Share]]:
         """What the last plan consists of, in the order of its sequences."""
@@ -64,7 +73,9 @@ class LocalScheduler:
 
     @property
     def only_decodes(self) -> bool:
-        """Every job only generates, and the next step of all would not have to make room."""
+        """The next step is one of jobs that generate, and it would not have to make room."""
+        if self._background and self._pace.num_tokens(len(self._decoding)):
+            return False
         return not self._queue and self._tree.num_free_blocks >= 2 * len(self._decoding)
 
     def schedule_ahead(self, jobs: Sequence[Job]) -> StepPlan | None:
@@ -88,7 +99,7 @@ class LocalScheduler:
         assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
         self.idle.discard(job.context)
         job.key = self._policy.key(job)
-        self._queue.add(job)
+        self._queue_of(job).add(job)
 
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""
@@ -102,14 +113,29 @@ class LocalScheduler:
             self._decoding.add(job)
 
     def reprioritise(self, job: Job, priority: int) -> None:
-        queue = self._queue_of(job)
-        queue.remove(job)
+        is_decoding = job in self._decoding
+        self._queue_of(job).remove(job)
         job.priority = priority
         job.key = self._policy.key(job)
-        queue.add(job)
+        (self._decoding if is_decoding else self._queue_of(job)).add(job)
 
     def _queue_of(self, job: Job) -> JobQueue:
+        if job.is_background:
+            return self._background
         return self._decoding if job in self._decoding else self._queue
+
+    def take_turned_away(self) -> list[Job]:
+        """Background jobs for which `schedule` found no room. They must be failed."""
+        turned_away, self._turned_away = self._turned_away, []
+        return turned_away
+
+    def stepped(self, elapsed_s: float, *, was_ahead: bool) -> None:
+        """The step that was planned last is over, or one that was launched ahead, which is one of
+        jobs that generate."""
+        if was_ahead:
+            self._pace.stepped(elapsed_s, 0)
+        elif self._decoding and not self._num_fill_tokens:
+            self._pace.stepped(elapsed_s, self._num_background_tokens)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no job can run."""
@@ -117,9 +143,11 @@ class LocalScheduler:
         self._begun_blocks.clear()
         self._tokens_left = self._limits.max_num_batched_tokens
         self._context_tokens = 0
+        self._num_background_tokens = 0
         for job in self._decoding:
             if job.is_admitted and job.context.num_missing and self._has_place(job):
                 self._take(job, 1)
+        num_decodes = self._limits.max_num_batched_tokens - self._tokens_left
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
         for job in self._queue:
             if not self._tokens_left:
@@ -129,7 +157,28 @@ class LocalScheduler:
             num_tokens = min(job.context.num_missing, self._tokens_left, self._max_chunk)
             if not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
+        self._num_fill_tokens = (
+            self._limits.max_num_batched_tokens - self._tokens_left - num_decodes
+        )
+        if self._background and not self._queue:
+            self._plan_background()
         return self._build() if self._shares else None
+
+    def _plan_background(self) -> None:
+        if self._turned_away:
+            return
+        budget = min(self._pace.num_tokens(len(self._decoding)), self._tokens_left)
+        for job in self._background:
+            if not budget or not self._has_place(job):
+                return
+            if not job.is_admitted and self._is_computed_by_another(job):
+                continue
+            num_tokens = min(job.context.num_missing, budget, self._max_chunk)
+            if self._take(job, num_tokens):
+                budget -= num_tokens
+                self._num_background_tokens += num_tokens
+            else:
+                self._turned_away.append(job)
 
     def _is_computed_by_another(self, job: Job) -> bool:
         """Let the job begin behind all that is published of its tokens. True if an earlier job of
@@ -168,11 +217,15 @@ class LocalScheduler:
 
     def _make_room(self, job: Job, num_blocks: int) -> bool:
         """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""
+        if job.is_background:
+            return False
+        if self._background:
+            self._turn_away(num_blocks)
         if self.idle.evict(num_blocks):
             return True
         victims = {
             other.context: other
-            for queue in (self._decoding, self._queue)
+            for queue in (self._decoding, self._queue, self._background)
             for other in queue
             if other.key > job.key and other.context.block_ids
         }
@@ -186,6 +239,12 @@ class LocalScheduler:
             self._gave_way(context, victims.get(context))
         return bool(unshared) or self._tree.num_free_blocks >= num_blocks
 
+    def _turn_away(self, num_blocks: int) -> None:
+        """Drop KV of background jobs until so many blocks are free."""
+        jobs = {other.context: other for other in self._background if other.context.block_ids}
+        for context in drop_kv(self._tree, list(reversed(jobs)), num_blocks):
+            self._gave_way(context, jobs[context])
+
     def _gave_way(self, context: Context, job: Job | None) -> None:
         """`context` has lost KV; if it has a job, that job has to be admitted again."""
         if job is None:
@@ -196,6 +255,8 @@ class LocalScheduler:
             self._decoding.remove(job)
             self._queue.add(job)
         job.is_admitted = False
+        if job.is_background:
+            self._turned_away.append(job)
         if (share := self._shares.pop(job, None)) is not None:
             self._tokens_left += share.num_tokens
             self._context_tokens -= len(context.token_ids)
@@ -222,13 +283,15 @@ class LocalScheduler:
         return StepPlan(tuple(sequences), tuple(copies))
 
     def check_integrity(self) -> None:
-        for queue in (self._decoding, self._queue):
+        for queue in (self._decoding, self._queue, self._background):
             keys = [job.key for job in queue]
             assert keys == sorted(keys), f"queue out of order: {keys}"
             for job in queue:
                 assert job.is_open, f"job {job.job_id} is queued before it is open"
                 assert job.context not in self.idle, f"idle context with job {job.job_id}"
                 assert job.context.num_missing > 0, f"job {job.job_id} has nothing to do"
+                assert job.is_background is (queue is self._background), job
+        assert not self._turned_away, self._turned_away
         for job in self._decoding:
             assert job.is_decoding, f"job {job.job_id} misses {job.context.num_missing} tokens"
             assert job.is_admitted, f"job {job.job_id} generates without room"
