@@ -120,4 +120,7 @@ def _add_how(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--warm-up", action="store_true", help="one unrecorded run of the first workload"
     )
+    run.add_argument(
+        "--learn", type=int, default=8, metavar="REQUESTS", help="unrecorded ones before each run"
+    )
     run.add_argument("--output", type=Path, default=RESULTS / "apps.json")

@@ -16,6 +16,7 @@ from benchmark.apps.runner import Run
 from benchmark.apps.settings import Setting
 from parrot.cli.cluster_configs import read_configs
 from parrot.cluster import Cluster
+from parrot.cluster.cluster import CORE
 from parrot.engine.config import SimConfig, parse_engine_config
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
@@ -115,8 +116,10 @@ class ClusterHost(ServerHost):
             engine.pop("engine_name", None)
             engine["heartbeat_interval"] = HEARTBEAT_S
         core.pop("port", None)
-        self._core_config = core
+        self._usual = {"max_queue_size": QUEUE_SIZE} | core.get("global_scheduler", {})
+        core["global_scheduler"] = self._features = self._usual
         self._configs = engines
+        self._is_used = False
         self._cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=START_TIMEOUT_S)
         super().__init__(network, self._cluster.core_url, None, None)
 
@@ -131,17 +134,20 @@ class ClusterHost(ServerHost):
 
     def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
         if setting.base_url is None:
-            self._restart(setting)
+            self._renew(setting)
         return super().run(setting, measure, seed)
 
     def describe(self) -> Config:
         return {"engines": self._configs}
 
-    def _restart(self, setting: Setting) -> None:
-        scheduler = {"max_queue_size": QUEUE_SIZE, **dict(setting.overrides)}
-        self._cluster.configs["core"]["global_scheduler"] = scheduler
-        self._cluster.restart("core")
-        self._cluster.wait_ready()
+    def _renew(self, setting: Setting) -> None:
+        """A ServeCore with these features that has run nothing yet."""
+        features = self._usual | dict(setting.overrides)
+        if self._is_used or features != self._features:
+            self._cluster.configs[CORE]["global_scheduler"] = self._features = features
+            self._cluster.restart(CORE)
+            self._cluster.wait_ready()
+        self._is_used = True
 
 
 class SimHost(Host):

@@ -16,8 +16,10 @@ from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.settings import Setting, features, parse_setting
 from benchmark.apps.text import TextSource, load_documents, one_token_words
 from benchmark.apps.workloads import WORKLOADS
+from benchmark.apps.workloads.shared_prompts import Load256
 
 GOODPUT_SLACK = 1.5  # times the median of the first run
+_LEARNING_FACTOR = 0.1
 _WARM_UP = -1  # the repetition that is not recorded
 
 
@@ -121,6 +123,8 @@ class Session:
             bystanders = Bystanders(args.bystanders, args.alone, args.scale)
 
         async def run(backend: Backend) -> Run:
+            if args.learn:
+                await PlanRunner(backend, text).run(learning_plan(text, args.learn, args.scale))
             runner = PlanRunner(
                 backend,
                 text,
@@ -140,6 +144,13 @@ class Session:
         if times:
             self._deadlines.setdefault(case.name, GOODPUT_SLACK * times[len(times) // 2])
         return self._deadlines.get(case.name)
+
+
+def learning_plan(text: TextSource, requests: int, factor: float) -> Plan:
+    """Unrecorded requests of many sizes before each run, so that a ServeCore that was just started
+    can learn how fast its engines are."""
+    load = Load256(factor=factor * _LEARNING_FACTOR, requests=requests)
+    return load.plan(text.salted("learning"), 0)
 
 
 def _line(figures: Figures) -> str:

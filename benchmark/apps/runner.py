@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from benchmark.apps.plan import Job, Plan
-from benchmark.apps.program import Account, Backend, Call, Output, Text
-from benchmark.apps.text import TextSource
+from benchmark.apps.program import Account, Backend, Call, Output
+from benchmark.apps.text import Text, TextSource
 
 BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50
 _PROGRESS_S = 5.0
@@ -121,7 +121,8 @@ class PlanRunner:
             await asyncio.sleep(delay)
         self._num_started += 1
         program = self._backend.program(job.kind)
-        seconds, error = None, "time limit"
+        seconds: float | None = None
+        error: str | None = "time limit"
         try:
             await job.run(program)
             seconds, error = self._now() - program.began, None

@@ -37,7 +37,7 @@ def features() -> dict[str, Any]:
 
 
 def parse_setting(text: str) -> Setting:
-    """`STYLE[:WHAT]`. WHAT of `parrot` and `requests` is `on`, `all-off`, or changes with commas:
+    """`STYLE[:WHAT]`. WHAT of `parrot` and `requests`: with commas, `on`, `all-off`, changes:
     `-policy` (off), `policy=app_fifo`. WHAT of `openai` is a URL. Raises `ValueError`."""
     style, _, what = text.partition(":")
     if style not in STYLES:
@@ -49,18 +49,16 @@ def parse_setting(text: str) -> Setting:
 
 def _overrides(text: str, what: str) -> dict[str, Any]:
     known = features()
-    if what in ("", "on"):
-        return {}
-    if what == "all-off":
-        return known
     overrides: dict[str, Any] = {}
     for part in what.split(","):
         name, has_value, value = part.removeprefix("-").partition("=")
-        if part.startswith("-") and name in known:
+        if part == "all-off":
+            overrides |= known
+        elif part.startswith("-") and name in known:
             overrides[name] = known[name]
         elif has_value and name in GlobalSchedulerConfig.model_fields:
             overrides[name] = _value(value)
-        else:
+        elif part not in ("", "on"):
             raise ValueError(f"{text!r}: unknown part {part!r}; features: {', '.join(known)}")
     GlobalSchedulerConfig.model_validate(overrides)
     return overrides

@@ -105,6 +105,8 @@ def _exact_ones(tokenizer: Tokenizer, trial: Sequence[str]) -> list[str]:
 
 def _is_exact(tokenizer: Tokenizer, words: Sequence[str]) -> bool:
     """Compared with the same text twice, because some tokenizers add a token at the beginning."""
-    once = len(tokenizer.encode("".join(words), add_special_tokens=False).ids)
-    twice = len(tokenizer.encode("".join([*words, *words]), add_special_tokens=False).ids)
-    return twice - once == len(words) and 0 <= once - len(words) <= 1
+    text = "".join(words)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    twice = tokenizer.encode(text + text, add_special_tokens=False).ids
+    is_counted = len(twice) - len(ids) == len(words) and 0 <= len(ids) - len(words) <= 1
+    return is_counted and tokenizer.decode(ids).strip() == text.strip()

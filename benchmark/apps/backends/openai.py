@@ -47,7 +47,7 @@ class OpenAIProgram(WaitingProgram):
             "POST", "/v1/completions", body=body, idle_timeout_s=_IDLE_TIMEOUT_S
         )
         async for _, data in events:
-            if data == _DONE:
+            if data.strip() == _DONE:
                 break
             event = orjson.loads(data)
             usage = event.get("usage") or usage

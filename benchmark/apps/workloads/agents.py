@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmark.apps.plan import Job, Plan, Workload
-from benchmark.apps.program import Output, Program
+from benchmark.apps.program import Output, Piece, Program
 from benchmark.apps.text import TextSource
 
 DATA = Path(__file__).parents[1] / "data" / "multi_agent_rounds.json"
@@ -58,7 +59,7 @@ class MultiAgent(Workload):
     num_rounds: int = 3
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan([Job("multi_agent", lambda p: self.run(p, text))])
+        return Plan([Job("multi_agent", partial(self.run, text=text))])
 
     async def run(self, program: Program, text: TextSource) -> None:
         architect, coders, *reviews = rounds()
@@ -87,6 +88,6 @@ class MultiAgent(Workload):
             mine = [] if own is None else [own[file]]
             query = text.data(self.sized(QUERY), "file", file)
             tokens = self.sized(counts.outputs[file % len(counts.outputs)])
-            prompt = [instruction, *shared, *mine, query]
+            prompt: list[Piece] = [instruction, *shared, *mine, query]
             outputs.append(program.call(role, prompt, tokens))
         return outputs

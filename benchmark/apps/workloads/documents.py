@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from benchmark.apps.plan import Job, Plan, Workload
-from benchmark.apps.program import Output, Program
+from benchmark.apps.program import Output, Piece, Program
 from benchmark.apps.text import Text, TextSource
 
 INSTRUCTION = 60
@@ -28,7 +29,7 @@ class Chain(Workload):
     chunk_first: bool = False
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        jobs = [Job("chain", lambda p, n=n: self.run(p, text, n)) for n in range(self.documents)]
+        jobs = [Job("chain", partial(self.run, text=text, number=n)) for n in range(self.documents)]
         return Plan(jobs, one_by_one=True)
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
@@ -42,7 +43,7 @@ class Chain(Workload):
         assert summary is not None
         await program.read(summary)
 
-    def _order(self, summary: Output | None, chunk: Text) -> list[Text | Output]:
+    def _order(self, summary: Output | None, chunk: Text) -> list[Piece]:
         if summary is None:
             return [chunk]
         return [chunk, summary] if self.chunk_first else [summary, chunk]
@@ -76,7 +77,7 @@ class MapReduce(Workload):
 
     def plan(self, text: TextSource, seed: int) -> Plan:
         jobs = [
-            Job("map_reduce", lambda p, n=n: self.run(p, text, n)) for n in range(self.documents)
+            Job("map_reduce", partial(self.run, text=text, number=n)) for n in range(self.documents)
         ]
         return Plan(jobs, one_by_one=True)
 
@@ -85,5 +86,5 @@ class MapReduce(Workload):
         chunks = text.document(number, self.sized(self.document_tokens), self.sized(self.chunk))
         length = self.sized(self.output)
         parts = [program.call("map_part", [instruction, chunk], length) for chunk in chunks]
-        joined = [text.constant(self.sized(INSTRUCTION), "reduce"), *parts]
+        joined: list[Piece] = [text.constant(self.sized(INSTRUCTION), "reduce"), *parts]
         await program.read(program.call("reduce", joined, length))

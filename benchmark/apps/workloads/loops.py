@@ -3,10 +3,11 @@
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from benchmark.apps.plan import Job, Plan, Workload
-from benchmark.apps.program import Piece, Program
+from benchmark.apps.program import Output, Piece, Program
 from benchmark.apps.text import TextSource
 
 
@@ -23,7 +24,9 @@ class RefineLoop(Workload):
     edits: int = 8
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan([Job("refine", lambda p, n=n: self.run(p, text, n)) for n in range(self.texts)])
+        return Plan(
+            [Job("refine", partial(self.run, text=text, number=n)) for n in range(self.texts)]
+        )
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(self.instruction), "refine")
@@ -32,6 +35,7 @@ class RefineLoop(Workload):
         for edit in range(self.edits):
             request = text.data(self.sized(self.request), "edit", number, edit)
             current = program.call("edit", [instruction, current, request], length)
+        assert isinstance(current, Output)
         await program.read(current)
 
 
@@ -52,7 +56,10 @@ class BestOfN(Workload):
 
     def plan(self, text: TextSource, seed: int) -> Plan:
         jobs = [
-            Job("best_of_n", lambda p, n=n: self.run(p, text, n, random.Random(f"{seed} {n}")))
+            Job(
+                "best_of_n",
+                partial(self.run, text=text, number=n, rng=random.Random(f"{seed} {n}")),
+            )
             for n in range(self.applications)
         ]
         return Plan(jobs)
@@ -91,7 +98,7 @@ class Rag(Workload):
 
     def plan(self, text: TextSource, seed: int) -> Plan:
         jobs = [
-            Job("rag", lambda p, n=n: self.run(p, text, n), n * self.gap_s)
+            Job("rag", partial(self.run, text=text, number=n), n * self.gap_s)
             for n in range(self.users)
         ]
         return Plan(jobs)
@@ -129,7 +136,7 @@ class ToolPause(Workload):
         for number in range(self.chats):
             rng = random.Random(f"{seed} {number}")
             pauses = [rng.uniform(self.shortest_s, self.longest_s) for _ in range(self.turns - 1)]
-            jobs.append(Job("chat", lambda p, n=number, w=pauses: self.run(p, text, n, w)))
+            jobs.append(Job("chat", partial(self.run, text=text, number=number, pauses=pauses)))
         return Plan(jobs)
 
     async def run(

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,8 +23,12 @@ def prompt_lengths() -> list[int]:
     return [int(line) for line in (DATA / "copilot_prompt_lengths.txt").read_text().split()]
 
 
-async def ask(program: Program, function: str, system: Text, query: Text, tokens: int) -> None:
-    await program.read(program.call(function, [system, query], tokens))
+async def ask(program: Program, *, function: str, prompt: Sequence[Text], tokens: int) -> None:
+    await program.read(program.call(function, prompt, tokens))
+
+
+def request(function: str, prompt: Sequence[Text], tokens: int, start_s: float = 0.0) -> Job:
+    return Job("request", partial(ask, function=function, prompt=prompt, tokens=tokens), start_s)
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,7 @@ class Copilot(Workload):
             system = text.constant(self.sized(SYSTEM_TOKENS), "system", i % self.systems)
             query = text.data(self.sized(length - SYSTEM_TOKENS), "query", i)
             tokens = self.sized(self.output or drawn)
-            name = f"copilot_{i % self.systems}"
-            jobs.append(Job("request", lambda p, a=(name, system, query, tokens): ask(p, *a)))
+            jobs.append(request(f"copilot_{i % self.systems}", [system, query], tokens))
         return Plan(jobs)
 
 
@@ -89,8 +93,8 @@ class Gpts(Workload):
             system = text.constant(self.sized(app["prompt_length"]), app["app_name"])
             query = text.data(self.sized(app["query_length"]), "query", i)
             name = app["app_name"].lower().replace(" ", "_")
-            arguments = (name, system, query, self.sized(app["output_length"]))
-            jobs.append(Job("request", lambda p, a=arguments: ask(p, *a), start))
+            tokens = self.sized(app["output_length"])
+            jobs.append(request(name, [system, query], tokens, start))
         return Plan(jobs)
 
 
@@ -116,8 +120,7 @@ class Load256(Workload):
         jobs = []
         for i, (prompt, output) in enumerate(lengths_256()[: self.requests]):
             query = text.data(self.sized(prompt), "request", i)
-            arguments = ([query], self.sized(output))
-            jobs.append(Job("request", lambda p, a=arguments: p.read(p.call("request", *a))))
+            jobs.append(request("request", [query], self.sized(output)))
         return Plan(jobs)
 
 
@@ -133,7 +136,7 @@ class FanoutCold(Workload):
     output: int = 100
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan([Job("fanout", lambda p: self.run(p, text))])
+        return Plan([Job("fanout", partial(self.run, text=text))])
 
     async def run(self, program: Program, text: TextSource) -> None:
         prefix = text.data(self.sized(self.prefix), "prefix")

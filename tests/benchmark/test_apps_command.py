@@ -1,0 +1,127 @@
+"""The command line, from launched processes to the result file."""
+
+import asyncio
+import json
+
+import pytest
+
+from benchmark.apps.backends.openai import OpenAIBackend
+from benchmark.apps.cli import main
+from benchmark.apps.metrics import percentile
+from benchmark.apps.network import Network
+from benchmark.apps.report import ratios
+from benchmark.apps.runner import PlanRunner
+from benchmark.apps.settings import features, parse_setting
+from benchmark.apps.text import TextSource
+from benchmark.apps.workloads import WORKLOADS
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.testing.app_server import serve_app
+from parrot.testing.fake_openai import FakeOpenAI
+
+TEXT = TextSource([" a", " b", " c"])
+
+
+def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
+    engine = tmp_path / "engine.json"
+    engine.write_text('{"engine_type": "sim", "instance": {"step_s": 0.001}}')
+    output = tmp_path / "result.json"
+    where = ["run", "--launch", str(engine), "--engines", "2", "--output", str(output)]
+    what = ["--workloads", "map_reduce:document_tokens=4000", "--scale", "0.01"]
+    how = ["--compare", "parrot:on", "requests:all-off", "--client-rtt", "lan", "--learn", "2"]
+    main([*where, *what, *how])
+    result = json.loads(output.read_text())
+    assert [run["setting"] for run in result["runs"]] == ["parrot:on", "requests:all-off"]
+    for run in result["runs"]:
+        assert run["figures"]["num_errors"] == 0
+        tokens = run["figures"]["tokens"]
+        assert tokens["calls_done"] == tokens["calls"] == 5
+        assert tokens["prompt"] == tokens["prompt_planned"]
+    (ratio,) = result["ratios"]
+    assert ratio["jct_map_reduce_mean"][0] > 0
+    assert result["command"].startswith("python -m benchmark.apps")
+    assert "map_reduce JCT mean" in capsys.readouterr().out
+
+
+async def test_an_openai_server_gets_whole_prompts_in_order():
+    fake = FakeOpenAI(reply="x y z")
+    async with serve_app(fake.app()) as url:
+        backend = OpenAIBackend(url, Network("none"), "m", None)
+        plan = WORKLOADS["chain"](factor=0.01).changed(
+            {"documents": "1", "document_tokens": "3000", "output": "300"}
+        )
+        run = await PlanRunner(backend, TEXT).run(plan.plan(TEXT, 0))
+        chat = await PlanRunner(backend, TEXT).run(
+            WORKLOADS["chain_background"](factor=0.05)
+            .changed({"document_tokens": "50", "rate": "50", "seconds": "0.05"})
+            .plan(TEXT, 0)
+        )
+        await backend.close()
+    assert run.errors == chat.errors == []
+    prompts = [body["prompt"] for body in fake.bodies if not body.get("stream")]
+    assert "x y z" not in prompts[0]
+    assert "x y z" in prompts[1]
+    assert fake.bodies[0]["ignore_eos"] is True
+    assert any(body.get("stream") for body in fake.bodies)
+
+
+async def test_losers_of_an_openai_server_are_hung_up():
+    fake = FakeOpenAI(reply=" x", hold=asyncio.Event())
+    async with serve_app(fake.app()) as url:
+        backend = OpenAIBackend(url, Network("none"), "m", None)
+        program = backend.program("best")
+        outputs = [program.call("c", [TEXT.constant(3, i)], 1, seed=i) for i in range(3)]
+        reading = asyncio.create_task(program.read_first(outputs[:1], 1))
+        await fake.wait_for_requests(3)
+        fake.hold.set()
+        assert await reading == outputs[:1]
+        await program.end()
+        await backend.close()
+
+
+def test_settings_name_features_that_exist():
+    known = features()
+    assert {"policy", "app_fifo", "graph_group", "ctx_group", "ctx_aware"} <= known.keys()
+    off = parse_setting("requests:all-off")
+    assert dict(off.overrides) == known
+    GlobalSchedulerConfig.model_validate(dict(off.overrides))
+    assert parse_setting("parrot").overrides == ()
+    mixed = dict(parse_setting("parrot:all-off,policy=las,app_fifo=true").overrides)
+    assert (mixed["policy"], mixed["app_fifo"], mixed["ctx_aware"]) == ("las", True, False)
+    assert parse_setting("openai:http://here:1").base_url == "http://here:1"
+    for wrong in ("vllm", "parrot:-speed", "parrot:fast"):
+        with pytest.raises(ValueError, match=wrong.partition(":")[2] or "vllm"):
+            parse_setting(wrong)
+
+
+def test_wrong_arguments_end_the_command(capsys):
+    for arguments in (
+        ["--sim", "--workloads", "chess"],
+        ["--sim", "--workloads", "chain:colour=3"],
+        ["--sim", "--workloads", "chain", "--off", "nothing"],
+    ):
+        with pytest.raises(SystemExit):
+            main(["run", *arguments])
+        assert arguments[-1].partition(":")[2].partition("=")[0] in capsys.readouterr().err
+
+
+def test_ratios_are_over_the_first_setting_of_the_same_repetition():
+    def run(setting: str, repeat: int, mean: float, errors: int = 0) -> dict:
+        figures = {
+            "seconds": 2 * mean,
+            "num_errors": errors,
+            "timed_out": False,
+            "jct_s": {"job": {"mean": mean, "p99": mean}},
+        }
+        return {"case": "c", "setting": setting, "repeat": repeat, "figures": figures}
+
+    runs = [run("a", 0, 1.0), run("b", 0, 2.0), run("a", 1, 2.0), run("b", 1, 3.0)]
+    runs += [run("a", 2, 1.0), run("b", 2, 9.0, errors=1)]
+    (row,) = ratios(runs)
+    assert (row["setting"], row["over"], row["repeats"]) == ("b", "a", 2)
+    assert row["jct_job_mean"] == [1.75, 1.5, 2.0]
+
+
+def test_percentiles_interpolate():
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
+    assert percentile([5.0], 99) == 5.0

@@ -1,0 +1,48 @@
+"""Synthetic text has exactly the tokens that it was asked for."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from benchmark.apps.text import TextSource, load_documents, one_token_words
+from parrot.engine.models.tokenizers import word_tokenizer
+from parrot.testing.byte_tokenizer import byte_tokenizer
+
+DEFINITIONS = {
+    "words": word_tokenizer(3000).tokenizer_json,
+    "bytes": byte_tokenizer().tokenizer_json,
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_pieces_have_their_tokens_alone_and_joined(name):
+    tokenizer = Tokenizer.from_str(DEFINITIONS[name])
+    text = TextSource(one_token_words(DEFINITIONS[name]))
+    pieces = [text.constant(7, "a"), text.data(500, "b"), *text.document(0, 100, 33)]
+    assert [piece.tokens for piece in pieces] == [7, 500, 33, 33, 33, 1]
+    assert [len(tokenizer.encode(p.content).ids) for p in pieces] == [p.tokens for p in pieces]
+    assert len(tokenizer.encode("".join(p.content for p in pieces)).ids) == 607
+
+
+def test_the_same_key_gives_the_same_text_and_another_salt_another():
+    text = TextSource(one_token_words(DEFINITIONS["words"]))
+    assert text.constant(20, "key", 1) == text.constant(20, "key", 1)
+    assert text.constant(20, "key", 1) != text.constant(20, "key", 2)
+    assert text.constant(20, "key", 1) != text.salted(1).constant(20, "key", 1)
+
+
+def test_a_tokenizer_without_words_is_refused():
+    with pytest.raises(ValueError, match="too few"):
+        one_token_words(word_tokenizer(5).tokenizer_json)
+
+
+def test_real_documents_are_cut_by_words(tmp_path):
+    (tmp_path / "b.txt").write_text("one two\nthree  four five")
+    (tmp_path / "a.md").write_text("# first")
+    (tmp_path / "c.bin").write_text("not text")
+    documents = load_documents(tmp_path)
+    text = TextSource(["a"], documents=documents)
+    assert [p.content for p in text.document(1, 100, 2)] == ["one two", "\nthree  four", " five"]
+    assert [p.content for p in text.document(2, 1, 1)] == ["#"]
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no .txt"):
+        load_documents(empty)

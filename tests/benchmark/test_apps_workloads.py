@@ -1,0 +1,140 @@
+"""Every workload, small, on virtual time: the same programs and tokens in both styles."""
+
+import asyncio
+import json
+
+import pytest
+
+from benchmark.apps.backends.parrot import ParrotBackend
+from benchmark.apps.metrics import summarise
+from benchmark.apps.network import Network
+from benchmark.apps.runner import Bystanders, PlanRunner, Run
+from benchmark.apps.text import TextSource
+from benchmark.apps.workloads import WORKLOADS
+from benchmark.apps.workloads.agents import DATA, MultiAgent
+from benchmark.apps.workloads.shared_prompts import lengths_256
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
+
+TEXT = TextSource([chr(i) for i in range(ord("a"), ord("z") + 1)])
+SMALL = {
+    "chain": {"documents": "2", "document_tokens": "4000"},
+    "chain_background": {"document_tokens": "4000", "seconds": "1"},
+    "chain_many": {"documents": "3", "document_tokens": "6000"},
+    "map_reduce": {"document_tokens": "6000"},
+    "copilot": {"batch": "4"},
+    "roots4": {"batch": "8"},
+    "gpts": {"requests": "6"},
+    "multi_agent": {"files": "2", "num_rounds": "1"},
+    "mixed": {"chats": "3", "applications": "2", "document_tokens": "4000"},
+    "tool_pause": {"chats": "2", "turns": "3"},
+    "rag": {"users": "2"},
+    "fanout_cold": {"siblings": "5"},
+    "256": {"requests": "5"},
+}
+
+
+NO_REUSE = PATIENT.model_copy(
+    update={"global_scheduler": GlobalSchedulerConfig(reuse_results=False)}
+)  # prompts this small may be equal by chance
+
+
+def measure(
+    name: str,
+    *,
+    whole_graph: bool,
+    network: str = "lan",
+    factor: float = 0.02,
+    **options: object,
+) -> Run:
+    workload = WORKLOADS[name](factor=factor).changed(SMALL.get(name, {}))
+
+    async def run() -> Run:
+        async with SimCluster(2, core=NO_REUSE) as cluster:
+            delays = Network(network, 0, asyncio.sleep)
+            backend = ParrotBackend(cluster.client(fixed(0.0)), delays, whole_graph=whole_graph)
+            result = await PlanRunner(backend, TEXT, **options).run(workload.plan(TEXT, 0))
+            cluster.check_integrity()
+            return result
+
+    return run_virtual(run())
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_both_styles_run_the_same_calls_to_their_end(name):
+    tokens = []
+    for whole_graph in (True, False):
+        run = measure(name, whole_graph=whole_graph)
+        assert run.errors == []
+        figures = summarise(run)
+        assert figures["jct_s"]
+        if name != "best_of_n":  # which candidates win is a matter of time
+            assert figures["tokens"]["calls_done"] == figures["tokens"]["calls"]
+            assert figures["tokens"]["prompt"] == figures["tokens"]["prompt_planned"]
+        tokens.append({k: figures["tokens"][k] for k in ("calls", "prompt_planned", "unique")})
+    assert tokens[0] == tokens[1]
+
+
+def test_losing_candidates_are_not_run_to_their_end():
+    tokens = summarise(measure("best_of_n", whole_graph=True))["tokens"]
+    assert tokens["calls"] == 17
+    assert 5 <= tokens["calls_done"] < 10
+
+
+def test_a_chain_pays_a_distant_network_once_and_not_at_each_step():
+    seconds = {
+        (far, graph): measure("chain", whole_graph=graph, network="wan" if far else "none").seconds
+        for far in (False, True)
+        for graph in (False, True)
+    }
+    steps = 2 * 4
+    assert seconds[True, False] - seconds[False, False] > 0.2 * steps
+    assert seconds[True, True] - seconds[False, True] < 0.3 * 2 * 4
+
+
+def test_multi_agent_has_the_recorded_prompts():
+    plan = MultiAgent(files=8).plan(TEXT, 0)
+    recorded = [
+        call["prompt_tokens"]
+        for entry in json.loads(DATA.read_text())
+        for call in entry["calls"].values()
+    ]
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.prompts: list[int] = []
+
+        def call(self, function, prompt, tokens, **options):
+            from benchmark.apps.program import Output
+
+            self.prompts.append(sum(piece.tokens for piece in prompt))
+            return Output(function, tokens)
+
+        async def read(self, *outputs):
+            assert len(outputs) == 8
+
+    recorder = Recorder()
+    asyncio.run(plan.jobs[0].run(recorder))
+    assert len(recorder.prompts) == len(recorded)
+    differences = [abs(a - b) for a, b in zip(recorder.prompts, recorded, strict=True)]
+    assert max(differences) < 150  # a file's own review, where the recording had another length
+    assert sum(recorder.prompts) == pytest.approx(sum(recorded), rel=0.01)
+
+
+def test_256_is_the_usual_load():
+    lengths = lengths_256()
+    assert [sum(column) for column in zip(*lengths, strict=True)] == [142_827, 133_966]
+
+
+def test_bystanders_are_measured_alone_and_beside_the_application():
+    others = Bystanders(rate=20.0, alone_s=1.0, factor=0.1)
+    run = measure("map_reduce", whole_graph=True, factor=0.5, bystanders=others)
+    assert {chat.is_alone for chat in run.chats} == {True, False}
+    figures = summarise(run)["bystanders"]
+    assert figures["during"]["tpot_s"]["p99"] >= figures["alone"]["tpot_s"]["p50"] > 0
+
+
+def test_what_is_unfinished_at_the_time_limit_is_an_error():
+    run = measure("chain", whole_graph=True, time_limit_s=0.01)
+    assert run.timed_out
+    assert summarise(run)["num_errors"] == 1
