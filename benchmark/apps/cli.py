@@ -1,4 +1,5 @@
-"""The command line: `run` measures, `plot` draws, `table` writes the docs' tables."""
+"""The command line: `run` measures, `plot` draws, `table` renews the page of results, and `model`
+prepares other servers."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from benchmark.apps.measure import measure
 from benchmark.apps.network import NETWORKS
 from benchmark.apps.settings import STYLES, features
+from benchmark.apps.table import PAGE, filled
 from benchmark.apps.workloads import WORKLOADS
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -33,7 +35,23 @@ def _parser() -> argparse.ArgumentParser:
     model.set_defaults(command=_write_model)
     model.add_argument("shape")
     model.add_argument("folder", type=Path)
+    plot = commands.add_parser("plot", help="draw result files")
+    plot.set_defaults(command=_plot)
+    plot.add_argument("results", type=Path, nargs="+")
+    plot.add_argument("--output", type=Path, required=True, help="PNG or SVG")
+    table = commands.add_parser("table", help="renew the tables of docs/applications.md")
+    table.set_defaults(command=_write_tables)
     return parser
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from benchmark.apps.plot import plot  # imports matplotlib
+
+    plot(args.results, args.output)
+
+
+def _write_tables(args: argparse.Namespace) -> None:
+    PAGE.write_text(filled(PAGE.read_text()))
 
 
 def _write_model(args: argparse.Namespace) -> None:

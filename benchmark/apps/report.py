@@ -94,7 +94,9 @@ def git_hash() -> str:
     """Of the working tree, with "+" if it has changes; "unknown" outside of a repository."""
     try:
         head = _output("git", "rev-parse", "--short", "HEAD")
-        return head + ("+" if _output("git", "status", "--porcelain", "-uno") else "")
+        return head + (
+            "+" if _output("git", "--no-optional-locks", "status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 

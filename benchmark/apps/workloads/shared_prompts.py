@@ -33,8 +33,8 @@ def request(function: str, prompt: Sequence[Text], tokens: int, start_s: float =
 
 @dataclass(frozen=True)
 class Copilot(Workload):
-    """`batch` requests at once, in `requests / batch` rounds, each a user's of its own. `output` 0:
-    lengths drawn between 183 and 800. `warm`: one short request fills the system prompt before."""
+    """`batch` requests at once, each of another user; nothing is cached before. `output` 0: lengths
+    drawn between 183 and 800."""
 
     NAME: ClassVar[str] = "copilot"
     SWEEP: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -45,7 +45,6 @@ class Copilot(Workload):
     batch: int = 64
     systems: int = 1
     output: int = 0
-    prompt_tokens: int = 0
     seed: int = 0
 
     def plan(self, text: TextSource, seed: int) -> Plan:
