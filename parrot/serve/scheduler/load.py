@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from parrot.protocol.internal import Usage
-from parrot.serve.scheduler.cost import CostLearner, CostModel, Work
+from parrot.serve.scheduler.cost import CostModel, EngineSpeed, ModelCosts, Work
 from parrot.serve.scheduler.task import CompletionTask
 
 ANY_MODEL = None
@@ -47,7 +47,8 @@ class EngineLoad:
     model: str
     max_tasks: int
     max_tokens: int
-    cost: CostModel
+    costs: ModelCosts
+    cost: CostModel = field(init=False)
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0
@@ -57,18 +58,33 @@ class EngineLoad:
     prefill_until: float = 0.0
     rank: float = 0.0  # the key in the order of load: what a step of a newcomer costs
     tasks: dict[CompletionTask, Charge] = field(default_factory=dict)
-    _learner: CostLearner = field(init=False)
+    _speed: EngineSpeed = field(default_factory=EngineSpeed)
+    _version: int = -1
     _since: float = 0.0
     _task_s: float = 0.0  # tasks times seconds, and tokens times seconds, up to `_since`
     _token_s: float = 0.0
     _num_prompted: float = 0.0  # prompt tokens that it was ever given to compute
 
     def __post_init__(self) -> None:
-        self._learner = CostLearner(self.cost)
+        self.refresh()
 
     @property
     def is_open(self) -> bool:
         return self.num_tasks < self.max_tasks
+
+    def refresh(self) -> None:
+        """Take over what was learnt of its model from other engines."""
+        if self._version != self.costs.version:
+            self._version = self.costs.version
+            self.cost = self.costs.at_speed(self._speed.slowness)
+
+    def rank_now(self) -> float:
+        """In terms of the model's first costs: what is learnt changes them for all engines alike,
+        also for those that nobody looks at."""
+        cost = self.costs.default
+        newcomer_s = cost.sequence_s + _TYPICAL_TOKENS * cost.token_s
+        step_s = cost.decode_step_s(self.num_tasks, self.num_read)
+        return self._speed.slowness * (step_s + self.weight * newcomer_s)
 
     @property
     def step_s(self) -> float:
@@ -148,7 +164,8 @@ class EngineLoad:
             num_steps * (self._token_s - charge.token_s) / elapsed,
             max(0.0, prefilled - charge.prefilled + surplus),
         )
-        self.cost = self._learner.learn(work, seconds)
+        self.costs.learn(work, seconds, self._speed)
+        self.refresh()
 
     def check_integrity(self, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompts here, shared beginnings once."""
@@ -243,8 +260,7 @@ class LoadIndex:
 
     def changed(self, load: EngineLoad) -> None:
         """File an engine anew, whose load or speed has changed."""
-        cost = load.cost
-        load.rank = load.step_s + load.weight * (cost.sequence_s + _TYPICAL_TOKENS * cost.token_s)
+        load.rank = load.rank_now()
         is_open = load.is_open
         for name in (ANY_MODEL, load.model):
             if not is_open:

@@ -197,6 +197,8 @@ class PredictedSeconds(Placer):
         for engine_id in task.avoided:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
+        for load in candidates.values():
+            load.refresh()
         return list(candidates.values())
 
     # One task

@@ -7,7 +7,7 @@ from parrot.protocol.internal import Usage
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.graph.nodes import Completion
-from parrot.serve.scheduler.cost import CostModel
+from parrot.serve.scheduler.cost import CostModel, ModelCosts
 from parrot.serve.scheduler.load import Charge, EngineLoad, LoadIndex
 from parrot.serve.scheduler.policy import build_order, build_placer
 from parrot.serve.scheduler.queue import SortKey, TaskQueue
@@ -45,7 +45,8 @@ class Scheduler:
         cost: CostModel | None = None,
     ) -> None:
         self._clock = clock
-        self._cost = cost or CostModel()
+        self._default = cost or CostModel()
+        self._costs: dict[str, ModelCosts] = {}
         self._running = RunningPrefixes()
         self._order = build_order(config, clock)
         self._loads = LoadIndex()
@@ -60,7 +61,8 @@ class Scheduler:
     # Engines
 
     def add_engine(self, engine_id: int, model: str, max_tasks: int, max_tokens: int) -> None:
-        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens, self._cost))
+        costs = self._costs.setdefault(model, ModelCosts(self._default))
+        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens, costs))
 
     def remove_engine(self, engine_id: int) -> None:
         """Its tasks must have been ended or requeued."""
@@ -75,6 +77,7 @@ class Scheduler:
         """What is believed of its speed."""
         load = self._loads.get(engine_id)
         assert load is not None, engine_id
+        load.refresh()
         return load.cost
 
     def is_served(self, models: Models) -> bool:
