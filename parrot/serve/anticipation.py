@@ -10,11 +10,12 @@ they will be needed; whoever fills contexts can compute it ahead."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import VariableState
+from parrot.serve.next_use import Forecast
 from parrot.serve.prefix import (
     PrefixHasher,
     Segment,
@@ -43,18 +44,20 @@ class PrefixListener(Protocol):
 class FutureUses(Protocol):
     """The owner of contexts: told which prefixes have a future use."""
 
-    def anticipate(self, key: bytes, when: float) -> None:
-        """Contexts with the prompt of this key will be of use at `when`, on the clock's scale."""
+    def anticipate(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+        """Contexts with the prompts of these keys will be of use when the forecast says. The keys
+        of one forecast are distinct."""
         ...
 
-    def unexpect(self, keys: Sequence[bytes]) -> None:
-        """Takes back one `anticipate` for each of the keys."""
+    def forgo(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+        """Takes back what was anticipated for this forecast: `keys` are all of them."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    """`num_own`: pieces of the completion's own fill that are in the prefix; `end`: its key."""
+class _Known:
+    """What is known of a prompt. `num_own`: pieces of the completion's own fill in it; `end`: its
+    key."""
 
     segments: list[Segment]
     keys: list[bytes]
@@ -81,7 +84,7 @@ class Anticipation:
         self._hasher = hasher
         self._uses = uses
         self._listener: PrefixListener | None = None
-        self._waiting: dict[Completion, _Waiting] = {}
+        self._waiting: dict[Completion, tuple[_Known, Forecast]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -91,30 +94,32 @@ class Anticipation:
         assert self._listener is None, self._listener
         self._listener = listener
 
-    def expect(self, completion: Completion, ready_at: float) -> None:
-        """A wanted completion waits, and its prefix may have grown. `ready_at`: when the rest is
-        predicted to be there, on the clock's scale."""
+    def expect(self, completion: Completion, forecast: Forecast) -> None:
+        """A wanted completion waits, and its prefix may have grown. `forecast`: when its inputs
+        will be there; that of the first call holds."""
         waiting = self._waiting.get(completion)
-        if waiting is None:
-            if not _is_begun(completion):
-                return
-            waiting = self._waiting[completion] = self._begin(completion)
-            known: Sequence[bytes] = tuple(waiting.keys)
+        if waiting is not None:
+            known, forecast = waiting
+            new = known.grow(completion)
+        elif _is_begun(completion):
+            known = self._begin(completion)
+            known.grow(completion)
+            self._waiting[completion] = (known, forecast)
+            new = known.keys
         else:
-            known = ()
-        known = (*known, *waiting.grow(completion))
-        for key in known:
-            self._uses.anticipate(key, ready_at)
-        if known and self._listener is not None:
-            self._listener.ready_prefix_grew(completion, waiting.segments, waiting.keys)
+            return
+        self._uses.anticipate(new, forecast)
+        if new and self._listener is not None:
+            self._listener.ready_prefix_grew(completion, known.segments, known.keys)
 
     def drop(self, completion: Completion) -> None:
         """It waits no more. Safe in any state."""
         waiting = self._waiting.pop(completion, None)
         if waiting is None:
             return
-        self._uses.unexpect(waiting.keys)
-        if waiting.keys and self._listener is not None:
+        known, forecast = waiting
+        self._uses.forgo(known.keys, forecast)
+        if known.keys and self._listener is not None:
             self._listener.dropped(completion)
 
     def prompt(self, completion: Completion) -> tuple[list[Segment], tuple[bytes, ...]]:
@@ -123,9 +128,8 @@ class Anticipation:
         if waiting is None:
             whole = self._begin(completion)
         else:
-            whole = _Waiting(
-                list(waiting.segments), list(waiting.keys), waiting.end, waiting.num_own
-            )
+            known = waiting[0]
+            whole = replace(known, segments=[*known.segments], keys=[*known.keys])
             self.drop(completion)
         whole.grow(completion)
         return whole.segments, tuple(whole.keys)
@@ -134,21 +138,22 @@ class Anticipation:
         """Recount. Returns how often each key is anticipated; raises AssertionError with what
         differs."""
         counts: Counter[bytes] = Counter()
-        for completion, waiting in self._waiting.items():
+        for completion, (known, forecast) in self._waiting.items():
             assert completion.state is CompletionState.WAITING, completion
             fresh = self._begin(completion)
             fresh.grow(completion)
-            assert fresh.segments == waiting.segments, (completion, waiting)
-            assert fresh.keys == waiting.keys, (completion, waiting)
-            counts.update(waiting.keys)
+            assert fresh.segments == known.segments, (completion, known)
+            assert fresh.keys == known.keys, (completion, known)
+            assert forecast() >= 0, completion
+            counts.update(known.keys)
         return counts
 
-    def _begin(self, completion: Completion) -> _Waiting:
+    def _begin(self, completion: Completion) -> _Known:
         options = completion.options
         segments = preceding_segments(completion)
         keys = list(self._hasher.keys(options.tenant, options.chat, segments))
         end = keys[-1] if keys else self._hasher.root(options.tenant, options.chat)
-        return _Waiting(segments, keys, end)
+        return _Known(segments, keys, end)
 
 
 def _is_begun(completion: Completion) -> bool:

@@ -18,7 +18,7 @@ from parrot.serve.config import KvEviction
 from parrot.serve.context_index import Boundary, Context, Owner, PrefixIndex
 from parrot.serve.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
 from parrot.serve.kv_log import ELSEWHERE, FreeReason, KvLog
-from parrot.serve.next_use import Expectations, NextUse
+from parrot.serve.next_use import Expectations, Forecast, NextUse
 from parrot.serve.pauses import PauseModel, Source
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
@@ -89,17 +89,17 @@ class ContextLedger:
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """A queued task would continue contexts with these keys."""
-        now = self._clock.now()
-        for key in keys:
-            self._expectations.add(key, now)
+        self._expectations.add_queued(keys)
 
     def unexpect(self, keys: Iterable[bytes]) -> None:
-        """Take back one `expect` or `anticipate` of each key."""
-        self._expectations.remove(keys)
+        self._expectations.remove_queued(keys)
 
-    def anticipate(self, key: bytes, when: float) -> None:
-        """A completion that waits for inputs would continue contexts with this key at `when`."""
-        self._expectations.add(key, when)
+    def anticipate(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        """A completion that waits for inputs would continue contexts with these keys."""
+        self._expectations.add_waiting(keys, forecast)
+
+    def forgo(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        self._expectations.remove_waiting(keys, forecast)
 
     def note_use(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
         """A prompt is about to be computed, and a context of the engine has its first `num_hit`

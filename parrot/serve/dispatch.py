@@ -9,7 +9,7 @@ submit -> Scheduler.add ... pump: Scheduler.schedule -> an Attempt each -> Execu
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import (
@@ -124,10 +124,10 @@ class Dispatcher:
             pause_s = self._clock.now() - before.times.finished
             self._ledger.pauses.continued(completion.session_id, Source.of(before), pause_s)
 
-    def expect(self, completion: Completion, ready_at: float) -> None:
+    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first: see
         `graph.links.Runner`."""
-        self.anticipation.expect(completion, ready_at)
+        self.anticipation.expect(completion, forecast)
 
     def unexpect(self, completion: Completion) -> None:
         self.anticipation.drop(completion)
@@ -414,6 +414,8 @@ class Dispatcher:
         """Nobody came to serve them since then. Returns when the next such task was queued."""
         later: list[float] = []
         for task in self._scheduler.queued(models):
+            if self._queued.get(task.completion.id) is not task:
+                continue  # withdrawn when one before it failed
             if task.arrived > since:
                 later.append(task.arrived)
                 continue

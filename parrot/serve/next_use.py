@@ -9,8 +9,8 @@ true. The rates add up; the next use is expected after one over their sum.
     reuse so far                the mean time between uses, or the time since the last if longer
     anybody else                in a while, the later the longer nobody came"""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from parrot.serve.context_index import Boundary, Context
 from parrot.serve.pauses import PauseModel
@@ -20,12 +20,17 @@ _OPEN_END_S = 60.0  # what waits for the program itself, of which nothing is kno
 _UNUSED_S = 600.0  # a context that nobody is known to want
 
 
+Forecast = Callable[[], float]
+"""When a completion that waits will have its inputs, on the clock's scale; infinite: nobody
+knows."""
+
+
 @dataclass(slots=True)
 class _Expectation:
-    """`soonest`: of all since the key was last not expected at all."""
+    """Who will use a prefix. `waiting`: the first to wait is the first."""
 
-    count: int
-    soonest: float
+    num_queued: int = 0
+    waiting: dict[Forecast, None] = field(default_factory=dict)
 
 
 class Expectations:
@@ -34,35 +39,47 @@ class Expectations:
     def __init__(self) -> None:
         self._expected: dict[bytes, _Expectation] = {}
 
-    def add(self, key: bytes, when: float) -> None:
-        """`when` is on the clock's scale; infinite: nobody knows."""
-        known = self._expected.get(key)
-        if known is None:
-            self._expected[key] = _Expectation(1, when)
-        else:
-            known.count += 1
-            known.soonest = min(known.soonest, when)
-
-    def remove(self, keys: Iterable[bytes]) -> None:
-        """Take back one `add` of each key."""
+    def add_queued(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            known = self._expected[key]
-            known.count -= 1
-            if not known.count:
-                del self._expected[key]
+            self._of(key).num_queued += 1
 
-    def soonest(self, boundaries: Iterable[Boundary]) -> float | None:
+    def remove_queued(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._expected[key].num_queued -= 1
+            self._tidy(key)
+
+    def add_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        for key in keys:
+            self._of(key).waiting[forecast] = None
+
+    def remove_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        for key in keys:
+            self._expected[key].waiting.pop(forecast)
+            self._tidy(key)
+
+    def soonest(self, boundaries: Iterable[Boundary], now: float) -> float | None:
         """When the first of them is used; None if none is expected to be."""
-        found = [
-            known.soonest
-            for boundary in boundaries
-            if (known := self._expected.get(boundary.key)) is not None
-        ]
-        return min(found) if found else None
+        times = [when for b in boundaries if (when := self._when(b.key, now)) is not None]
+        return min(times) if times else None
 
     def check_integrity(self, counts: Mapping[bytes, int]) -> None:
-        own = {key: known.count for key, known in self._expected.items()}
+        """`counts`: how many completions, queued or waiting, would use each key."""
+        own = {key: e.num_queued + len(e.waiting) for key, e in self._expected.items()}
         assert own == counts, (own, counts)
+
+    def _when(self, key: bytes, now: float) -> float | None:
+        expectation = self._expected.get(key)
+        if expectation is None:
+            return None
+        return now if expectation.num_queued else next(iter(expectation.waiting))()
+
+    def _of(self, key: bytes) -> _Expectation:
+        return self._expected.setdefault(key, _Expectation())
+
+    def _tidy(self, key: bytes) -> None:
+        expectation = self._expected[key]
+        if not expectation.num_queued and not expectation.waiting:
+            del self._expected[key]
 
 
 class NextUse:
@@ -76,7 +93,7 @@ class NextUse:
         """When it is expected to be used, on the clock's scale."""
         idle_s = now - context.last_used
         rate = 1 / (_UNUSED_S + idle_s)
-        when = self._expectations.soonest(context.boundaries)
+        when = self._expectations.soonest(context.boundaries, now)
         if when is not None:
             rate += 1 / min(max(when - now, _SOON_S), _OPEN_END_S)
         num_forks = context.num_forks

@@ -1,5 +1,7 @@
 """The graph's runner: each task goes to the dispatcher or to the sandbox, and is counted."""
 
+from collections.abc import Callable
+
 from parrot.protocol.errors import ParrotError
 from parrot.serve.dispatch import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
@@ -32,8 +34,8 @@ class TaskRunner:
         else:
             self._native.start(task)
 
-    def expect(self, completion: Completion, ready_at: float) -> None:
-        self._dispatcher.expect(completion, ready_at)
+    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
+        self._dispatcher.expect(completion, forecast)
 
     def unexpect(self, completion: Completion) -> None:
         self._dispatcher.unexpect(completion)

@@ -45,7 +45,8 @@ class FakeRunner:
         if self.on_start is not None:
             self.on_start(task)
 
-    def expect(self, completion: Completion, ready_at: float) -> None:
+    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
+        assert forecast() >= 0
         assert completion.state is CompletionState.WAITING
         if completion not in self.expected:
             self.expected.append(completion)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from hypothesis.stateful import invariant
@@ -12,6 +13,7 @@ from parrot.protocol.errors import EngineFailed
 from parrot.serve.anticipation import Anticipation
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.next_use import Forecast
 from parrot.serve.prefix import PrefixHasher, Segment, prompt_segments
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import (
@@ -32,17 +34,26 @@ HASHER = PrefixHasher(b"a secret")
 
 @dataclass
 class Uses:
-    """Counts what is anticipated, and when it was predicted last."""
+    """Keeps what is anticipated."""
 
-    counts: Counter[bytes] = field(default_factory=Counter)
-    times: dict[bytes, float] = field(default_factory=dict)
+    pairs: set[tuple[bytes, Forecast]] = field(default_factory=set)
 
-    def anticipate(self, key: bytes, when: float) -> None:
-        self.counts[key] += 1
-        self.times[key] = when
+    @property
+    def counts(self) -> Counter[bytes]:
+        return Counter(key for key, _ in self.pairs)
 
-    def unexpect(self, keys: Sequence[bytes]) -> None:
-        self.counts -= Counter(keys)
+    @property
+    def forecasts(self) -> dict[bytes, Forecast]:
+        return dict(self.pairs)
+
+    def anticipate(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+        self.pairs.update((key, forecast) for key in keys)
+
+    def forgo(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+        assert {other for other in self.pairs if other[1] is forecast} == {
+            (key, forecast) for key in keys
+        }
+        self.pairs -= {(key, forecast) for key in keys}
 
 
 @dataclass
@@ -77,9 +88,9 @@ class AnticipatingRunner(FakeRunner):
         self.anticipation = Anticipation(HASHER, self.uses)
         self.anticipation.listen(self.listener)
 
-    def expect(self, completion: Completion, ready_at: float) -> None:
-        super().expect(completion, ready_at)
-        self.anticipation.expect(completion, ready_at)
+    def expect(self, completion: Completion, forecast: Forecast) -> None:
+        super().expect(completion, forecast)
+        self.anticipation.expect(completion, forecast)
 
     def unexpect(self, completion: Completion) -> None:
         super().unexpect(completion)
@@ -203,11 +214,32 @@ def test_when_a_prefix_is_needed_is_predicted(
     out = link_call(graph, "o", inputs)
     graph.add_reader(graph.node(out), Criteria.LATENCY)
     key = runner.anticipation.check_integrity().popitem()[0]
-    at_first = runner.uses.times[key] - clock.now()
-    assert 0.1 < at_first < 1  # 10 tokens of one call
+    forecast = runner.uses.forecasts[key]
+    assert 0 < forecast() - clock.now() < 1  # 10 tokens of one call
     clock._now += 30
+    assert forecast() == clock.now()
     runner.finish(runner.started[0])
-    assert max(runner.uses.times.values()) == clock.now() + 90  # three more of four
+    assert forecast() == clock.now() + 90  # three more of four
+
+
+def test_a_forecast_asks_those_above_it(
+    graph: SessionGraph, runner: AnticipatingRunner, clock: ManualClock
+) -> None:
+    inputs = [link_call(graph, f"a{i}", []) for i in range(2)]
+    out = link_call(graph, "o", [link_call(graph, "b", inputs)])
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    clock._now += 50
+    runner.finish(runner.started[0])
+    last = runner.anticipation._waiting[graph.node(out).producer.task][1]  # type: ignore[union-attr, index]
+    assert 50 < last() - clock.now() < 51  # when `b` has its inputs, and has run
+
+
+def test_nobody_knows_when_a_program_sets_a_variable(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    out = link_call(graph, "o", [link_call(graph, "a", [graph.add_variable("v").variable.id])])
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    assert {forecast() for forecast in runner.uses.forecasts.values()} == {inf}
 
 
 def test_a_long_stateful_chain_has_one_prefix(

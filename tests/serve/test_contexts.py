@@ -305,8 +305,8 @@ def test_a_pause_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -
 
 def test_what_waits_longer_is_evicted_first(book: Book) -> None:
     _, far = book.add("near", 40), book.add("far", 40)
-    book.anticipate(b"near", book.clock.now() + 5)
-    book.anticipate(b"far", book.clock.now() + 50)
+    book.anticipate([b"near"], lambda: 55.0)
+    book.anticipate([b"far"], lambda: 100.0)
     crowd(book, 40)
     assert freed(book) == [far.id]
 

@@ -7,6 +7,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.deduce import deduce, objective_of, predict, predict_again, tighten
 from parrot.serve.graph.links import Predictor, Reader, Runner, TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.graph.readiness import ready_at
 from parrot.utils.clock import Clock
 
 
@@ -124,6 +125,7 @@ class Demand:
         for task in activated:
             task.task.state = CompletionState.WAITING
             task.task.times.activated = now
+            task.num_awaited = task.missing
             for producer in task.producers():
                 if producer.is_finished:
                     continue
@@ -158,16 +160,8 @@ class Demand:
         self._runner.start(task.task)
 
     def _expect(self, task: TaskNode) -> None:
-        """The rest of its inputs is predicted to take as long as was predicted when it became
-        wanted, or as long as the first of them took in proportion."""
-        completion = task.task
-        if not isinstance(completion, Completion):
-            return
-        now, activated = self._clock.now(), completion.times.activated
-        assert activated is not None, completion
-        num_ready = len(task.inputs) - task.missing
-        pace_s = (now - activated) * task.missing / num_ready if num_ready else 0.0
-        self._runner.expect(completion, max(activated + task.ready_in_s, now + pace_s))
+        if isinstance(task.task, Completion):
+            self._runner.expect(task.task, lambda: ready_at(task, self._clock.now()))
 
     def _unexpect(self, task: TaskNode) -> None:
         if isinstance(task.task, Completion):

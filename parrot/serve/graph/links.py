@@ -6,7 +6,7 @@
 Order inside one call is an ordinary edge: completion k+1 consumes the output of completion k.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,6 +67,7 @@ class TaskNode:
     depth: int = 0
     duration_s: float = 0.0
     path_s: float = 0.0  # its duration and that of the longest path of wanted tasks below it
+    num_awaited: int = 0  # inputs that were missing when it became wanted
     ready_in_s: float = 0.0  # the longest path of wanted tasks above it, when it became wanted
     group: int | None = None  # the task id of the consumer whose stage it belongs to
     deadline: float | None = None
@@ -104,10 +105,11 @@ class Runner(Protocol):
         """Run `task`: its inputs are ready and it has an objective."""
         ...
 
-    def expect(self, completion: Completion, ready_at: float) -> None:
+    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """A wanted completion waits for inputs: called when it becomes wanted, and again whenever
         one of its inputs is settled while others are missing. It ends with `start`, `unexpect` or
-        `finished`, whichever comes first. `ready_at`: when the last input is predicted to come."""
+        `finished`, whichever comes first. `forecast` may be called until then: when the last input
+        is predicted to come, on the clock's scale; infinite if nobody knows."""
         ...
 
     def unexpect(self, completion: Completion) -> None:
