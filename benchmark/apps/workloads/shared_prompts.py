@@ -19,7 +19,7 @@ SHORTEST_OUTPUT, LONGEST_OUTPUT = 183, 800
 
 
 def prompt_lengths() -> list[int]:
-    """Of 288 requests to a copilot, with the system prompt."""
+    """Of recorded requests to a copilot, with the system prompt."""
     return [int(line) for line in (DATA / "copilot_prompt_lengths.txt").read_text().split()]
 
 
