@@ -416,8 +416,6 @@ class Dispatcher:
         for task in self._scheduler.queued(models):
             if self._queued.get(task.completion.id) is not task:
                 continue  # withdrawn when one before it failed
-            if self._queued.get(task.completion.id) is not task:
-                continue  # withdrawn when one before it failed
             if task.arrived > since:
                 later.append(task.arrived)
                 continue
