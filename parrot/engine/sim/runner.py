@@ -11,6 +11,11 @@ from parrot.engine.sim.unique_kv import UniqueKv
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
 
 
+def token_after(checksum: int) -> int:
+    """The id that follows a context whose ids, as 32-bit numbers, have this CRC-32."""
+    return _LETTERS[checksum % len(_LETTERS)]
+
+
 class SimRunner:
     """Samples letters and spaces, chosen by a checksum of the context: the same context gives the
     same text, whatever else is in the batch. It never ends a text by itself."""
@@ -41,7 +46,7 @@ class SimRunner:
                 new = memoryview(sample.context_ids)[length:]  # type: ignore[arg-type]
                 checksum = zlib.crc32(new, checksum)
                 self._checksums[sample.job_id] = (len(sample.context_ids), checksum)
-                tokens[sample.job_id] = _LETTERS[checksum % len(_LETTERS)]
+                tokens[sample.job_id] = token_after(checksum)
         return StepResult(tokens, {})
 
     def cost(self, plan: StepPlan) -> float:

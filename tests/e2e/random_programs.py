@@ -1,0 +1,524 @@
+"""Random programs on a simulated cluster, and what a sequential run of them would give.
+
+A `Story` takes random steps (submit, read, stream, race, cancel, give up, lose an engine, end a
+session, let time pass) against the real ServeCore over `sim` engines on virtual time. The engines'
+output is a pure function of the prompt, so `Reference` computes every value without a service."""
+
+import asyncio
+import random
+import zlib
+from array import array
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.engine.sim.runner import token_after
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import (
+    AlreadySet,
+    Cancelled,
+    Conflict,
+    CyclicGraph,
+    EngineFailed,
+    NoEngine,
+    NotFound,
+    ParrotError,
+    SessionGone,
+    TimedOut,
+)
+from parrot.protocol.public import (
+    CallResponse,
+    FirstVarsRequest,
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    VarGetRequest,
+)
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.session import Session
+from parrot.simulation import SimCluster, SimEngine
+
+LIFE_SPAN_S = 60.0
+HEARTBEAT_S = 9.0
+PREFIX_TIMEOUT_S = 200.0
+TENANTS = ["one", "two"]
+PREFIXES = ["You are a parrot that repeats what it hears. ", "Summarise in a few words: ", "Q: "]
+VALUES = ["alpha", "beta and gamma", "x" * 40, "", "{{not a place}}"]
+JOIN = "def join(a, b, out):\n    out.set((a + '+' + b).upper()[-30:])"
+ENGINE = SimConfig.model_validate(
+    {
+        "tasks_capacity": 6,
+        "instance": {"num_kv_cache_blocks": 96, "block_size": 16, "max_seq_len": 1200},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A variable's value at a place of a prompt."""
+
+    var_id: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call's output is made from: the whole prompt before it, and how long it gets."""
+
+    prompt: tuple[str | Place, ...]
+    length: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    first: Place
+    second: Place
+
+
+class Reference:
+    """Computes values one after the other, from what was submitted and set."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, str | Output | Joined] = {}
+        self._values: dict[str, str] = {}
+
+    def value(self, var_id: str) -> str:
+        if var_id not in self._values:
+            self._values[var_id] = self._compute(self.rules[var_id])
+        return self._values[var_id]
+
+    def needs(self, var_id: str) -> set[str]:
+        """All that the variable depends on, itself too."""
+        found, stack = {var_id}, [var_id]
+        while stack:
+            rule = self.rules.get(stack.pop())
+            places = rule.prompt if isinstance(rule, Output) else ()
+            if isinstance(rule, Joined):
+                places = (rule.first, rule.second)
+            for place in places:
+                if isinstance(place, Place) and place.var_id not in found:
+                    found.add(place.var_id)
+                    stack.append(place.var_id)
+        return found
+
+    def _compute(self, rule: str | Output | Joined) -> str:
+        if isinstance(rule, str):
+            return rule
+        if isinstance(rule, Joined):
+            return f"{self._text(rule.first)}+{self._text(rule.second)}".upper()[-30:]
+        prompt = "".join(self._text(piece) for piece in rule.prompt)
+        checksum = zlib.crc32(array("i", list(prompt.encode())))
+        output = bytearray()
+        for _ in range(rule.length):
+            output.append(token_after(checksum))
+            checksum = zlib.crc32(array("i", [output[-1]]), checksum)
+        return output.decode()
+
+    def _text(self, piece: str | Place) -> str:
+        return piece if isinstance(piece, str) else self.value(piece.var_id)
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What a call asks for, apart from whose variables take its outputs."""
+
+    pieces: tuple[str | Place, ...]
+    lengths: tuple[int, ...]
+    sampling: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def is_constant(self) -> bool:
+        """It means the same in every session."""
+        has_places = any(isinstance(piece, Place) for piece in self.pieces)
+        return not has_places and self.options["successor_of"] is None
+
+    def template(self, premade: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """The template and its parameters; `premade`: the variable for the first output."""
+        text, parameters = "", []
+        for piece in self.pieces:
+            if isinstance(piece, Place):
+                name = f"i{len(parameters)}"
+                text += f"{{{{{name}}}}}"
+                parameters.append({"name": name, "var_id": piece.var_id})
+            else:
+                text += piece
+        for number, length in enumerate(self.lengths):
+            text += f" then {{{{o{number}}}}}"
+            parameters.append(
+                {
+                    "name": f"o{number}",
+                    "is_output": True,
+                    "var_id": None if number else premade,
+                    "sampling_config": self.sampling | {"max_gen_length": length},
+                }
+            )
+        return text + " end.", parameters
+
+
+@dataclass(eq=False)
+class Read:
+    """`task` gives values by variable id, `num_wanted` of those in `var_ids`."""
+
+    session: "Program"
+    task: "asyncio.Task[dict[str, str]]"
+    var_ids: list[str]
+    is_timed: bool
+    num_wanted: int = 1
+
+
+@dataclass(eq=False)
+class Program:
+    """One session, as its program knows it."""
+
+    scope: dict[str, Any]
+    session: Session
+    var_ids: list[str] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+    plans: list[CallPlan] = field(default_factory=list)
+    contexts: dict[int, tuple[str | Place, ...]] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+
+
+class Story:
+    def __init__(self, rng: random.Random, cluster: SimCluster) -> None:
+        self.rng = rng
+        self.cluster = cluster
+        self.core = cluster.core
+        self.reference = Reference()
+        self.programs: list[Program] = []
+        self.reads: list[Read] = []
+        self.num_engines_lost = 0
+
+    @property
+    def engines(self) -> list[SimEngine]:
+        return [engine for engine in self.cluster.engines.values() if engine.is_alive]
+
+    async def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            await self.step()
+            self.core.check_integrity()
+            if self.rng.random() < 0.5:  # else the next step comes in the same turn of the loop
+                await asyncio.sleep(self.rng.choice([0.0, 0.0, 0.001, 0.006, 0.03, 0.2]))
+                self.core.check_integrity()
+        await self.end()
+
+    async def step(self) -> None:
+        if not self.programs:
+            self.begin()
+        program = self.rng.choice(self.programs)
+        steps = [self.begin, self.lose, self.join, self.slow, self.wait, self.delete, self.give_up]
+        weights = [4, 2, 4, 2, 4, 2, 10]
+        if program.var_ids:
+            steps += [self.read, self.stream, self.race, self.cancel, self.set_value]
+            weights += [16, 8, 10, 1, 4]
+        steps += [self.create, self.call, self.repeat, self.native]
+        weights += [6, 24, 24, 6]
+        [step] = self.rng.choices(steps, weights)
+        try:
+            result = step() if step in self.common() else step(program)  # type: ignore[operator]
+            if result is not None:
+                await result
+        except (SessionGone, NotFound):
+            assert self.core._sessions.find(program.scope["session_id"]) is None
+            self.programs.remove(program)
+
+    def common(self) -> tuple[Any, ...]:
+        return (self.begin, self.lose, self.join, self.slow, self.wait, self.give_up)
+
+    # Sessions and engines
+
+    def begin(self) -> None:
+        if len(self.programs) < 4:
+            tenant = self.rng.choice(TENANTS)
+            created = self.core.create_session(SessionCreateRequest(api_key=tenant))
+            session = self.core._sessions.find(created.session_id)
+            assert session is not None
+            self.programs.append(Program(created.model_dump(), session))
+
+    def delete(self, program: Program) -> None:
+        self.core.delete_session(**program.scope)
+        self.programs.remove(program)
+
+    async def lose(self) -> None:
+        if len(self.engines) > 1 or self.rng.random() < 0.15:
+            for engine in self.rng.sample(self.engines, min(1, len(self.engines))):
+                self.num_engines_lost += 1
+                await engine.kill()
+
+    async def join(self) -> None:
+        if len(self.engines) < 3:
+            await self.cluster.add_engine()
+
+    def slow(self) -> None:
+        for engine in self.engines:
+            engine.slow_down(self.rng.choice([1.0, 1.0, 5.0]))
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self.rng.choice([0.5, 2.0, 12.0, LIFE_SPAN_S / 2]))
+
+    # What programs do
+
+    def some(self, program: Program) -> str:
+        """Rather a late variable: that makes long chains."""
+        at = max(self.rng.randrange(len(program.var_ids)) for _ in range(2))
+        return program.var_ids[at]
+
+    def create(self, program: Program) -> None:
+        text = self.rng.choice([*VALUES, None])
+        var_id = self.core.create_var(*program.scope.values(), "v", text)
+        program.var_ids.append(var_id)
+        if text is not None:
+            self.reference.rules[var_id] = text
+
+    def set_value(self, program: Program) -> None:
+        var_id, text = self.some(program), self.rng.choice(VALUES)
+        try:
+            self.core.set_var(*program.scope.values(), var_id, text)
+        except (AlreadySet, Conflict):
+            return
+        self.reference.rules[var_id] = text
+
+    def call(self, program: Program) -> None:
+        rng = self.rng
+        pieces: list[str | Place] = [rng.choice(PREFIXES)]
+        for _ in range(rng.randrange(4) if program.var_ids else 0):
+            pieces += [Place(self.some(program)), " and "]
+        lengths = [rng.choice([1, 2, 5, 9, 40])]
+        lengths += [rng.choice([1, 3]) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+        options = {
+            "successor_of": rng.choice([None, None, None, *program.requests[-3:]]),
+            "remove_pure_fill": rng.random() < 0.7,
+            "cache_prefix": rng.random() < 0.8,
+            "reuse": rng.random() < 0.8,
+        }
+        sampling = rng.choice([{"temperature": 0.0}, {"temperature": 0.0}, {"seed": 1}, {}])
+        self._submit(program, CallPlan(tuple(pieces), tuple(lengths), sampling, options))
+
+    def repeat(self, program: Program) -> None:
+        """The same again: of its own, or what another program asked without variables."""
+        others = [plan for other in self.programs for plan in other.plans if plan.is_constant]
+        plans = [*program.plans[-8:], *others[-8:]]
+        if plans:
+            self._submit(program, self.rng.choice(plans))
+
+    def _submit(self, program: Program, plan: CallPlan) -> None:
+        rng = self.rng
+        template, parameters = plan.template(self._premade(program))
+        body = plan.options | {"template": template, "parameters": parameters}
+        if rng.random() < 0.3:
+            body["output_criteria"] = rng.choice(list(PerformanceCriteria)).value
+        try:
+            response = self.core.submit_call(SemanticCallRequest(**program.scope, **body))
+        except (CyclicGraph, AlreadySet, Conflict):
+            return
+        prompt = [*program.contexts.get(plan.options["successor_of"], ()), *plan.pieces]
+        for length, var_id in zip(plan.lengths, _outputs(response), strict=True):
+            prompt.append(" then ")
+            self.reference.rules[var_id] = Output(tuple(prompt), length)
+            prompt.append(Place(var_id))
+            self._know(program, var_id)
+        program.plans.append(plan)
+        program.requests.append(response.request_id)
+        tail = () if plan.options["remove_pure_fill"] else (" end.",)
+        program.contexts[response.request_id] = (*prompt, *tail)
+
+    def _premade(self, program: Program) -> str | None:
+        unset = [v for v in program.var_ids if v not in self.reference.rules]
+        return self.rng.choice(unset) if unset and self.rng.random() < 0.5 else None
+
+    def native(self, program: Program) -> None:
+        if not program.var_ids:
+            return
+        first, second = self.some(program), self.some(program)
+        body = {
+            "func_name": "join",
+            "func_source": JOIN,
+            "parameters": [
+                {"name": "a", "var_id": first},
+                {"name": "b", "var_id": second},
+                {"name": "out", "is_output": True},
+            ],
+        }
+        response = self.core.submit_native(NativeCallRequest(**program.scope, **body))
+        [var_id] = _outputs(response)
+        self.reference.rules[var_id] = Joined(Place(first), Place(second))
+        self._know(program, var_id)
+
+    def _know(self, program: Program, var_id: str) -> None:
+        if var_id not in program.var_ids:
+            program.var_ids.append(var_id)
+
+    def _options(self) -> dict[str, Any]:
+        rng = self.rng
+        return {
+            "criteria": rng.choice(list(PerformanceCriteria)),
+            "timeout": rng.choice([None, None, None, 0.05, 1.0, 30.0]),
+            "deadline": rng.choice([None, None, 0.1, 5.0]),
+        }
+
+    def _start(
+        self,
+        program: Program,
+        var_ids: list[str],
+        options: dict[str, Any],
+        coroutine: Coroutine[Any, Any, dict[str, str]],
+        num_wanted: int = 1,
+    ) -> None:
+        task = asyncio.ensure_future(coroutine)
+        is_timed = options["timeout"] is not None
+        self.reads.append(Read(program, task, var_ids, is_timed, num_wanted))
+
+    def read(self, program: Program) -> None:
+        var_id, options = self.some(program), self._options()
+
+        async def read() -> dict[str, str]:
+            return {var_id: await self.core.read(request, var_id)}
+
+        request = VarGetRequest(**program.scope, **options)
+        self._start(program, [var_id], options, read())
+
+    def stream(self, program: Program) -> None:
+        var_id, options = self.some(program), self._options()
+
+        async def stream() -> dict[str, str]:
+            return {var_id: "".join([text async for text in self.core.stream(request, var_id)])}
+
+        request = VarGetRequest(**program.scope, **options)
+        self._start(program, [var_id], options, stream())
+
+    def race(self, program: Program) -> None:
+        var_ids = self.rng.sample(
+            program.var_ids, self.rng.randint(1, min(6, len(program.var_ids)))
+        )
+        k, options = self.rng.randint(1, len(var_ids)), self._options()
+
+        async def race() -> dict[str, str]:
+            answer = await self.core.first(request)
+            return {value.var_id: value.content for value in answer.values}
+
+        request = FirstVarsRequest(**program.scope, var_ids=var_ids, k=k, **options)
+        self._start(program, var_ids, options, race(), k)
+
+    def cancel(self, program: Program) -> None:
+        scope = program.scope.values()
+        if program.requests and self.rng.random() < 0.4:
+            request_id = self.rng.choice(program.requests)
+            call = program.session.graph.calls[request_id]
+            program.cancelled |= {out.variable.id for task in call.tasks for out in task.outputs}
+            self.core.cancel_call(*scope, request_id)
+        else:
+            var_id = self.some(program)
+            producer = program.session.graph.node(var_id).producer
+            outputs = [] if producer is None else [out.variable.id for out in producer.outputs]
+            program.cancelled |= {var_id, *outputs}
+            self.core.cancel_var(*scope, var_id)
+
+    async def give_up(self) -> None:
+        if self.reads:
+            read = self.reads.pop(self.rng.randrange(len(self.reads)))
+            read.task.cancel()
+            [result] = await asyncio.gather(read.task, return_exceptions=True)
+            if not isinstance(result, asyncio.CancelledError):
+                self.check(read)
+
+    # What must hold
+
+    async def end(self) -> None:
+        """With an engine there and nobody interfering, everything that is wanted comes to an end;
+        and when all have gone, nothing is left."""
+        if not self.engines:
+            await self.cluster.add_engine()
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        self.check_all_done()
+        await asyncio.sleep(LIFE_SPAN_S + 40.0)  # reads of what nobody makes end with the session
+        for read in self.reads:
+            assert read.task.done(), f"a read of {read.var_ids} still waits"
+            self.check(read)
+        await self.leave()
+
+    def check_all_done(self) -> None:
+        for program in self.programs:
+            graph = program.session.graph
+            for call in graph.calls.values():
+                for task in call.tasks:
+                    assert not task.is_started, task.task
+                    is_stuck = any(not node.is_settled for node in task.inputs)
+                    assert not task.is_wanted or is_stuck, task.task
+            for var_id, node in graph.variables.items():
+                if node.is_settled and node.variable.error is None:
+                    assert node.variable.text == self.reference.value(var_id), node
+                elif node.variable.error is not None:
+                    self.check_error(program, [var_id], node.variable.error)
+        self.core.check_integrity()
+
+    def check(self, read: Read) -> None:
+        error = None if read.task.cancelled() else read.task.exception()
+        if error is None:
+            values = read.task.result()
+            assert len(values) == read.num_wanted
+            assert set(values) <= set(read.var_ids)
+            assert values == {var_id: self.reference.value(var_id) for var_id in values}
+        elif isinstance(error, TimedOut):
+            assert read.is_timed
+        else:
+            assert isinstance(error, ParrotError), error
+            self.check_error(read.session, read.var_ids, error)
+
+    def check_error(self, program: Program, var_ids: list[str], error: ParrotError) -> None:
+        """There must be a reason for it."""
+        if isinstance(error, SessionGone):
+            assert self.core._sessions.find(program.scope["session_id"]) is None
+        elif isinstance(error, Cancelled):
+            needed = set().union(*(self.reference.needs(var_id) for var_id in var_ids))
+            assert needed & program.cancelled, error
+        else:
+            assert isinstance(error, EngineFailed | NoEngine), error
+            assert self.num_engines_lost, error
+
+    async def leave(self) -> None:
+        for program in self.programs:
+            if self.core._sessions.find(program.scope["session_id"]) is not None:
+                self.core.delete_session(**program.scope)
+        await asyncio.sleep(1.0)
+        self.cluster.check_integrity()
+        self.check_contexts()
+        await asyncio.sleep(2 * PREFIX_TIMEOUT_S)
+        self.cluster.check_integrity()
+        self.check_contexts()
+        dispatcher = self.core._dispatcher
+        assert not dispatcher._ledger._constants
+        assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
+        assert len(self.core._timers) == 0
+        assert not self.core._native._tasks if hasattr(self.core._native, "_tasks") else True
+
+    def check_contexts(self) -> None:
+        """Each engine has the contexts that the ledger says, and no other."""
+        ledger = self.core._dispatcher._ledger
+        for engine in self.engines:
+            account = ledger._accounts[engine.engine_id]
+            tree = engine.service._require_core()._tree
+            assert {context.context_id for context in tree} == set(account.contexts), engine.name
+            assert all(isinstance(c.owner, str) for c in account.contexts.values())
+
+
+def _outputs(response: CallResponse) -> list[str]:
+    return [info.var_id for info in response.param_info if info.is_output]
+
+
+async def tell(rng: random.Random, num_steps: int) -> None:
+    scheduler = GlobalSchedulerConfig(reuse_results=rng.random() < 0.7)
+    core = CoreConfig(
+        global_scheduler=scheduler,
+        session_life_span=LIFE_SPAN_S,
+        engine_heartbeat_timeout=HEARTBEAT_S,
+        constant_prefix_var_timeout=PREFIX_TIMEOUT_S,
+    )
+    async with SimCluster(rng.randint(1, 3), engine=ENGINE, core=core) as cluster:
+        story = Story(rng, cluster)
+        try:
+            await story.run(num_steps)
+        finally:
+            for read in story.reads:
+                read.task.cancel()
+            await asyncio.gather(*(read.task for read in story.reads), return_exceptions=True)

@@ -1,0 +1,59 @@
+"""Whatever programs submit, read, cancel and abandon, whatever engines do: every value is the one
+that a sequential run gives, every read ends, and nothing is left.
+
+A long run: `PARROT_EXAMPLES=5000 pytest tests/e2e/test_random_programs.py`."""
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parrot.simulation import run_virtual
+from tests.e2e.random_programs import Output, Place, Reference, tell
+
+NUM_EXAMPLES = int(os.environ.get("PARROT_EXAMPLES", "60"))
+LONG = NUM_EXAMPLES > 1000
+
+
+@pytest.fixture(autouse=True)
+def no_defects(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A defect that was caught and logged is one, too."""
+    yield
+    errors = [record.getMessage() for record in caplog.get_records("call") if is_defect(record)]
+    assert not errors
+
+
+def is_defect(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+@pytest.mark.timeout(0 if LONG else 120)
+@settings(
+    max_examples=NUM_EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(st.randoms(use_true_random=False), st.integers(1, 80))
+def test_random_programs(rng: random.Random, num_steps: int) -> None:
+    run_virtual(tell(rng, num_steps))
+
+
+@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.parametrize("seed", range(max(1, NUM_EXAMPLES * 2 // 3)))
+def test_long_random_programs(seed: int) -> None:
+    """Hypothesis likes short stories best."""
+    run_virtual(tell(random.Random(seed), 150))
+
+
+def test_the_reference_computes_in_order() -> None:
+    reference = Reference()
+    reference.rules["x"] = "value"
+    reference.rules["y"] = Output(("A ", Place("x"), " then "), 3)
+    reference.rules["z"] = Output(("A value then ",), 3)
+    assert reference.value("y") == reference.value("z")
+    assert len(reference.value("y")) == 3
+    assert reference.needs("y") == {"x", "y"}
