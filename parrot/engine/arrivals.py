@@ -108,6 +108,9 @@ class InOrder:
     def is_ready(self) -> bool:
         return self._service.is_ready()
 
+    def is_lost(self) -> bool:
+        return self._service.is_lost()
+
     async def fill(self, request: FillRequest) -> FillResponse:
         await self._arrivals.enter((request,))
         return await self._service.fill(request)

@@ -10,7 +10,7 @@ Not thread-safe: a driver (driver.py) calls everything here, and only between st
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,7 +188,7 @@ class EngineCore:
         return None if step is None else _Flight(step, plan, self._scheduler.planned(), began)
 
     def _land(self, flight: _Flight) -> bool:
-        """Deliver a launched step. False: it failed, and was run again with the tokens known now."""
+        """Deliver a launched step. False: it failed, and was run again with tokens known now."""
         planned, has_landed = flight.planned, True
         try:
             outcome = StepOutcome(flight.step.wait())
@@ -258,11 +258,8 @@ class EngineCore:
     ) -> None:
         """Enter what a step computed, and answer the requests that it completed. `planned`: what
         the step consists of, if it is not the last that was planned."""
-        self._num_steps += 1
         now = self._clock.now()
-        elapsed_ns = (now - self._step_began) * 1e9
-        self._latency_ns += _LATENCY_SMOOTHING * (elapsed_ns - self._latency_ns)
-        self._scheduler.stepped(elapsed_ns * 1e-9, was_ahead=planned is not None)
+        self._count_step(now - self._step_began, was_ahead=planned is not None)
         tokens, errors = outcome.result.tokens, outcome.result.errors
         planned = self._scheduler.planned() if planned is None else planned
         for index, (job, share) in enumerate(planned):
@@ -285,6 +282,32 @@ class EngineCore:
                 self._take_token(job, tokens[job.job_id], now)
             else:
                 self._desk.fail_job(job, EngineFailed("the engine gave no token"))
+
+    def num_sure_steps(self, token_ids: Collection[int]) -> int:
+        """See `LocalScheduler`. So many steps may be planned once and delivered together."""
+        return 0 if self._desk.has_forks else self._scheduler.num_sure_steps(token_ids)
+
+    def deliver_sure(
+        self, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
+    ) -> None:
+        """Enter several steps like the one that was planned last, no more than were sure. `tokens`:
+        those of each job, by its id."""
+        num_steps = len(step_seconds)
+        for job, _ in self._scheduler.planned():
+            context, generation = job.context, job.generation
+            assert generation is not None, f"job {job.job_id} does not generate"
+            copies = self._tree.reserve(context, len(context.token_ids) + num_steps - 1)
+            assert copies == (), f"no room for {num_steps} more tokens of {context}"
+            context.num_computed += num_steps
+            context.token_ids.extend(tokens[job.job_id])
+            generation.push_all(tokens[job.job_id])
+        for elapsed_s in step_seconds:
+            self._count_step(elapsed_s, was_ahead=False)
+
+    def _count_step(self, elapsed_s: float, *, was_ahead: bool) -> None:
+        self._num_steps += 1
+        self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
+        self._scheduler.stepped(elapsed_s, was_ahead=was_ahead)
 
     def _take_token(self, job: Job, token_id: int, now: float) -> None:
         generation, request = job.generation, job.request

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from parrot.engine.core import EngineCore
-from parrot.engine.plan import StepPlan
+from parrot.engine.plan import DeviceLost, StepPlan
 from parrot.engine.requests import Delivery
 from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.utils.clock import Clock
@@ -29,6 +29,11 @@ Verb = Callable[[EngineCore], None]
 
 class Driver(Protocol):
     """Used from one event loop."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no step will ever run again."""
+        ...
 
     async def start(self) -> EngineCore:
         """Make the core and begin to run it. The core may be read, but only verbs change it."""
@@ -65,20 +70,6 @@ def deliver(outcomes: list[Delivery]) -> None:
             logger.exception("an outcome could not be delivered")
 
 
-def _step_or_fail(core: EngineCore, inbox: deque[Verb]) -> bool:
-    """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
-    try:
-        if inbox:
-            core.finish_launched()
-        while inbox:
-            inbox.popleft()(core)
-        return core.has_work and core.step()
-    except Exception:
-        logger.exception("the engine core failed; its requests are given up")
-        core.fail_everything(EngineFailed("internal error of the engine"))
-        return False
-
-
 class ThreadDriver:
     """Runs the core in a thread of its own, in which the model is also loaded. Idle, the thread
     sleeps on a condition."""
@@ -90,6 +81,7 @@ class ThreadDriver:
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._is_loaded = False
+        self.is_lost = False
 
     async def start(self) -> EngineCore:
         loop = asyncio.get_running_loop()
@@ -130,15 +122,37 @@ class ThreadDriver:
                 is_closing = self._is_closing
             if is_closing:
                 core.fail_everything(Unavailable("the engine is shutting down"))
-            may_step = _step_or_fail(core, inbox)
+            may_step = self._step_or_fail(core, inbox)
             if outcomes := core.take_outcomes():
                 _tell(loop, deliver, outcomes)
             if is_closing:
                 return
 
+    def _step_or_fail(self, core: EngineCore, inbox: deque[Verb]) -> bool:
+        """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
+        try:
+            if inbox:
+                core.finish_launched()
+            while inbox:
+                inbox.popleft()(core)
+            return core.has_work and core.step()
+        except DeviceLost as error:
+            if not self.is_lost:
+                logger.critical("the device is lost: %s", error)
+            self.is_lost = True
+            core.fail_everything(Unavailable("the engine has lost its device"))
+        except Exception:
+            logger.exception("the engine core failed; its requests are given up")
+            core.fail_everything(EngineFailed("internal error of the engine"))
+        with self._wake:
+            self._inbox.extendleft(reversed(inbox))
+        return False
+
 
 class AsyncDriver:
     """Runs the core on the event loop. A step lasts `cost(plan)` seconds of `clock`."""
+
+    is_lost = False
 
     def __init__(self, core: EngineCore, clock: Clock, cost: Callable[[StepPlan], float]) -> None:
         self._core = core

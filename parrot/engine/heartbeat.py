@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from parrot.engine.plan import DeviceLost
 from parrot.engine.service import EngineService
 from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.internal import EngineInfo
@@ -60,10 +61,12 @@ class Heartbeat:
         return await self._client.register_engine(info)
 
     async def _beat_while_known(self, engine_id: int) -> None:
-        """Heartbeats until ServeCore says that it does not know this engine."""
+        """Heartbeats until ServeCore says that it does not know this engine, or `DeviceLost`."""
         name = self._service.engine_info().engine_name
         while True:
             await self._clock.sleep(self._interval_s)
+            if self._service.is_lost():
+                raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
             answer = await self._until_answered(
                 lambda: self._client.engine_heartbeat(engine_id, name, self._service.runtime_info())
             )

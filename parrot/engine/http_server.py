@@ -21,6 +21,7 @@ from parrot.engine.config import (
 )
 from parrot.engine.driver import core_thread_is_alive
 from parrot.engine.heartbeat import Heartbeat
+from parrot.engine.plan import DeviceLost
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.http import HttpClient
@@ -69,7 +70,8 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
 
 
 async def _run_engine(config: AnyEngineConfig, service: EngineService, *, with_core: bool) -> None:
-    """Load, then stay registered. Ends only by an error."""
+    """Load, then stay registered. Ends only by an error: another process may have more luck with
+    the device that this one has lost."""
     await service.start()
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
     if not with_core:
@@ -123,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         uvloop.run(serve(config, with_core=not args.without_core))
-    except ConfigError as error:
+    except (ConfigError, DeviceLost) as error:
         sys.exit(f"error: {error}")
     if core_thread_is_alive():
         # Native code that still loads weights would abort the process in Python's own shutdown.

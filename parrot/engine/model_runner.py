@@ -10,6 +10,7 @@ import torch
 from parrot.engine.attention import TorchAttention
 from parrot.engine.batch import IntArray, build_batch
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
+from parrot.engine.device import noticing_loss
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
 from parrot.engine.models.decoder import Decoder
@@ -66,6 +67,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        with noticing_loss(self._model.device):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         batch = build_batch(plan, self._info.block_size, self._min_saved_tokens)
         self._cache.prepare(batch.copies, batch.fresh_blocks)
         if not batch.num_rows:

@@ -110,6 +110,10 @@ class RunnerInfo:
     cache_mem: float
 
 
+class DeviceLost(Exception):
+    """Raised by a runner that will never run a step again."""
+
+
 class LaunchedStep(Protocol):
     """A step on its way."""
 

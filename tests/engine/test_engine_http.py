@@ -21,6 +21,7 @@ from parrot.engine.driver import ThreadDriver, deliver
 from parrot.engine.http_server import create_service, main
 from parrot.engine.model_service import _load_runner
 from parrot.engine.output import Language
+from parrot.engine.plan import DeviceLost, StepPlan, StepResult
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.engine import create_sim_engine
 from parrot.engine.sim.runner import SimRunner
@@ -315,6 +316,24 @@ async def test_a_threaded_engine_aborts_and_closes_while_it_works():
         await service.close()
         with pytest.raises(Unavailable):
             await second
+
+
+async def test_an_engine_that_has_lost_its_device_is_not_ready_and_fails_all_requests(monkeypatch):
+    service, config = threaded()
+    async with serving(service, config) as (client, _):
+        assert service.is_ready()
+
+        def lose(plan: StepPlan) -> StepResult:
+            raise DeviceLost("an illegal access")
+
+        monkeypatch.setattr(service._core._runner, "run", lose)
+        answers = [client.generate(request(i)) for i in range(3)]
+        errors = await asyncio.gather(*answers, return_exceptions=True)
+        assert {type(error) for error in errors} == {Unavailable}
+        assert service.is_lost()
+        assert not service.is_ready()
+        with pytest.raises(Unavailable, match="lost its device"):
+            await client.generate(request(5))
 
 
 async def test_what_loading_raises_start_raises():

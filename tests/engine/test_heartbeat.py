@@ -7,6 +7,7 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
+from parrot.engine.plan import DeviceLost
 from parrot.engine.sim.engine import create_sim_engine
 from parrot.protocol.errors import AuthenticationFailed, Unavailable
 from parrot.protocol.internal import FillRequest, HeartbeatResponse
@@ -178,3 +179,16 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     await service.close()
     assert client.infos[0].host == "127.0.0.1"
     assert "no way to core.example: Name or service not known; trying on" in caplog.text
+
+
+async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
+    client, clock, service = scene
+    heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=("localhost", 9000))
+    task = asyncio.ensure_future(heartbeat.run())
+    await client.registered.wait()
+    monkeypatch.setattr(service._driver, "is_lost", True)
+    while not task.done():
+        await clock.advance(INTERVAL_S)
+    with pytest.raises(DeviceLost):
+        await task
+    assert not client.beats

@@ -6,8 +6,7 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core import EngineCore
-from parrot.engine.plan import LaunchedStep, StepPlan
-from parrot.protocol.errors import EngineFailed
+from parrot.engine.plan import DeviceLost, LaunchedStep, StepPlan
 from parrot.protocol.internal import GenerateResponse
 from parrot.testing.checking_runner import LaunchingRunner
 from parrot.testing.core_harness import LANGUAGE, Harness, piece
@@ -88,23 +87,37 @@ def test_a_launch_that_fails_is_made_good(monkeypatch: pytest.MonkeyPatch):
     assert bytes(answer.response.generated_ids) == b"bcdefghi"
 
 
-def test_a_launched_step_that_fails_ends_its_jobs_and_not_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-):
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_launched_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch, number: int):
+    """And the one that was launched behind it, with tokens that have never been."""
     harness = Overlapping(num_blocks=40)
-    answer = harness.generate(piece(1, "a"), length=8)
+    short, long = (harness.generate(piece(i, "a"), length=n) for i, n in ((1, 3), (2, 8)))
+    known, calls = harness.launching.with_known_tokens, 0
+
+    def fail(plan: StepPlan) -> StepPlan:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise RuntimeError("lost")
+        return known(plan)
+
+    monkeypatch.setattr(harness.launching, "with_known_tokens", fail)
+    harness.run()
+    assert calls > number
+    assert bytes(short.response.generated_ids) == b"bcd"
+    assert bytes(long.response.generated_ids) == b"bcdefghi"
+    assert not harness.launching.violations
+
+
+def test_a_lost_device_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
+    harness = Overlapping(num_blocks=40)
+    harness.generate(piece(1, "a"), length=8)
     harness.step()
     harness.step()
 
     def fail(plan: StepPlan) -> StepPlan:
-        raise RuntimeError("lost")
+        raise DeviceLost("gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.launching, "with_known_tokens", fail)
-        harness.step()
+    monkeypatch.setattr(harness.launching, "with_known_tokens", fail)
+    with pytest.raises(DeviceLost):
         harness.core.finish_launched()
-        harness.deliver()
-    assert isinstance(answer.error, EngineFailed)
-    again = harness.generate(piece(2, "a"), length=3)
-    harness.run()
-    assert bytes(again.response.generated_ids) == b"bcd"

@@ -141,7 +141,7 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(make_runner: MakeRunne
 def test_out_of_memory_ends_the_step_and_not_the_runner(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner()
+    runner = make_runner(use_graphs=False)
     driver = Driver(runner)
     want = driver.generate([driver.context([1, 2, 3])], 5)
 

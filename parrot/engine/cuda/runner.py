@@ -20,6 +20,7 @@ from parrot.engine.cuda.graphs import (
 )
 from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
 from parrot.engine.cuda.stage import Landing, Stage
+from parrot.engine.device import noticing_loss
 from parrot.engine.kernels.attention import Capacity, PlanBuffers
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
@@ -65,7 +66,8 @@ class Launched:
     landing: Landing
 
     def wait(self) -> StepResult:
-        return results(self.samples, self.landing.wait(len(self.samples)))
+        with noticing_loss(self.tokens.device):
+            return results(self.samples, self.landing.wait(len(self.samples)))
 
 
 class CudaRunner:
@@ -146,7 +148,8 @@ class CudaRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Raises `OutOfMemory` when the device has no room for the step; the next may succeed."""
         try:
-            return self._run(plan)
+            with noticing_loss(self._device):
+                return self._run(plan)
         except torch.OutOfMemoryError:
             self._inputs.forget()
             torch.cuda.empty_cache()
@@ -160,7 +163,8 @@ class CudaRunner:
         if not self._overlap or not self._inputs.can_launch(plan):
             return None
         try:
-            return self._launch(plan, previous)
+            with noticing_loss(self._device):
+                return self._launch(plan, previous)
         except BaseException:
             self._inputs.forget()
             raise

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from parrot.engine.device import noticing_loss
 from parrot.engine.huggingface.paged_cache import PagedCache, Slots
 from parrot.engine.plan import BlockCopy, RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.sampler import sample
@@ -51,6 +52,10 @@ class HuggingFaceRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        with noticing_loss(self._device):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         for copy in plan.copies:
             self._copy(copy)
         tokens: dict[int, int] = {}

@@ -84,6 +84,9 @@ class OpenAIService:
     def is_ready(self) -> bool:
         return self._is_ready
 
+    def is_lost(self) -> bool:
+        return False  # the server may come back
+
     async def fill(self, request: FillRequest) -> FillResponse:
         _require_text([request])
         return await self._launch([request], lambda job: self._fill(job, request)).result()
