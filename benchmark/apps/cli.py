@@ -78,6 +78,11 @@ def _add_where(run: argparse.ArgumentParser) -> None:
     run.add_argument("--log-dir", type=Path, help="keep the servers' logs there")
     run.add_argument("--api-key")
     run.add_argument("--model", help="for --backend openai; default: the first the server names")
+    run.add_argument(
+        "--open-sessions",
+        action="store_true",
+        help="sessions are opened before a program's time counts, as connections are",
+    )
     run.add_argument("--client-rtt", choices=NETWORKS, default="none")
 
 

@@ -130,6 +130,7 @@ class Session:
                 text,
                 bystanders=bystanders,
                 time_limit_s=args.time_limit,
+                prepared=args.open_sessions,
                 report=lambda line: print(f"           {line}", flush=True),
             )
             return await runner.run(plan)

@@ -99,6 +99,9 @@ class Program(ABC):
         self._add_input(output)
         return output
 
+    async def prepare(self) -> None:  # noqa: B027 - most clients have nothing to prepare
+        """What a client may do before anybody asks for anything, like opening a connection."""
+
     @abstractmethod
     async def set(self, output: Output, text: Text) -> None: ...
 

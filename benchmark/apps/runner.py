@@ -65,7 +65,8 @@ class Run:
 
 
 class PlanRunner:
-    """One run. Time is the event loop's, which may be virtual."""
+    """One run. Time is the event loop's, which may be virtual. `prepared`: programs get ready
+    before their time begins to count."""
 
     def __init__(
         self,
@@ -74,12 +75,14 @@ class PlanRunner:
         *,
         bystanders: Bystanders | None = None,
         time_limit_s: float | None = None,
+        prepared: bool = False,
         report: Report = lambda line: None,
     ) -> None:
         self._backend = backend
         self._text = text
         self._bystanders = bystanders
         self._time_limit_s = time_limit_s
+        self._prepared = prepared
         self._report = report
         self._now = asyncio.get_running_loop().time
         self._run = Run()
@@ -117,13 +120,16 @@ class PlanRunner:
                 group.create_task(self._run_job(job, began))
 
     async def _run_job(self, job: Job, began: float) -> None:
-        if (delay := began + job.start_s - self._now()) > 0:
-            await asyncio.sleep(delay)
-        self._num_started += 1
         program = self._backend.program(job.kind)
         seconds: float | None = None
         error: str | None = "time limit"
         try:
+            if self._prepared:
+                await program.prepare()
+            if (delay := began + job.start_s - self._now()) > 0:
+                await asyncio.sleep(delay)
+            self._num_started += 1
+            program.begin_now()
             await job.run(program)
             seconds, error = self._now() - program.began, None
         except Exception as failure:  # noqa: BLE001 - a job's failure is a result

@@ -48,6 +48,10 @@ class GraphProgram(Program):
         self._new: list[Call] = []
         self._new_inputs: list[Output] = []
 
+    async def prepare(self) -> None:
+        async with self._network.trip():
+            self._session = await self._client.create_session(apps=[self._app])
+
     async def set(self, output: Output, text: Text) -> None:
         await self._submit()
         async with self._network.trip():
@@ -105,8 +109,7 @@ class GraphProgram(Program):
         if not calls and not inputs:
             return
         if self._session is None:
-            async with self._network.trip():
-                self._session = await self._client.create_session(apps=[self._app])
+            await self.prepare()
         known = set(self._var_ids)
         first = [call for call in calls if all(piece in known for piece in _inputs(call))]
         wanted = {piece for call in calls for piece in _inputs(call)} - known
