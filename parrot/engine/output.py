@@ -142,6 +142,14 @@ class Generation:
         """How many more tokens there may be."""
         return self.max_tokens - len(self.output_ids)
 
+    def is_unmoved_by(self, token_ids: Collection[int]) -> bool:
+        """None of these tokens ends it, and nobody wants its text before the end."""
+        return self._detokenizer is None and not any(i in token_ids for i in self._stop_ids)
+
+    def push_all(self, token_ids: Sequence[int]) -> None:
+        """Take several tokens that do not move it, fewer than `num_left`."""
+        self.output_ids += token_ids
+
     def push(self, token_id: int) -> None:
         """Take the next sampled token; sets `finish_reason` when it is the last."""
         self.output_ids.append(token_id)

@@ -58,6 +58,11 @@ class RequestDesk:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def has_forks(self) -> bool:
+        """Some contexts wait for their parents."""
+        return bool(self._forks)
+
     def take_outcomes(self) -> list[Delivery]:
         """What has happened to requests since the last call: calls to make, in order, as (method of
         a sink, argument)."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from parrot.engine.arrivals import InOrder
 from parrot.engine.config import SimConfig
-from parrot.engine.sim.engine import SimService, create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, RegisterRequest
 from parrot.protocol.trace import TraceSink
 from parrot.serve.config import CoreConfig
@@ -48,7 +48,7 @@ class SimEngine:
 
     def slow_down(self, factor: float) -> None:
         """From its next step on, every step takes `factor` times what the cost model says."""
-        self.service.slowdown = factor
+        self.service.slow_down(factor)
 
     async def kill(self) -> None:
         """Its process dies: what it was asked, and will be asked, fails with `Unavailable`."""
@@ -69,7 +69,8 @@ class SimCluster:
     `engine`: what engines are made from; `core`: default `PATIENT`; `sandbox`: where native
     functions run, default a `BlockingSandbox`; `trace`: is told of all that programs do. With a
     heartbeat timeout of less than 1e6 s the engines that are alive send heartbeats (one task for
-    all)."""
+    all). Without `leaps` every step of an engine is an event of its own: the same, but slower; on
+    other loops than a `VirtualLoop` that is right."""
 
     def __init__(
         self,
@@ -80,12 +81,14 @@ class SimCluster:
         engine_rtt_s: float = LAN_RTT_S,
         sandbox: Sandbox | None = None,
         trace: TraceSink | None = None,
+        leaps: bool = True,
     ) -> None:
         self.clock: Clock = LoopClock()
         self.engines: dict[str, SimEngine] = {}
         self._num_engines = num_engines
         self._engine_config = engine or SimConfig()
         self._rtt_s = engine_rtt_s
+        self._leaps = leaps
         config = core or PATIENT
         parts: dict[str, Any] = {
             "clock": self.clock,
@@ -134,7 +137,7 @@ class SimCluster:
         self._num_named += 1
         base = config or self._engine_config
         own = base.model_copy(update={"engine_name": name} | changes)
-        service = create_sim_engine(own, self.clock)
+        service = SimService(own, self.clock, leaps=self._leaps)
         await service.start()
         engine = SimEngine(service, EngineLink(InOrder(service, self.clock), self._rtt_s))
         self.engines[engine.name] = engine

@@ -11,7 +11,6 @@ from asyncio import AbstractEventLoop, Handle, TimerHandle
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextvars import Context
-from itertools import count
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._end_s = end_s
         self._now = 0.0
         self._timers: list[tuple[float, int, TimerHandle]] = []
-        self._order = count()
+        self.num_timers = 0  # that were set so far
 
     def time(self) -> float:
         return self._now
@@ -49,7 +48,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         context: Context | None = None,
     ) -> TimerHandle:
         timer = TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, next(self._order), timer))
+        self.num_timers += 1
+        heapq.heappush(self._timers, (when, self.num_timers, timer))
         return timer
 
     def run_in_executor(

@@ -6,7 +6,7 @@ order of their keys, in chunks, as far as the step's budget goes. Background job
 else needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from parrot.engine.config import SchedulerConfig
@@ -77,6 +77,22 @@ class LocalScheduler:
         if self._background and self._pace.num_tokens(len(self._decoding)):
             return False
         return not self._queue and self._tree.num_free_blocks >= 2 * len(self._decoding)
+
+    def num_sure_steps(self, token_ids: Collection[int]) -> int:
+        """How many steps from now on are sure to give the same jobs a token each, and to end none,
+        if nothing is asked meanwhile and what is sampled is among `token_ids`."""
+        if not self._decoding or self._background or self._limits.max_total_tokens is not None:
+            return 0
+        if not self.only_decodes:
+            return 0
+        room = self._tree.num_free_blocks // len(self._decoding) - 1  # one may have to be copied
+        num_steps = room * self._tree.block_size
+        for job in self._decoding:
+            generation = job.generation
+            if job.request.stream or generation is None or not generation.is_unmoved_by(token_ids):
+                return 0
+            num_steps = min(num_steps, generation.num_left - 1)
+        return num_steps
 
     def schedule_ahead(self, jobs: Sequence[Job]) -> StepPlan | None:
         """The step after one of `jobs` whose tokens are not known yet: each is taken to go on,

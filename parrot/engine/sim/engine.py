@@ -2,26 +2,27 @@
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core import EngineCore
-from parrot.engine.driver import AsyncDriver
 from parrot.engine.output import Language
-from parrot.engine.plan import StepPlan
 from parrot.engine.runner_service import RunnerService
+from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.utils.clock import Clock, MonotonicClock
 
 
 class SimService(RunnerService):
-    """`slowdown` multiplies the time of every step that begins from now on."""
+    """See `SimDriver` for `leaps`."""
 
-    def __init__(self, config: SimConfig, clock: Clock) -> None:
-        self.slowdown = 1.0
-        self._runner = SimRunner(config.instance)
-        core = EngineCore(config, self._runner, Language.of(byte_tokenizer_response()), clock)
-        super().__init__(config, AsyncDriver(core, clock, self._cost), warm_up=False)
+    def __init__(self, config: SimConfig, clock: Clock, *, leaps: bool = False) -> None:
+        runner = SimRunner(config.instance)
+        core = EngineCore(config, runner, Language.of(byte_tokenizer_response()), clock)
+        driver = SimDriver(core, clock, runner, leaps=leaps)
+        super().__init__(config, driver, warm_up=False)
+        self._sim_driver = driver
 
-    def _cost(self, plan: StepPlan) -> float:
-        return self.slowdown * self._runner.cost(plan)
+    def slow_down(self, factor: float) -> None:
+        """From its next step on, every step takes `factor` times what it costs."""
+        self._sim_driver.slow_down(factor)
 
 
 def create_sim_engine(config: SimConfig, clock: Clock | None = None) -> SimService:

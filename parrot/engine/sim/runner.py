@@ -1,6 +1,7 @@
 """A runner without a model: every step costs time, every token depends on all before it."""
 
 import zlib
+from array import array
 from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
@@ -9,6 +10,8 @@ from parrot.engine.sim.tokenizer import VOCAB_SIZE
 from parrot.engine.sim.unique_kv import UniqueKv
 
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
+LETTER_IDS = frozenset(_LETTERS)
+_AS_BYTES = {letter: array("i", [letter]).tobytes() for letter in LETTER_IDS}
 
 
 def token_after(checksum: int) -> int:
@@ -49,17 +52,36 @@ class SimRunner:
                 tokens[sample.job_id] = token_after(checksum)
         return StepResult(tokens, {})
 
+    def run_on(self, plan: StepPlan, num_steps: int) -> dict[int, list[int]]:
+        """The tokens of each job in `num_steps` steps, of which `plan` is the first. All sequences
+        of it sample."""
+        tokens = {job_id: [token] for job_id, token in self.run(plan).tokens.items()}
+        for job_id, made in tokens.items():
+            length, checksum = self._checksums[job_id]
+            for _ in range(num_steps - 1):
+                checksum = zlib.crc32(_AS_BYTES[made[-1]], checksum)
+                made.append(token_after(checksum))
+            self._checksums[job_id] = (length + num_steps - 1, checksum)
+        return tokens
+
     def cost(self, plan: StepPlan) -> float:
         """Seconds the step takes: see `SimInstance`. Generated tokens count as sequences."""
         costs, sequences = self._instance, plan.sequences
         prompts = [s for s in sequences if len(s.token_ids) > 1]
         return (
-            costs.step_s
-            + costs.sequence_s * len(sequences)
-            + costs.context_token_s * self._num_read(sequences)
+            self._decode_cost(len(sequences), self._num_read(sequences))
             + costs.prefill_token_s * sum(len(s.token_ids) for s in prompts)
             + costs.prefill_pair_s * sum(len(s.token_ids) * (s.start + s.end) / 2 for s in prompts)
         )
+
+    def costs(self, plan: StepPlan, num_steps: int) -> list[float]:
+        """Of `num_steps` steps of which `plan` is the first. All its sequences have one token."""
+        count, num_read = len(plan.sequences), self._num_read(plan.sequences)
+        return [self._decode_cost(count, num_read + n * count) for n in range(num_steps)]
+
+    def _decode_cost(self, num_sequences: int, num_read: int) -> float:
+        costs = self._instance
+        return costs.step_s + costs.sequence_s * num_sequences + costs.context_token_s * num_read
 
     def _num_read(self, sequences: Sequence[SequenceStep]) -> int:
         if self._instance.shared_prefix:
