@@ -75,7 +75,7 @@ def ratios(runs: list[Row]) -> list[Row]:
             pairs = [(base[r], theirs[r]) for r in sorted(base.keys() & theirs.keys())]
             row: Row = {"case": case, "setting": other, "over": first, "repeats": len(pairs)}
             for name in pairs[0][0] if pairs else ():
-                values = [b[name] / a[name] for a, b in pairs if name in a and name in b]
+                values = [b[name] / a[name] for a, b in pairs if a.get(name) and name in b]
                 if values:
                     row[name] = [statistics.median(values), min(values), max(values)]
             found.append(row)

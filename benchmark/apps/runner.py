@@ -157,7 +157,7 @@ class PlanRunner:
 
     async def _chat(self, others: Bystanders, number: int, jobs_begin: float) -> None:
         prompt = self._text.data(round(BYSTANDER_PROMPT * others.factor) or 1, "bystander", number)
-        length = max(2, round(BYSTANDER_OUTPUT * others.factor))
+        length = max(8, round(BYSTANDER_OUTPUT * others.factor))
         program = self._backend.program("bystander")
         began = self._now()
         try:
