@@ -31,7 +31,11 @@ class EngineClient:
         await self._http.close()
 
     async def fill(self, request: FillRequest) -> FillResponse:
-        body = request.model_dump(mode="json", exclude_defaults=True)
+        body = _job_body(request) | {
+            "background": request.background,
+            "token_ids": request.token_ids,
+            "text": request.text,
+        }
         return FillResponse.model_validate(
             await self._http.request("POST", "/fill", body=body, timeout_s=None)
         )
@@ -76,17 +80,22 @@ class EngineClient:
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     """What `model_dump` would give, ten to a hundred times faster: it visits every token id."""
+    return _job_body(request) | {
+        "fills": [
+            _fork_body(fill) | {"token_ids": fill.token_ids, "text": fill.text}
+            for fill in request.fills
+        ],
+        "sampling_config": request.sampling_config.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def _job_body(request: GenerateRequest | FillRequest) -> dict[str, Any]:
     return _fork_body(request) | {
         "session_id": request.session_id,
         "task_id": request.task_id,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "end_flag": request.end_flag,
-        "fills": [
-            _fork_body(fill) | {"token_ids": fill.token_ids, "text": fill.text}
-            for fill in request.fills
-        ],
-        "sampling_config": request.sampling_config.model_dump(mode="json", exclude_defaults=True),
     }
 
 

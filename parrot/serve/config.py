@@ -34,6 +34,11 @@ class GlobalSchedulerConfig(_Section):
         description="Which context goes when an engine is full: the one whose predicted next use "
         "is farthest, or the least recently used.",
     )
+    eager_fill: bool = Field(
+        True,
+        description="Compute the known beginning of a prompt while the call waits for its other "
+        "inputs, with what ready work leaves over.",
+    )
     policy: OrderName = Field(
         "critical_path",
         description="Which application goes first: the one with the least predicted work left "

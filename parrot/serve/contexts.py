@@ -23,6 +23,8 @@ from parrot.serve.pauses import PauseModel, Source
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
+_SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
+
 
 @dataclass(slots=True)
 class _Account:
@@ -229,6 +231,34 @@ class ContextLedger:
         while account.used > account.capacity and (first := account.idle.first()) is not None:
             self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity
+
+    def make_spare_room(self, engine_id: int, num_tokens: int) -> bool:
+        """Evict what nobody is known to want until so many more tokens fit, with some to spare;
+        False: they do not."""
+        account = self._accounts[engine_id]
+        limit = _SPARE * account.capacity
+        while account.used + num_tokens > limit:
+            first = account.idle.first()
+            if first is None or first.num_forks or self._is_wanted(first):
+                return False
+            self._evict(first, FreeReason.ROOM)
+        return True
+
+    def release(self, context: Context) -> None:
+        """Whoever opened it has no use for it any more: free it if nobody else has. What a tenant's
+        context has computed stays as cache."""
+        account = self._accounts.get(context.engine_id)
+        if account is None or context.id not in account.contexts:
+            return
+        if context.pins or context.children or self._is_wanted(context):
+            return
+        if not context.is_computed or isinstance(context.owner, int):
+            self._evict(context, FreeReason.BROKEN)
+
+    def _is_wanted(self, context: Context) -> bool:
+        now = self._clock.now()
+        expected = self._expectations.soonest(context.boundaries, now)
+        return expected is not None or context.awaiting is not None
 
     def evict_idle(self, engine_id: int) -> None:
         """Free everything on the engine that no run uses."""

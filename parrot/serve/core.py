@@ -82,6 +82,7 @@ class ServeCore:
             self._dispatcher.engines,
             lambda: self.num_queued,
             self._dispatcher.kv_counts,
+            self._dispatcher.eager_counts,
         )
 
     # Sessions

@@ -9,7 +9,7 @@ submit -> Scheduler.add ... pump: Scheduler.schedule -> an Attempt each -> Execu
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import (
@@ -25,6 +25,7 @@ from parrot.serve.attempt import Attempt, Outcome
 from parrot.serve.config import CoreConfig
 from parrot.serve.context_index import Context
 from parrot.serve.contexts import ContextLedger
+from parrot.serve.eager import EagerCounts, EagerFiller
 from parrot.serve.engines import Engine, EngineView
 from parrot.serve.estimates import Estimates
 from parrot.serve.executor import Executor
@@ -35,7 +36,7 @@ from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.kv_log import KvCounts
 from parrot.serve.pauses import Source
-from parrot.serve.prefix import PrefixHasher
+from parrot.serve.prefix import PrefixHasher, Segment
 from parrot.serve.retry import Verdict, final_error, judge
 from parrot.serve.reuse import Reuse
 from parrot.serve.scheduler.scheduler import Models, Scheduler
@@ -78,6 +79,11 @@ class Dispatcher:
         )
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
         self.estimates = Estimates()
+        self._eager = EagerFiller(
+            self._ledger, tokenizers, self._preview, self._make_task, self._wake
+        )
+        if config.global_scheduler.eager_fill:
+            self.anticipation.listen(self._eager)
         self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
         self._runners = TaskSet()
@@ -104,19 +110,29 @@ class Dispatcher:
         segments, keys = self.anticipation.prompt(completion)
         result_key = self._reuse.key(completion, keys)
         if result_key is not None and self._share(completion, result_key):
+            self._eager.forgo(completion)
             return
-        task = CompletionTask(
-            completion,
-            segments,
-            keys,
-            self._clock.now(),
-            self.estimates.output_tokens(completion),
-            self.estimates.tokens_per_char(completion.options.models),
-            result_key=result_key,
-        )
+        task = self._make_task(completion, segments, keys)
+        task.result_key = result_key
         self._reuse.lead(task)
         self._scheduler.add(task)
         self._enter_queue(task)
+
+    def _make_task(
+        self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
+    ) -> CompletionTask:
+        return CompletionTask(
+            completion,
+            list(segments),
+            tuple(keys),
+            self._clock.now(),
+            self.estimates.output_tokens(completion),
+            self.estimates.tokens_per_char(completion.options.models),
+        )
+
+    def _preview(self, task: CompletionTask) -> Engine | None:
+        engine_id = self._scheduler.preview(task)
+        return None if engine_id is None else self._fleet.registry.get(engine_id)
 
     def _learn_pause(self, completion: Completion) -> None:
         before = completion.previous
@@ -154,6 +170,7 @@ class Dispatcher:
     def _drop(self, completion: Completion) -> bool:
         """Nobody wants it any more: forget all work on it, unless that goes on for an identical
         one; False if there is none."""
+        self._eager.forgo(completion)
         if self._reuse.leave(completion):
             return True
         if completion.id in self._queued:
@@ -234,6 +251,9 @@ class Dispatcher:
         """What became of the tokens of all engines, lost ones included."""
         return self._ledger.log.total
 
+    def eager_counts(self) -> EagerCounts:
+        return self._eager.counts
+
     def models(self) -> ModelsResponse:
         return self._fleet.registry.models()
 
@@ -243,6 +263,8 @@ class Dispatcher:
         """Recount contexts, users and loads. Raises AssertionError with what differs."""
         attempts = [attempt for attempt, _ in self._running.values()]
         users = Counter(a.context.id for a in attempts if a.context is not None)
+        users.update(self._eager.users())
+        self._eager.check_integrity()
         self._reuse.check_integrity(
             [*self._queued.values(), *(attempt.task for attempt in attempts)]
         )
@@ -262,6 +284,7 @@ class Dispatcher:
         for task in tasks:
             for completion in (*task.followers, task.completion):
                 self.cancel(completion, error)
+        await self._eager.close()
         await self._runners.close()
         await self._timers.close()
         await self._frees.close()
@@ -282,6 +305,7 @@ class Dispatcher:
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
                 self._frees.send(engine, context_ids)
+        self._eager.pump()
         expiry = self._ledger.next_expiry()
         if self._expiry is None and expiry is not None:
             self._expiry = self._timers.call_at(expiry, self._expire_contexts)
@@ -303,6 +327,7 @@ class Dispatcher:
         completion.stats.attempts += 1
         completion.stats.engine_name = engine.info.engine_name
         completion.stats.model = engine.info.model
+        self._eager.started(completion, engine.id)
         attempt = Attempt(task, engine, placement.priority)
         runner = self._runners.spawn(self._run(attempt), name=f"completion {completion.id}")
         self._running[completion.id] = (attempt, runner)
@@ -374,6 +399,7 @@ class Dispatcher:
         lost = {context.id for context in broken}
         if not lost:
             return
+        self._eager.lose(lost)
         for attempt, _ in list(self._running.values()):
             if attempt.context is not None and attempt.context.id in lost:
                 self._stop(attempt.task.completion.id)
@@ -391,6 +417,7 @@ class Dispatcher:
     def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
         completion.state = state
         completion.times.finished = self._clock.now()
+        self._eager.forgo(completion)
         self._wake()
         if not completion.output.is_settled:
             completion.output.fail(error)
@@ -449,6 +476,7 @@ class Dispatcher:
             else:
                 self._scheduler.ended(task, engine.id)
                 failed.append(task)
+        self._eager.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.remove_engine(engine.id)
         for models in self._scheduler.unserved():

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from parrot.serve.eager import EagerCounts
 from parrot.serve.engines import EngineView
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.variable import VariableState
@@ -142,12 +143,14 @@ class CoreCollector(Collector):
         engines: Callable[[], Sequence[EngineView]],
         num_queued: Callable[[], int],
         kv_counts: Callable[[], KvCounts],
+        eager_counts: Callable[[], EagerCounts],
     ) -> None:
         self._metrics = metrics
         self._sessions = sessions
         self._engines = engines
         self._num_queued = num_queued
         self._kv_counts = kv_counts
+        self._eager_counts = eager_counts
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -159,6 +162,7 @@ class CoreCollector(Collector):
         yield from self._session_families()
         yield from self._engine_families()
         yield from _kv_families(self._kv_counts())
+        yield _eager_family(self._eager_counts())
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not collect."""
@@ -206,6 +210,18 @@ class CoreCollector(Collector):
                 used = 1 - runtime.num_free_blocks / runtime.num_max_blocks
                 families["usage"].add_metric(values, used)
         yield from families.values()
+
+
+def _eager_family(counts: EagerCounts) -> Metric:
+    family = CounterMetricFamily(
+        "parrot_eager_fill_tokens",
+        "Prompt tokens computed while their calls waited for inputs, and what became of them.",
+        labels=["outcome"],
+    )
+    family.add_metric(["filled"], counts.filled)
+    family.add_metric(["used"], counts.used)
+    family.add_metric(["wasted"], counts.wasted)
+    return family
 
 
 def _kv_families(counts: KvCounts) -> Iterable[Metric]:

@@ -12,10 +12,15 @@ Units = Ids | str
 
 
 async def encode_prompt(
-    segments: Sequence[Segment], chat: bool, tokenizer: ModelTokenizer | None
+    segments: Sequence[Segment],
+    chat: bool,
+    tokenizer: ModelTokenizer | None,
+    *,
+    is_whole: bool = True,
 ) -> list[Units]:
-    """One item per segment, chat markup included. Does not suspend unless a long text has to be
-    tokenised. Without a tokenizer a chat's turns are plain text: the engine knows no roles.
+    """One item per segment, chat markup included; not `is_whole`: the last question goes on behind
+    them. Does not suspend unless a long text has to be tokenised. Without a tokenizer a chat's
+    turns are plain text: the engine knows no roles.
 
     Raises `UnsupportedField` if the model has no chat template."""
     if tokenizer is None:
@@ -25,7 +30,7 @@ async def encode_prompt(
     elif tokenizer.chat is None:
         raise UnsupportedField("the model has no chat template", param="chat")
     else:
-        encoded = await _encode_chat(segments, tokenizer)
+        encoded = await _encode_chat(segments, is_whole, tokenizer)
     encoded[0] = tokenizer.with_bos(encoded[0])
     return list(encoded)
 
@@ -46,13 +51,16 @@ def join(parts: Sequence[Units]) -> Units:
     return tuple(chain.from_iterable([part for part in parts if not isinstance(part, str)]))
 
 
-async def _encode_chat(segments: Sequence[Segment], tokenizer: ModelTokenizer) -> list[Ids]:
+async def _encode_chat(
+    segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer
+) -> list[Ids]:
     """The markup before a turn goes with the turn's first segment, the markup before an answer with
     the last segment of its question:
 
         [m0 "Hello "] [name m1] [answer] [m2 "And?" m3]      with m = ChatTemplate.markup(2)"""
     assert tokenizer.chat is not None
-    markup = tokenizer.chat.markup(sum(segment.ends_turn for segment in segments))
+    num_turns = sum(segment.ends_turn for segment in segments) + (not is_whole)
+    markup = tokenizer.chat.markup(num_turns)
     style = Style(special=True, first=False)
     used, at_start = 0, True
     encoded: list[Ids] = []

@@ -30,12 +30,7 @@ def open_request(
     if room == 0:
         return None
     completion.stats.recomputed_tokens = ledger.note_use(engine.id, prompt.length, prompt.missing())
-    num_constant = task.num_constant if completion.options.cache_prefix else 0
-    if (
-        num_constant > prompt.covered
-        and sum(map(len, parts[:num_constant])) >= engine.info.block_size
-    ):
-        prompt.extend(completion.options.tenant, num_constant)
+    prompt.extend_constant()
     context = attempt.context = prompt.extend(
         completion.session_id, len(parts), attempt.resumed, room
     )
@@ -50,6 +45,19 @@ def open_request(
         fills=prompt.fills,
         sampling_config=attempt.sampling,
     )
+
+
+def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
+    """The same for the beginning of a prompt, behind which nothing is generated. Nothing is to be
+    filled and no context is opened if the engine has it all."""
+    prompt = _Prompt(ledger, attempt, parts)
+    prompt.extend_constant()
+    if any(parts[prompt.covered :]):
+        prompt.extend(attempt.task.completion.session_id, len(parts))
+    if attempt.opened:
+        attempt.context = attempt.opened[-1]
+        ledger.pin(attempt.context)
+    return prompt.fills
 
 
 @dataclass(slots=True)
@@ -95,6 +103,15 @@ class _Prompt:
         if room and room != attempt.sampling.max_gen_length:
             attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
         return room
+
+    def extend_constant(self) -> None:
+        """A context with the constant beginning, if that is longer than what is there."""
+        task = self.attempt.task
+        options, num_constant = task.completion.options, task.num_constant
+        if not options.cache_prefix or num_constant <= self.covered:
+            return
+        if sum(map(len, self.parts[:num_constant])) >= self.attempt.engine.info.block_size:
+            self.extend(options.tenant, num_constant)
 
     def extend(self, owner: Owner, stop: int, more: Units = (), reserved: int = 0) -> Context:
         """Fork: a context with the segments up to `stop` and `more` after them."""

@@ -15,6 +15,8 @@ from parrot.protocol.internal import (
     EngineInfo,
     EngineType,
     FillPiece,
+    FillRequest,
+    FillResponse,
     FinishReason,
     GenerateRequest,
     GenerateResponse,
@@ -58,6 +60,9 @@ class FakeEngine(EngineClient):
     freed: list[int] = field(default_factory=list)
     free_batches: int = 0
     free_error: ParrotError | None = None
+    fills: list[FillRequest] = field(default_factory=list)
+    fill_error: ParrotError | None = None
+    fill_hangs: bool = False
     contexts: dict[int, Contents] = field(default_factory=dict)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
@@ -83,6 +88,21 @@ class FakeEngine(EngineClient):
             raise self.free_error
         self.freed.extend(context_ids)
         return sum(len(self.contexts.pop(context_id, ())) for context_id in context_ids)
+
+    async def fill(self, request: FillRequest) -> FillResponse:
+        """Only eager fills come this way; they are in `fills`, and hang while `fill_hangs`."""
+        self.fills.append(request)
+        if self.fill_error is not None:
+            raise self.fill_error
+        if self.fill_hangs:
+            await self.resume.wait()
+        cached = self._fill([request])
+        contents = self.contexts[request.context_id]
+        return FillResponse(
+            filled_len=len(contents) - cached,
+            cached_tokens=cached,
+            computed_tokens=len(contents) - cached,
+        )
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         async for event in self.generate_stream(request):

@@ -4,7 +4,7 @@ import pytest
 
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import FillPiece, GenerateRequest
+from parrot.protocol.internal import FillPiece, FillRequest, GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 
 
@@ -51,6 +51,8 @@ def test_every_field_is_sent() -> None:
         *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config"),
     }
-    assert set(FillPiece.model_fields) == {
-        *("context_id", "parent_context_id", "parent_len", "token_ids", "text")
+    piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
+    assert set(FillPiece.model_fields) == piece
+    assert set(FillRequest.model_fields) - piece == {
+        *("session_id", "task_id", "priority", "cache_salt", "background", "end_flag")
     }

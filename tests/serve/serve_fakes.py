@@ -12,6 +12,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
 )
+from parrot.serve.eager import EagerCounts
 from parrot.serve.engines import EngineView
 from parrot.serve.estimates import Estimates
 from parrot.serve.graph.graph import GraphIds, SessionGraph
@@ -195,6 +196,9 @@ class FakeDispatcher(FakeRunner):
 
     def kv_counts(self) -> KvCounts:
         return KvCounts()
+
+    def eager_counts(self) -> EagerCounts:
+        return EagerCounts()
 
     def models(self) -> ModelsResponse:
         return ModelsResponse(data=[], models=[])

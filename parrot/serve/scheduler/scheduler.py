@@ -187,6 +187,12 @@ class Scheduler:
         if not current.queue:
             del self._queues[current.models]
 
+    def preview(self, task: CompletionTask) -> int | None:
+        """The engine that the task would be placed on if it were ready now."""
+        self._placer.new_round()
+        load = self._placer.choose(task, self._clock.now())
+        return None if load is None else load.id
+
     # Loads
 
     def _place(self, task: CompletionTask, load: EngineLoad) -> Placement:
