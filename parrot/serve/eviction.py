@@ -9,9 +9,10 @@ from typing import Protocol
 from parrot.serve.context_index import Context
 from parrot.utils.clock import Clock
 
-_REVIEW = 0.125  # of the predicted time to the next use: until it is predicted anew
+_REVIEW = 0.25  # of the predicted time to the next use: until it is predicted anew
 _SOONER = 0.9  # of the predicted time: then something new is known, and the order may change
 _MIN_REVIEW_S = 0.05
+_MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
 _MAX_STALE = 64  # entries of contexts that are not idle any more, besides as many as there are idle
 
 
@@ -54,7 +55,8 @@ class LeastRecentlyUsed:
 
 class FarthestNextUse:
     """By the predicted time of the next use. Predictions age: each is made anew after a part of the
-    time that it spans, and before anything is evicted by it. Two heaps, O(log n) for each."""
+    time that it spans, and before anything is evicted by it, a few at a time. Two heaps: O(log n)
+    for an eviction, however many contexts are idle."""
 
     def __init__(self, predict: Callable[[Context, float], float], clock: Clock) -> None:
         self._predict = predict
@@ -72,22 +74,34 @@ class FarthestNextUse:
 
     def first(self) -> Context | None:
         now = self._clock.now()
-        while self._reviews and self._reviews[0][0] <= now:
-            _, entry, context = heapq.heappop(self._reviews)
-            if self._idle.get(context.id) == entry:
-                self._file(context, now)
-        while self._farthest:
-            next_use, entry, context = self._farthest[0]
-            if self._idle.get(context.id) != entry:
-                heapq.heappop(self._farthest)
-            elif self._predict(context, now) - now < _SOONER * (-next_use - now):
-                self._file(context, now)
-            else:
+        self._review(now)
+        looks = 0
+        while (top := self._top()) is not None:
+            rest_s, context = -top[0] - now, top[2]
+            if looks == _MAX_LOOKS or self._predict(context, now) - now >= _SOONER * rest_s:
                 return context
+            self._file(context, now)  # it is expected sooner by now
+            looks += 1
         return None
 
     def context_ids(self) -> Collection[int]:
         return self._idle.keys()
+
+    def _review(self, now: float) -> None:
+        looks = 0
+        while self._reviews and self._reviews[0][0] <= now and looks < _MAX_LOOKS:
+            _, entry, context = heapq.heappop(self._reviews)
+            if self._idle.get(context.id) == entry:
+                self._file(context, now)
+                looks += 1
+
+    def _top(self) -> tuple[float, int, Context] | None:
+        """The valid entry that is predicted farthest."""
+        while self._farthest:
+            if self._idle.get(self._farthest[0][2].id) == self._farthest[0][1]:
+                return self._farthest[0]
+            heapq.heappop(self._farthest)
+        return None
 
     def _file(self, context: Context, now: float) -> None:
         when = self._predict(context, now)
