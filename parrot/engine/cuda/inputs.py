@@ -138,11 +138,11 @@ class InputBuilder:
     def _place(self, s: SequenceStep, changes: list[tuple[int, list[int]]]) -> _Place:
         """The context's place, its row brought up to date; `changes` get (flat index, blocks)."""
         place = self._places.get(s.context_id)
-        blocks = list(s.block_ids)
         if place is None:
             place = self._places[s.context_id] = _Place(self._free.pop(), self._new_version(), [])
-        if place.blocks == blocks:
-            return place
+        elif type(s.block_ids) is list and place.blocks == s.block_ids:
+            return place  # mostly: a copy would take longer than all the rest
+        blocks = list(s.block_ids)
         same = max(len(place.blocks) - 1, 0)
         if blocks[:same] != place.blocks[:same]:
             place.version, same = self._new_version(), 0

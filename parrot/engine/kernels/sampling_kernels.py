@@ -121,14 +121,14 @@ def _scores(base, first, largest, scale, vocab_size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
+def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Of the scores above the pivot: their number, their weight, the least; and the largest of
     the others that is not below `low`, else minus infinity."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     least = tl.full([BLOCK], _INFINITY, dtype=tl.float32)
     next_lower = tl.full([BLOCK], -_INFINITY, dtype=tl.float32)
-    for first in tl.range(0, vocab_size, BLOCK):
+    for first in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         score = _scores(base, first, largest, scale, vocab_size, BLOCK)
         is_above = score > pivot
         count += is_above.to(tl.int32)
@@ -141,8 +141,16 @@ def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
 
 @triton.jit
 def _least_kept(
-    base, largest, scale, vocab_size, low, top_k, max_weight, BLOCK: tl.constexpr
-):  # fmt: skip
+    base,
+    largest,
+    scale,
+    vocab_size,
+    low,
+    top_k,
+    max_weight,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """The least score with fewer than `top_k` scores above it, that weigh less than `max_weight`.
     `low` must not be above it."""
     high = low * 0.0  # the largest score
@@ -150,7 +158,7 @@ def _least_kept(
         pivot = low + (high - low) * 0.5
         pivot = tl.where(pivot < high, pivot, low)
         count, weight, least, next_lower = _look(
-            base, largest, scale, vocab_size, low, pivot, BLOCK
+            base, largest, scale, vocab_size, low, pivot, BLOCK, STAGES
         )
         is_kept = (count < top_k) & (weight < max_weight)
         is_empty = next_lower < low  # nothing between `low` and the pivot
@@ -161,7 +169,15 @@ def _least_kept(
 
 @triton.jit
 def find_floors_kernel(
-    logits, best_tokens, settings, settings_f, floors, stride, vocab_size, BLOCK: tl.constexpr
+    logits,
+    best_tokens,
+    settings,
+    settings_f,
+    floors,
+    stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (row): the least score that top-k, and then top-p, leave."""
     row = tl.program_id(0).to(tl.int64)
@@ -175,18 +191,18 @@ def find_floors_kernel(
         return
     base = logits + row * stride
     largest = tl.load(base + best).to(tl.float32)
-    _, total, low, _ = _look(base, largest, scale, vocab_size, _LOWEST, _LOWEST, BLOCK)
+    _, total, low, _ = _look(base, largest, scale, vocab_size, _LOWEST, _LOWEST, BLOCK, STAGES)
     low = tl.maximum(low, _LOWEST)
     if has_top_k:
-        low = _least_kept(base, largest, scale, vocab_size, low, top_k, _INFINITY, BLOCK)
+        low = _least_kept(base, largest, scale, vocab_size, low, top_k, _INFINITY, BLOCK, STAGES)
     if top_p < 1.0:
         if has_top_k:
             weight = tl.zeros([BLOCK], dtype=tl.float32)
-            for first in tl.range(0, vocab_size, BLOCK):
+            for first in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
                 score = _scores(base, first, largest, scale, vocab_size, BLOCK)
                 weight += tl.where(score >= low, tl.exp(score), 0.0)
             total = tl.sum(weight, 0)
         low = _least_kept(
-            base, largest, scale, vocab_size, low, vocab_size + 1, total * top_p, BLOCK
+            base, largest, scale, vocab_size, low, vocab_size + 1, total * top_p, BLOCK, STAGES
         )
     tl.store(floors + row, low)

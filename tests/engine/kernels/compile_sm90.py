@@ -237,7 +237,7 @@ def noise_variant(*, limited: bool = True, warps: int = 8) -> dict[str, Any]:
     )
 
 
-def floors_variant(*, warps: int = 16) -> dict[str, Any]:
+def floors_variant(*, stages: int = 3, warps: int = 32) -> dict[str, Any]:
     from parrot.engine.kernels.sampling_kernels import find_floors_kernel
 
     pointers = {
@@ -250,7 +250,7 @@ def floors_variant(*, warps: int = 16) -> dict[str, Any]:
     return compile_kernel(
         find_floors_kernel,
         {**pointers, "stride": "i32", "vocab_size": "i32"},
-        {"BLOCK": 8192},
+        {"BLOCK": 8192, "STAGES": stages},
         divisible=(*pointers, "stride", "vocab_size"),
         num_warps=warps,
     )

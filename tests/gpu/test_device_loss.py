@@ -1,0 +1,51 @@
+"""A process whose device context has died says so and ends, instead of failing jobs for ever."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4}
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+# In a process of its own: nothing on this device works in it afterwards.
+SCRIPT = """
+import sys, torch
+from parrot.engine.cuda.runner import CudaOptions, CudaRunner
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.loader import load_decoder
+from parrot.engine.plan import DeviceLost, SampleSpec, SequenceStep, StepPlan
+from parrot.protocol.sampling import SamplingConfig
+
+model = load_decoder(open_checkpoint(sys.argv[1]), torch.float32, torch.device("cuda"))
+runner = CudaRunner(model, 64, 64, CudaOptions(max_rows=4))
+runner.warm_up()
+
+def plan(start):
+    spec = SampleSpec(1, SamplingConfig(temperature=0), 0, start + 1)
+    return StepPlan((SequenceStep(1, [1], start, [0], spec),))
+
+runner.run(plan(0))
+launched = runner.launch(plan(1), None)
+with torch.inference_mode():
+    torch.zeros(4, device="cuda")[torch.tensor([99], device="cuda")].add_(1)  # an assertion fails
+lost = 0
+for step in (lambda: runner.run(plan(2)), lambda: runner.launch(plan(2), None), launched.wait):
+    try:
+        step()
+    except DeviceLost:
+        lost += 1
+print("lost", lost, flush=True)
+"""
+
+
+def test_every_call_says_that_the_device_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from parrot.testing.tiny_model import make_tiny_model
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), overrides=SIZES)
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout.startswith("lost 3"), done.stderr[-2000:]
