@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from tokenizers import Tokenizer
 
 from benchmark.apps.backends.openai import OpenAIBackend
 from benchmark.apps.cli import main
@@ -12,6 +13,7 @@ from benchmark.apps.network import Network
 from benchmark.apps.report import ratios
 from benchmark.apps.runner import PlanRunner
 from benchmark.apps.settings import features, parse_setting
+from benchmark.apps.table import PAGE, filled, table
 from benchmark.apps.text import TextSource
 from benchmark.apps.workloads import WORKLOADS
 from parrot.serve.config import GlobalSchedulerConfig
@@ -19,6 +21,7 @@ from parrot.testing.app_server import serve_app
 from parrot.testing.fake_openai import FakeOpenAI
 
 TEXT = TextSource([" a", " b", " c"])
+KINDS = ("map_reduce", "chat")
 
 
 def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
@@ -125,3 +128,36 @@ def test_percentiles_interpolate():
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0
     assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
     assert percentile([5.0], 99) == 5.0
+
+
+def test_the_page_shows_what_the_result_files_say():
+    page = PAGE.read_text()
+    assert filled(page) == page, "run: python -m benchmark.apps table"
+
+
+def test_results_become_a_table_and_a_picture(tmp_path):
+    output = tmp_path / "result.json"
+    what = ["--workloads", "mixed:chats=2,applications=1", "map_reduce", "--scale", "0.02"]
+    how = ["--compare", "parrot", "requests:all-off", "--repeat", "2", "--open-sessions"]
+    main(["run", "--sim", "--output", str(output), *what, *how])
+    lines = table(output).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line[:1]]
+    assert {len(row) for row in rows} == {9}
+    names = [(row[0].rpartition(", ")[2], row[1]) for row in rows[2:]]
+    both = [(kind, style) for style in ("parrot", "requests:all-off") for kind in KINDS]
+    assert names == [*both, ("map_reduce", "parrot"), ("map_reduce", "requests:all-off")]
+    assert (rows[2][4], rows[4][4][-1]) == ("", "]")
+    picture = tmp_path / "result.svg"
+    main(["plot", str(output), "--output", str(picture)])
+    assert "mixed" in picture.read_text()
+
+
+def test_other_servers_get_the_same_random_model(tmp_path):
+    main(["model", "llama-2-7b", str(tmp_path)])
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert (
+        tokenizer.get_vocab_size()
+        == json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    )
+    with pytest.raises(SystemExit):
+        main(["model", "llama-9", str(tmp_path)])
