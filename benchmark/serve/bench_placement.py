@@ -5,8 +5,9 @@
     python benchmark/serve/bench_placement.py mixed --chat-rate 1
 
 Runs the real ServeCore over four `sim` engines on virtual time, whose costs were fitted to an H200
-(sample_configs/engine/sim_*.json), under each value of `placement`. Prefix caching and attention
-that reads shared KV once are on for all.
+(sample_configs/engine/sim_*.json), under each value of `placement`. All have prefix caching, and
+attention that reads shared KV once per step; "unshared" ones read it once per sequence, as the
+engines behind request routers do.
 """
 
 import argparse
@@ -34,6 +35,7 @@ RESULTS = ROOT / "benchmark" / "results"
 GPTS = ROOT / "benchmark" / "apps" / "data" / "gpts.json"
 LETTERS = "abcdefghijklmnopqrstuvwxyz      "
 NUM_ENGINES = 4
+UNSHARED = ", unshared"
 PLACEMENTS = ("predicted", "prefix_aware", "round_robin")
 CHAT_LENGTHS = (4, 1024)
 Result = dict[str, Any]
@@ -127,6 +129,7 @@ class Gpts(Programs):
         super().__init__(seed)
         self.rate, self.seconds, self.warm_up_s = rate, seconds, warm_up_s
         self.s_per_token: list[float] = []
+        self.seconds_each: list[float] = []
         apps = json.loads(GPTS.read_text())
         self._apps = [(app, self.words(app["prompt_length"])) for app in apps]
         self._shares = [app["percentage"] for app in apps]
@@ -149,20 +152,34 @@ class Gpts(Programs):
         out = await self.call(scope, prompt + "{{query}}", tokens, name, query=query)
         await self.read(scope, out)
         if start >= self.warm_up_s:
-            self.s_per_token.append((loop.time() - began) / tokens)
+            self.seconds_each.append(loop.time() - began)
+            self.s_per_token.append(self.seconds_each[-1] / tokens)
         await self.client.delete_session(scope["session_id"], scope["session_auth"])
 
 
 def gpts(args: argparse.Namespace, engine: SimConfig) -> Result:
+    flat = engine.instance.model_copy(update={"shared_prefix": False})
+    unshared = engine.model_copy(update={"instance": flat})
     curves: dict[str, list[tuple[float, float]]] = {}
     rows = []
-    for placement in PLACEMENTS:
+    for name in (*PLACEMENTS, *(f"{placement}{UNSHARED}" for placement in PLACEMENTS[1:])):
+        site = Site(
+            unshared if name.endswith(UNSHARED) else engine,
+            {"placement": name.removesuffix(UNSHARED)},
+        )
         for rate in args.rates:
             programs = Gpts(rate, args.seconds, args.seconds / 4, args.seed)
-            Site(engine, {"placement": placement}).run(programs.run(), programs)
+            site.run(programs.run(), programs)
             ms = fmean(programs.s_per_token) * 1e3
-            curves.setdefault(placement, []).append((rate, ms))
-            rows.append({"placement": placement, "rate": rate, "ms_per_token": round(ms, 3)})
+            curves.setdefault(name, []).append((rate, ms))
+            rows.append(
+                {
+                    "placement": name,
+                    "rate": rate,
+                    "ms_per_token": round(ms, 3),
+                    "mean_s": round(fmean(programs.seconds_each), 3),
+                }
+            )
             print(rows[-1], file=sys.stderr, flush=True)
             if ms > args.give_up_ms:
                 break
@@ -177,7 +194,7 @@ def sustained(
     for level in levels:
         rates = {name: crossing(curve, level) for name, curve in curves.items()}
         row: dict[str, float | None] = {"ms_per_token": level, **rates}
-        for other in PLACEMENTS[1:]:
+        for other in [name for name in rates if name != "predicted"]:
             ours, theirs = rates["predicted"], rates[other]
             row[f"over_{other}"] = round(ours / theirs, 2) if ours and theirs else None
         rows.append(row)

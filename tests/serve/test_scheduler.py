@@ -1,104 +1,14 @@
-"""The global scheduler: order, placement, capacity, and that nothing starves or leaks."""
+"""The global scheduler: order, capacity, and that nothing starves or leaks."""
 
 import random
-from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.config import GlobalSchedulerConfig
-from parrot.serve.context_index import Boundary, Context, PrefixIndex
-from parrot.serve.graph.nodes import CallOptions, Completion, Objective
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
-from parrot.serve.prefix import PrefixHasher, Segment, SegmentKind
-from parrot.serve.scheduler.scheduler import Scheduler
+from parrot.serve.graph.nodes import Objective
 from parrot.serve.scheduler.task import CompletionTask
-from parrot.utils.clock import ManualClock
-
-HASHER = PrefixHasher(b"x" * 32)
-LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT
-
-
-class Bench:
-    """A scheduler on virtual time."""
-
-    def __init__(self, **config: object) -> None:
-        self.clock = ManualClock()
-        self.index = PrefixIndex()
-        self.scheduler = Scheduler(
-            GlobalSchedulerConfig.model_validate(config), self.clock, self.index
-        )
-        self._ids = count()
-
-    def engines(
-        self, number: int, *, slots: int = 100, tokens: int = 1_000_000, model: str = "m"
-    ) -> None:
-        for _ in range(number):
-            self.scheduler.add_engine(next(self._ids), model, slots, tokens)
-
-    def task(
-        self,
-        text: str | None = None,
-        *,
-        session: int = 1,
-        criteria: PerformanceCriteria = LATENCY,
-        path: float = 0.0,
-        group: str | None = None,
-        output: int = 100,
-        models: tuple[str, ...] = (),
-        prefix_len: int = 10,
-    ) -> CompletionTask:
-        """A prompt of `prefix_len` tokens of the constant `text`, and one of its own."""
-        number = next(self._ids)
-        text = f"own {number}" if text is None else text
-        completion = Completion(
-            id=number,
-            request_id=number,
-            session_id=session,
-            options=CallOptions("f", models=models),
-            fill=(),
-            output=SemanticVariable(str(number), "v", session),
-            sampling=SamplingConfig(max_gen_length=output),
-            objective=Objective(criteria, 0, path, group),
-        )
-        tokens = TokenizedText("t", tuple(range(prefix_len)))
-        segments = [
-            Segment(SegmentKind.CONSTANT, text, tokens),
-            Segment(SegmentKind.VALUE, str(number), TokenizedText("t", (1,)), True),
-        ]
-        keys = HASHER.keys("tenant", False, segments)
-        return CompletionTask(
-            completion,
-            segments,
-            keys,
-            self.clock.now(),
-            expected_output=completion.sampling.max_gen_length // 2 + 1,
-        )
-
-    def add(self, *tasks: CompletionTask) -> None:
-        for task in tasks:
-            self.scheduler.add(task)
-
-    def run(self) -> dict[CompletionTask, int]:
-        placements = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        return {placement.task: placement.engine_id for placement in placements}
-
-    def order(self) -> list[CompletionTask]:
-        """Let tasks run one at a time until none is queued."""
-        done: list[CompletionTask] = []
-        while self.scheduler.num_queued:
-            for task, engine_id in self.run().items():
-                done.append(task)
-                self.scheduler.ended(task, engine_id)
-        return done
-
-    def later(self, seconds: float) -> None:
-        self.clock._now += seconds
-
+from tests.serve.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 # Order
 
@@ -322,111 +232,6 @@ def test_a_removed_engine_gets_nothing() -> None:
     bench.scheduler.remove_engine(0)
     bench.add(*[bench.task() for _ in range(4)])
     assert set(bench.run().values()) == {1}
-
-
-# Placement
-
-
-def test_load_is_spread() -> None:
-    bench = Bench()
-    bench.engines(4)
-    bench.add(*[bench.task(f"t{i}", session=i) for i in range(20)])
-    placed = list(bench.run().values())
-    assert {placed.count(engine) for engine in range(4)} == {5}
-
-
-def cache(bench: Bench, task: CompletionTask, engine_id: int, length: int) -> None:
-    context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
-    bench.index.publish(context, Boundary(task.keys[0], length, 0))
-
-
-@pytest.mark.parametrize("ctx_aware", [True, False])
-def test_a_cached_prefix_attracts(ctx_aware: bool) -> None:
-    bench = Bench(ctx_aware=ctx_aware)
-    bench.engines(50)
-    task = bench.task("system", prefix_len=2000)
-    cache(bench, task, 33, 2000)
-    bench.add(task)
-    assert (bench.run()[task] == 33) is ctx_aware
-
-
-def test_a_cached_prefix_does_not_outweigh_the_load() -> None:
-    bench = Bench(ctx_group=False)
-    bench.engines(2, slots=1000)
-    example = bench.task("system", prefix_len=500)
-    cache(bench, example, 0, 500)
-    tasks = [bench.task("system", prefix_len=500, session=i) for i in range(300)]
-    bench.add(*tasks)
-    placed = list(bench.run().values())
-    assert placed[0] == 0
-    assert 0 < placed.count(1) < 150
-
-
-@pytest.mark.parametrize("ctx_group", [True, False])
-def test_siblings_gather_before_any_cache_is_warm(ctx_group: bool) -> None:
-    bench = Bench(ctx_group=ctx_group, graph_group=False)
-    bench.engines(4)
-    tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT) for _ in range(8)]
-    bench.add(*tasks)
-    assert len(set(bench.run().values())) == (1 if ctx_group else 4)
-
-
-@pytest.mark.parametrize("graph_group", [True, False])
-def test_task_groups_gather(graph_group: bool) -> None:
-    bench = Bench(graph_group=graph_group)
-    bench.engines(4)
-    tasks = [bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)]
-    bench.add(*tasks)
-    assert len(set(bench.run().values())) == (1 if graph_group else 4)
-
-
-def test_task_groups_split_when_they_do_not_fit() -> None:
-    bench = Bench()
-    bench.engines(4, slots=3)
-    bench.add(*[bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)])
-    placed = list(bench.run().values())
-    assert len(placed) == 8
-    assert len(set(placed)) == 3
-
-
-def test_throughput_work_keeps_away_from_latency_work() -> None:
-    bench = Bench()
-    bench.engines(2)
-    chat = bench.task(session=1)
-    bench.add(chat)
-    chat_engine = bench.run()[chat]
-    batch = [bench.task(session=2, criteria=THROUGHPUT) for _ in range(8)]
-    bench.add(*batch)
-    assert chat_engine not in set(bench.run().values())
-
-
-def test_latency_tasks_bound_the_batch_they_sit_in() -> None:
-    bench = Bench()
-    bench.engines(1, slots=1000)
-    chat = bench.task(session=1)
-    bench.add(chat)
-    engine_id = bench.run()[chat]
-    batch = [bench.task(session=2, criteria=THROUGHPUT) for _ in range(500)]
-    bench.add(*batch)
-    placed = len(bench.run())
-    assert 10 < placed < 200
-    bench.scheduler.ended(chat, engine_id)
-    assert len(bench.run()) == 500 - placed
-
-
-def test_engines_that_failed_with_a_task_are_avoided() -> None:
-    bench = Bench()
-    bench.engines(3)
-    task = bench.task()
-    task.avoided.update({0, 1})
-    bench.add(task)
-    assert bench.run()[task] == 2
-    bench = Bench()
-    bench.engines(1)
-    task = bench.task()
-    task.avoided.add(0)
-    bench.add(task)
-    assert bench.run()[task] == 0  # better than nothing
 
 
 # Everything at once

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _COMMON_VARIANCE = 4.0  # how far a model's costs as a whole may be from the defaults, squared
-_OWN_VARIANCE = 0.25  # how far one of them may be from that
-_SPEED_VARIANCE = 0.1  # how far an engine may be from the others of its model
-_NOISE = 0.04  # of one answer: the squared relative error of its time
-_DRIFT = 2e-3  # of the first uncertainty, that each answer brings back: engines change
-_SPEED_DRIFT = 1e-3
+_OWN_VARIANCE = 1.0  # how far one of them may be from that
+_SPEED_VARIANCE = 5e-3  # how far an engine may be from the others of its model
+_NOISE = 0.003  # of one answer: the squared relative error of its time
+_DRIFT = 1e-4  # of the first uncertainty, that each answer brings back: engines change
+_SPEED_DRIFT = 2e-5
 _MIN_SCALE, _MAX_SCALE = 1 / 64, 1024.0
 
 

@@ -9,7 +9,7 @@ from parrot.serve.scheduler.split import Site, split
 from parrot.serve.scheduler.task import CompletionTask
 
 _LEAST_LOADED = 4  # engines considered for their load alone
-_MAX_SITES = 32  # the same for a block, or twice its size
+_MAX_SITES = 16  # the same for a block, or twice its size
 _MAX_HOLDERS = 8  # engines proposed per policy; a warm prefix may be on all of them
 _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
 _GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
@@ -149,10 +149,9 @@ class PredictedSeconds(Placer):
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # engines, and tasks for each
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
-        block = self._blocks.find(task)
-        if block is not None and not task.avoided:
-            load = self._next_planned(task, block, now)
-            if load is not None:
+        if self._loads.num_open(task.models) > 1 and not task.avoided:
+            block = self._blocks.find(task)
+            if block is not None and (load := self._next_planned(task, block, now)) is not None:
                 return load
         candidates = self._candidates(task, _LEAST_LOADED)
         best, best_cost = None, float("inf")
@@ -189,17 +188,23 @@ class PredictedSeconds(Placer):
         models = task.models
         found = self._loads.least_loaded(models, count + len(task.avoided))
         candidates = {load.id: load for load in found}
-        for policy in self._policies:
-            for engine_id in policy.candidates(task):
-                load = self._loads.get(engine_id)
-                if load is not None and load.is_open and (not models or load.model in models):
-                    candidates[engine_id] = load
+        if len(candidates) < self._loads.num_open(models):
+            candidates |= self._proposed(task)
         for engine_id in task.avoided:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
         for load in candidates.values():
             load.refresh()
         return list(candidates.values())
+
+    def _proposed(self, task: CompletionTask) -> dict[int, EngineLoad]:
+        models, proposed = task.models, {}
+        for policy in self._policies:
+            for engine_id in policy.candidates(task):
+                load = self._loads.get(engine_id)
+                if load is not None and load.is_open and (not models or load.model in models):
+                    proposed[engine_id] = load
+        return proposed
 
     # One task
 
@@ -234,8 +239,6 @@ class PredictedSeconds(Placer):
 
     def _plan(self, task: CompletionTask, block: Block, now: float) -> list[tuple[int, int]]:
         candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size))
-        if len(candidates) < 2:
-            return []
         sites = [self._site(task, block, load, now) for load in candidates]
         tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
         return split(sites, block.size, tolerance)[::-1]

@@ -46,46 +46,19 @@ def split(sites: Sequence[Site], num_tasks: int, tolerance: float) -> list[tuple
 
 
 def level(sites: Sequence[Site], num_tasks: int) -> list[tuple[Site, int]]:
-    """Shares that all end at about the same time, as far as there is room; those above zero."""
-    shares: dict[Site, int] = {}
-    active, left = list(sites), num_tasks
-    while active and left:
-        rate = sum(1 / site.each_s for site in active)
-        end_s = (left + sum(site.start_s / site.each_s for site in active)) / rate
-        late = [site for site in active if site.start_s > end_s]
-        full = [site for site in active if site.start_s + site.room * site.each_s < end_s]
-        if late:
-            active = [site for site in active if site.start_s <= end_s]
-        elif full:
-            for site in full:
-                shares[site] = site.room
-                left -= site.room
-            active = [site for site in active if site not in shares]
-        else:
-            for site in active:
-                shares[site] = min(site.room, int((end_s - site.start_s) / site.each_s))
-            break
-    rest = num_tasks - sum(shares.values())
-    for site in _earliest(sites, shares, rest):
-        shares[site] = shares.get(site, 0) + 1
-    return [(site, share) for site, share in shares.items() if share]
-
-
-def _earliest(sites: Sequence[Site], shares: dict[Site, int], count: int) -> Iterator[Site]:
-    """Where the next `count` tasks end soonest, one by one."""
-    heap = [
-        (site.start_s + (shares.get(site, 0) + 1) * site.each_s, i, site.room - shares.get(site, 0))
-        for i, site in enumerate(sites)
-        if shares.get(site, 0) < site.room
-    ]
+    """The shares, those above zero, with the earliest last end: each next task goes where it ends
+    first. There must be room for all."""
+    shares = [0] * len(sites)
+    heap = [(site.start_s + site.each_s, i) for i, site in enumerate(sites)]
     heapq.heapify(heap)
-    for _ in range(count):
-        end_s, i, room = heap[0]
-        if room > 1:
-            heapq.heapreplace(heap, (end_s + sites[i].each_s, i, room - 1))
+    for _ in range(num_tasks):
+        end_s, i = heap[0]
+        shares[i] += 1
+        if shares[i] < sites[i].room:
+            heapq.heapreplace(heap, (end_s + sites[i].each_s, i))
         else:
             heapq.heappop(heap)
-        yield sites[i]
+    return [(site, share) for site, share in zip(sites, shares, strict=True) if share]
 
 
 def _cost(shares: Sequence[tuple[Site, int]], num_tasks: int) -> float:
