@@ -3,8 +3,10 @@ sample_configs/engine/sim_*.json.
 
     python benchmark/engine/fit_sim.py
 
+Steps alone are fitted; the load `256`, a whole run of many, then shows how good that is.
 Llama-2-13B was not measured: its costs are Llama-2-7B's, scaled by bytes and operations."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +14,13 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from gpu_cases import DECODES, PREFILLS, Decode, Shape
+from gpu_cases import DECODES, PREFILLS, Decode, Shape, load_256
+
+from parrot.engine.config import SimConfig, load_engine_config
+from parrot.engine.sim.engine import SimService
+from parrot.protocol.internal import FillPiece, GenerateRequest
+from parrot.protocol.sampling import SamplingConfig
+from parrot.simulation import LoopClock, run_virtual
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmark" / "results"
@@ -131,7 +139,34 @@ def scale(costs: Costs, of: str, to: str) -> Costs:
     )
 
 
-def write_config(model: str, costs: Costs) -> None:
+async def run_256(path: Path) -> float:
+    """Output tokens a second of the load `256` on an engine with this config."""
+    config = load_engine_config(str(path))
+    assert isinstance(config, SimConfig)
+    service = SimService(config, LoopClock(), leaps=True)
+    await service.start()
+    load = load_256()
+    requests = (
+        GenerateRequest(
+            context_id=n,
+            fills=[FillPiece(context_id=n, token_ids=[i % 256 for i in request.prompt])],
+            sampling_config=SamplingConfig(max_gen_length=request.output),
+        )
+        for n, request in enumerate(load)
+    )
+    await asyncio.gather(*(service.generate(request) for request in requests))
+    return sum(request.output for request in load) / LoopClock().now()
+
+
+def check_256(model: str, path: Path) -> None:
+    rows = json.loads((RESULTS / f"engine_gpu_{model}.json").read_text())["rows"]
+    rates = {row["case"]: row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
+    if (rate := rates.get("HTTP 256")) is not None:
+        simulated = run_virtual(run_256(path))
+        print(f"{model:14}{'256':28}{rate:9.0f} /s{simulated:9.0f}{simulated / rate - 1:+8.1%}")
+
+
+def write_config(model: str, costs: Costs) -> Path:
     shape = Shape.of(model)
     room = CACHE_SHARE * (DEVICE_BYTES - shape.weight_bytes)
     instance = {
@@ -147,7 +182,9 @@ def write_config(model: str, costs: Costs) -> None:
         "instance": instance,
     }
     name = model.replace("-", "_").replace(".", "_")
-    (CONFIGS / f"sim_{name}.json").write_text(json.dumps(config, indent=2) + "\n")
+    path = CONFIGS / f"sim_{name}.json"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    return path
 
 
 def main() -> None:
@@ -156,7 +193,9 @@ def main() -> None:
         found[model] = fit_model(model, found)
     found[LIKE_7B] = scale(found["llama-2-7b"], "llama-2-7b", LIKE_7B)
     for model, costs in found.items():
-        write_config(model, costs)
+        path = write_config(model, costs)
+        if model != LIKE_7B:
+            check_256(model, path)
 
 
 if __name__ == "__main__":
