@@ -4,6 +4,7 @@
 
 Fills the queue, then lets tasks end in random order, one at a time, each end followed by a round of
 the scheduler, until the queue is empty: every round is an event of its own, as in a busy service.
+With each end the remaining work of an application shrinks, and so its key in the order.
 Times are of the CPU, so a busy machine does not spoil them.
 """
 
@@ -13,6 +14,7 @@ import platform
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -77,6 +79,9 @@ def measure(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
     warm(index, tasks, num_engines, rng)
 
     started = time.process_time()
+    remaining = Counter(task.completion.session_id for task in tasks)
+    for session_id, num_calls in remaining.items():
+        scheduler.progressed(session_id, float(num_calls))
     for task in tasks:
         scheduler.add(task)
     add_s = time.process_time() - started
@@ -92,6 +97,9 @@ def measure(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
         ended = running.pop()
         started = time.process_time()
         scheduler.ended(ended.task, ended.engine_id)
+        session_id = ended.task.completion.session_id
+        remaining[session_id] -= 1
+        scheduler.progressed(session_id, float(remaining[session_id]))
         running += scheduler.schedule()
         rounds.append(time.process_time() - started)
     scheduler.check_integrity()
