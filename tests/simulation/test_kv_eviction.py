@@ -1,0 +1,108 @@
+"""What is computed again when contexts do not fit, by rule of eviction: the whole system."""
+
+import asyncio
+import random
+import re
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.public import SemanticCallRequest
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+
+TOOLS_S = {"quick": (1.0, 2.0), "slow": (20.0, 25.0)}
+CAPACITY = 6000
+
+
+async def call(client: SimClient, scope: dict[str, Any], template: str, **fields: Any) -> Any:
+    """`fields` beside the request's own are the inputs: texts, or ids of variables."""
+    own = {name: fields.pop(name) for name in ("func_name", "successor_of") if name in fields}
+    inputs = [{"name": name, **value} for name, value in fields.items()]
+    out = {"name": "out", "is_output": True, "sampling_config": {"max_gen_length": 5}}
+    body = scope | own | {"template": template, "parameters": [*inputs, out]}
+    return await client.semantic_call(SemanticCallRequest.model_validate(body))
+
+
+async def chat(client: SimClient, seed: int) -> None:
+    draw = random.Random(seed)
+    scope = (await client.create_session()).model_dump()
+    previous = None
+    for _ in range(10):
+        tool = draw.choice(list(TOOLS_S))
+        response = await call(
+            client,
+            scope,
+            "{{message}}{{out}}",
+            func_name=tool,
+            successor_of=previous,
+            message={"value": draw.randbytes(100).hex()},
+        )
+        previous = response.request_id
+        await client.get_var(**scope, var_id=response.param_info[-1].var_id)
+        await asyncio.sleep(draw.uniform(*TOOLS_S[tool]))
+    info = await client.session_info(**scope)
+    assert sum(c.recomputed_tokens for c in info.calls) <= sum(
+        c.computed_tokens for c in info.calls
+    )
+    await client.delete_session(**scope)
+
+
+def counters(cluster: SimCluster) -> dict[str, float]:
+    lines = re.findall(r"^parrot_kv_(\S+) (\S+)$", cluster.core.metrics().decode(), re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+def run(body: Any, eviction: str) -> dict[str, float]:
+    async def main() -> dict[str, float]:
+        scheduler = GlobalSchedulerConfig.model_validate({"kv_eviction": eviction})
+        core = PATIENT.model_copy(update={"global_scheduler": scheduler})
+        engine = SimConfig(tokens_capacity=CAPACITY, tasks_capacity=2)
+        async with SimCluster(1, engine=engine, core=core) as cluster:
+            await body(cluster)
+            cluster.check_integrity()
+            (status,) = cluster.core.readiness().engines
+            found = counters(cluster)
+            assert status.hit_tokens == found["hit_tokens_total"]
+            assert status.evicted_tokens == found['freed_tokens_total{reason="room"}']
+            return found
+
+    return run_virtual(main())
+
+
+async def chats(cluster: SimCluster) -> None:
+    client = cluster.client()
+    await asyncio.gather(*(chat(client, seed) for seed in range(12)))
+
+
+RECOMPUTED = 'recomputed_tokens_total{reason="room"}'
+
+
+def test_chats_whose_tools_take_long_are_evicted_before_those_that_come_back_soon() -> None:
+    lru, next_use = run(chats, "lru"), run(chats, "next_use")
+    assert next_use[RECOMPUTED] < 0.75 * lru[RECOMPUTED]
+    assert next_use["hit_tokens_total"] > lru["hit_tokens_total"]
+
+
+async def documents(cluster: SimCluster) -> None:
+    """A session that will read its document again, and others that come and go meanwhile."""
+    client = cluster.client()
+    scope = (await client.create_session()).model_dump()
+    text = {"value": "d" * 3000}
+    first = await call(client, scope, "Read {{doc}} so: {{out}}", doc=text)
+    hint = await client.create_var(**scope, var_name="hint")
+    again = await call(
+        client, scope, "Read {{doc}} and {{hint}}: {{out}}", doc=text, hint={"var_id": hint}
+    )
+    reading = asyncio.ensure_future(client.get_var(**scope, var_id=again.param_info[-1].var_id))
+    await client.get_var(**scope, var_id=first.param_info[-1].var_id)
+    for i in range(5):
+        other = (await client.create_session()).model_dump()
+        passing = await call(client, other, "{{x}} {{out}}", x={"value": f"{i}" * 1500})
+        await client.get_var(**other, var_id=passing.param_info[-1].var_id)
+    await client.set_var(**scope, var_id=hint, content="then")
+    await reading
+
+
+def test_what_a_waiting_call_will_read_stays() -> None:
+    assert run(documents, "lru").get(RECOMPUTED, 0) > 3000
+    assert run(documents, "next_use").get(RECOMPUTED, 0) < 100
