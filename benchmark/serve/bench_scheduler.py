@@ -1,6 +1,7 @@
 """What a placement costs with many queued tasks and many engines.
 
     python benchmark/serve/bench_scheduler.py --tasks 10000 --engines 512
+    python benchmark/serve/bench_scheduler.py --curves --save; python benchmark/serve/plot.py
 
 Fills the queue, then lets tasks end in random order, one at a time, each end followed by a round of
 the scheduler, until the queue is empty: every round is an event of its own, as in a busy service.
@@ -120,25 +121,34 @@ def measure(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
     }
 
 
+def curves(slots: int) -> dict[str, list[dict[str, object]]]:
+    return {
+        "by_tasks": [measure(tasks, 512, slots) for tasks in (100, 300, 1000, 3000, 10_000)],
+        "by_engines": [measure(10_000, engines, slots) for engines in (2, 8, 32, 128, 512)],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tasks", type=int, default=10_000)
     parser.add_argument("--engines", type=int, default=512)
     parser.add_argument("--slots", type=int, default=4, help="tasks that an engine runs at once")
+    parser.add_argument("--curves", action="store_true", help="many numbers of both")
     parser.add_argument("--save", action="store_true", help="write benchmark/results/")
     args = parser.parse_args()
+    measured = curves(args.slots) if args.curves else measure(args.tasks, args.engines, args.slots)
     result = {
         "command": "python benchmark/serve/bench_scheduler.py " + " ".join(sys.argv[1:]),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        **measure(args.tasks, args.engines, args.slots),
+        **measured,
     }
-    text = json.dumps(result, indent=2)
+    text = json.dumps(result, indent=1)
     print(text)
     if args.save:
         RESULTS.mkdir(exist_ok=True)
-        name = f"scheduler_{args.tasks}x{args.engines}.json"
-        (RESULTS / name).write_text(text + "\n")
+        name = "scheduler_curves" if args.curves else f"scheduler_{args.tasks}x{args.engines}"
+        (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
