@@ -1,0 +1,89 @@
+"""What the order policies are for: whole applications on simulated engines, on virtual time."""
+
+import asyncio
+from statistics import mean
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.public import SemanticCallRequest
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.simulation import PATIENT, SimClient, SimCluster, fixed, run_virtual
+
+STEP_S = 0.01
+COSTS = {"step_s": STEP_S, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
+ONE_SLOT = SimConfig.model_validate({"instance": COSTS, "tasks_capacity": 1})
+
+
+async def application(
+    client: SimClient,
+    begin: float,
+    num_calls: int,
+    length: int,
+    deadline_s: float | None = None,
+) -> float:
+    """A chain of calls that begins at a time; returns when its last output is there."""
+    await asyncio.sleep(begin)
+    session = await client.create_session()
+    scope = {"session_id": session.session_id, "session_auth": session.session_auth}
+    sampling = {"max_gen_length": length, "ignore_tokenizer_eos": True}
+    var_id = None
+    for _ in range(num_calls):
+        out = {"name": "out", "is_output": True, "sampling_config": sampling}
+        before = [] if var_id is None else [{"name": "before", "var_id": var_id}]
+        template = f"Go on{' {{before}}' if before else ''}: {{{{out}}}}"
+        request = {"template": template, "parameters": [*before, out]} | scope
+        response = await client.semantic_call(SemanticCallRequest.model_validate(request))
+        var_id = response.param_info[-1].var_id
+    assert var_id is not None
+    await client.get_var(
+        **scope, var_id=var_id, criteria=PerformanceCriteria.LATENCY, deadline_s=deadline_s
+    )
+    return asyncio.get_running_loop().time()
+
+
+def simulate(policy: str, *applications: tuple[Any, ...]) -> list[float]:
+    """Times of completion, each from its beginning."""
+
+    async def main() -> list[float]:
+        order = GlobalSchedulerConfig.model_validate({"policy": policy})
+        core = PATIENT.model_copy(update={"global_scheduler": order})
+        async with SimCluster(1, engine=ONE_SLOT, core=core, engine_rtt_s=0.0) as cluster:
+            client = cluster.client(fixed(0.0))
+            ends = await asyncio.gather(*[application(client, *a) for a in applications])
+            await asyncio.sleep(1)
+            cluster.check_integrity()
+            return [end - a[0] for end, a in zip(ends, applications, strict=True)]
+
+    return run_virtual(main())
+
+
+def test_equal_chains_end_one_after_the_other_and_not_all_at_the_end() -> None:
+    chains = [(0.01 * i, 10, 10) for i in range(4)]
+    ends = {policy: simulate(policy, *chains) for policy in ("critical_path", "las", "fcfs")}
+    last = 4 * 10 * 10 * STEP_S
+    assert max(map(max, ends.values())) < 1.1 * last
+    assert mean(ends["las"]) > 0.9 * last
+    assert mean(ends["fcfs"]) > 0.9 * last
+    assert mean(ends["critical_path"]) < 0.7 * last
+
+
+def test_short_applications_do_not_wait_for_a_long_one_that_came_before() -> None:
+    work = [(0.0, 20, 50), *((0.1 + i, 1, 10) for i in range(5))]
+    long, *short = simulate("critical_path", *work)
+    assert max(short) < 0.8  # a call of the long one is never interrupted
+    assert long < 20 * 50 * STEP_S + 5 * 10 * STEP_S + 0.1
+    assert mean(simulate("app_fifo", *work)[1:]) > 5
+
+
+def test_a_read_with_a_deadline_is_served_in_time_if_that_is_possible() -> None:
+    """More short calls come than can be served. A long one has to wait until its age counts, unless
+    somebody needs it sooner."""
+    calls = [(0.08 * i, 1, 10) for i in range(200)]
+    relaxed, *_ = simulate("critical_path", (0.55, 1, 200), *calls)
+    assert 8 < relaxed < 20
+    timed, *others = simulate("critical_path", (0.55, 1, 200, 6.0), *calls)
+    assert timed < 6
+    hopeless, *_ = simulate("critical_path", (0.55, 1, 200, 0.5), *calls)
+    assert hopeless > 8
+    assert max(others) < 8
