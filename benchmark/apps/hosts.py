@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from benchmark.apps.backends.openai import OpenAIBackend, first_model
 from benchmark.apps.backends.parrot import ParrotBackend
+from benchmark.apps.counters import scrape
 from benchmark.apps.network import Network
 from benchmark.apps.program import Backend
 from benchmark.apps.runner import Run
@@ -97,7 +98,7 @@ class ServerHost(Host):
             model = self._model or await first_model(url, self._api_key)
             return OpenAIBackend(url, network, model, self._api_key)
         client = ServeClient(HttpClient(url))
-        return ParrotBackend(client, network, whole_graph=setting.style == "parrot")
+        return ParrotBackend(client, scrape(url), network, whole_graph=setting.style == "parrot")
 
 
 class ClusterHost(ServerHost):
@@ -180,8 +181,13 @@ class SimHost(Host):
         core = PATIENT.model_copy(update={"global_scheduler": scheduler})
         async with SimCluster(self._num_engines, engine=self._config, core=core) as cluster:
             network = Network(self._network, seed, asyncio.sleep)
+
+            async def scrape_core() -> str:
+                return cluster.core.metrics().decode()
+
+            client = cluster.client(fixed(0.0))
             backend = ParrotBackend(
-                cluster.client(fixed(0.0)), network, whole_graph=setting.style == "parrot"
+                client, scrape_core, network, whole_graph=setting.style == "parrot"
             )
             return await measure(backend)
 

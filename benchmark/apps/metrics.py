@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+from benchmark.apps.counters import EAGER_TOKENS
 from benchmark.apps.runner import Chat, JobResult, Run, unique_prompt_tokens
 
 Figures = dict[str, Any]
@@ -41,6 +42,7 @@ def summarise(run: Run, deadline_s: float | None = None) -> Figures:
         "jct_s": {kind: spread(times) for kind, times in _times(run.jobs).items()},
         "ms_per_output_token": _normalised(run.jobs),
         "tokens": _tokens(run),
+        "counters": dict(run.counters),
     }
     figures["output_tokens_per_s"] = figures["tokens"]["output"] / run.seconds
     if deadline_s is not None:
@@ -80,7 +82,7 @@ def _normalised(jobs: Iterable[JobResult]) -> Figures | None:
 
 def _tokens(run: Run) -> Figures:
     """`unique`: prompt tokens that must be computed at least once. `recomputed`: what was computed
-    beyond that. None: the server does not say."""
+    beyond that, also ahead of its call. None: the server does not say."""
     usages = list(chain.from_iterable(job.account.usages for job in run.jobs))
     calls = list(chain.from_iterable(job.account.calls for job in run.jobs))
     prompt = sum(usage.prompt_tokens for usage in usages)
@@ -88,7 +90,8 @@ def _tokens(run: Run) -> Figures:
     cached = [usage.cached_tokens for usage in usages]
     computed = recomputed = None
     if cached and None not in cached:
-        computed = prompt - sum(c for c in cached if c is not None)
+        ahead = int(run.counters.get(EAGER_TOKENS, 0))
+        computed = prompt - sum(c for c in cached if c is not None) + ahead
         recomputed = computed - unique
     return {
         "calls": len(calls),

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmark.apps.counters import Counters, Scrape, read_counters
 from benchmark.apps.text import Text
 
 
@@ -129,6 +130,13 @@ class Program(ABC):
 
 class Backend(ABC):
     """Where programs run. One for all programs of a run."""
+
+    def __init__(self, scrape: Scrape) -> None:
+        self._scrape = scrape
+
+    async def counters(self) -> Counters:
+        """What the server has counted since it began."""
+        return read_counters(await self._scrape())
 
     @abstractmethod
     def program(self, app: str) -> Program:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
+from benchmark.apps.counters import Counters, growth
 from benchmark.apps.plan import Job, Plan
 from benchmark.apps.program import Account, Backend, Call, Output
 from benchmark.apps.text import Text, TextSource
@@ -50,7 +51,8 @@ class JobResult:
 
 @dataclass(slots=True)
 class Run:
-    """`seconds`: from the first job's start to the last one's end, without what was before."""
+    """`seconds`: from the first job's start to the last one's end, without what was before.
+    `counters`: what the server counted meanwhile."""
 
     jobs: list[JobResult] = field(default_factory=list)
     chats: list[Chat] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Run:
     num_failed_chats: int = 0
     seconds: float = 0.0
     timed_out: bool = False
+    counters: Counters = field(default_factory=dict)
 
     @property
     def errors(self) -> list[str]:
@@ -91,6 +94,7 @@ class PlanRunner:
     async def run(self, plan: Plan) -> Run:
         """Jobs that are unfinished at the time limit count as errors."""
         self._run.num_planned = len(plan.jobs)
+        before = await self._backend.counters()
         others = None
         if self._bystanders is not None:
             others = asyncio.create_task(self._stream_of_chats(self._bystanders, self._now()))
@@ -108,6 +112,7 @@ class PlanRunner:
                 others.cancel()
                 with suppress(asyncio.CancelledError):
                     await others
+        self._run.counters = growth(before, await self._backend.counters())
         return self._run
 
     async def _run_jobs(self, plan: Plan, began: float) -> None:

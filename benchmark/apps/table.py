@@ -38,7 +38,9 @@ def table(path: Path) -> str:
         mine = [run for run in runs if run["case"] == case]
         for setting in dict.fromkeys(run["setting"] for run in mine):
             chosen = [run["figures"] for run in mine if run["setting"] == setting]
-            ratio = next((r for r in ratios if (r["case"], r["setting"]) == (case, setting)), {})
+            ratio: Row = next(
+                (r for r in ratios if (r["case"], r["setting"]) == (case, setting)), {}
+            )
             lines += _lines(case, setting, chosen, ratio)
     return "\n".join(lines) + "\n"
 

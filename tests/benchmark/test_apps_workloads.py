@@ -34,6 +34,10 @@ SMALL = {
 }
 
 
+async def no_page() -> str:
+    return ""
+
+
 NO_REUSE = PATIENT.model_copy(
     update={"global_scheduler": GlobalSchedulerConfig(reuse_results=False)}
 )  # prompts this small may be equal by chance
@@ -52,7 +56,9 @@ def measure(
     async def run() -> Run:
         async with SimCluster(2, core=NO_REUSE) as cluster:
             delays = Network(network, 0, asyncio.sleep)
-            backend = ParrotBackend(cluster.client(fixed(0.0)), delays, whole_graph=whole_graph)
+            backend = ParrotBackend(
+                cluster.client(fixed(0.0)), no_page, delays, whole_graph=whole_graph
+            )
             result = await PlanRunner(backend, TEXT, **options).run(workload.plan(TEXT, 0))
             cluster.check_integrity()
             return result

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from benchmark.apps.backends.waiting import WaitingProgram
+from benchmark.apps.counters import scrape
 from benchmark.apps.network import Network
 from benchmark.apps.program import Backend, Call, Program, StreamTimes, Usage
 from parrot.protocol.http import HttpClient
@@ -80,6 +81,7 @@ def _body(call: Call, prompt: str, model: str) -> dict[str, Any]:
 
 class OpenAIBackend(Backend):
     def __init__(self, base_url: str, network: Network, model: str, api_key: str | None) -> None:
+        super().__init__(scrape(base_url))
         self._http = HttpClient(base_url, bearer_token=api_key)
         self._network = network
         self._model = model

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmark.apps.backends.waiting import WaitingProgram
+from benchmark.apps.counters import Scrape
 from benchmark.apps.network import Network
 from benchmark.apps.program import Backend, Call, Output, Program, StreamTimes, Usage
 from benchmark.apps.text import Text
@@ -236,7 +237,10 @@ def call_template(
 class ParrotBackend(Backend):
     """`whole_graph`: programs submit their graphs; otherwise one request after the other."""
 
-    def __init__(self, client: ServeClient, network: Network, *, whole_graph: bool) -> None:
+    def __init__(
+        self, client: ServeClient, scrape: Scrape, network: Network, *, whole_graph: bool
+    ) -> None:
+        super().__init__(scrape)
         self._client = client
         self._network = network
         self._whole_graph = whole_graph
