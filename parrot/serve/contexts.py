@@ -12,8 +12,8 @@ nobody finds it any more, and it is freed with the last of them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from parrot.serve.account import Account
 from parrot.serve.config import KvEviction
 from parrot.serve.context_index import Boundary, Context, Owner, PrefixIndex
 from parrot.serve.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
@@ -24,17 +24,6 @@ from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
 _SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
-
-
-@dataclass(slots=True)
-class _Account:
-    """One engine's contexts. Sizes are in tokens, rounded up to blocks."""
-
-    capacity: int
-    block_size: int
-    idle: EvictionOrder  # no users, no children
-    contexts: dict[int, Context] = field(default_factory=dict)
-    used: int = 0
 
 
 class ContextLedger:
@@ -51,7 +40,7 @@ class ContextLedger:
         self._constant_timeout_s = constant_timeout_s
         self._on_free = on_free
         self._ids = IdCounter(1)
-        self._accounts: dict[int, _Account] = {}
+        self._accounts: dict[int, Account] = {}
         self._eviction = eviction
         self.index = PrefixIndex()
         self.pauses = PauseModel()
@@ -70,7 +59,7 @@ class ContextLedger:
             idle = LeastRecentlyUsed()
         else:
             idle = FarthestNextUse(self._next_use.predict, self._clock)
-        self._accounts[engine_id] = _Account(capacity, block_size, idle)
+        self._accounts[engine_id] = Account(capacity, block_size, idle)
 
     def forget_engine(self, engine_id: int) -> list[int]:
         """The engine is gone, and its contexts with it. Returns their ids."""
@@ -135,7 +124,7 @@ class ContextLedger:
         )
         account = self._accounts[engine_id]
         account.contexts[context.id] = context
-        account.used += _own_size(context, account.block_size)
+        account.used += account.size(context)
         if isinstance(owner, int):
             self._by_session.setdefault(owner, {})[context.id] = context
         else:
@@ -189,9 +178,9 @@ class ContextLedger:
         if isinstance(context.owner, int):
             self.pauses.ended(context.owner, source)
         account = self._accounts[context.engine_id]
-        account.used -= _own_size(context, account.block_size)
+        account.used -= account.size(context)
         context.length, context.reserved = length, 0
-        account.used += _own_size(context, account.block_size)
+        account.used += account.size(context)
         self.mark_computed(context)
         if boundary is not None and not context.is_doomed:
             self.index.publish(context, boundary)
@@ -245,14 +234,15 @@ class ContextLedger:
         return True
 
     def release(self, context: Context) -> None:
-        """Whoever opened it has no use for it any more: free it if nobody else has. What a tenant's
-        context has computed stays as cache."""
+        """Whoever opened it has no use for it any more: free it, unless it is in use, or somebody
+        else wants what it has computed. That of a tenant's context stays as cache."""
         account = self._accounts.get(context.engine_id)
         if account is None or context.id not in account.contexts:
             return
-        if context.pins or context.children or self._is_wanted(context):
+        if context.pins or context.children:
             return
-        if not context.is_computed or isinstance(context.owner, int):
+        is_kept = isinstance(context.owner, str) or self._is_wanted(context)
+        if not (context.is_computed and is_kept):
             self._evict(context, FreeReason.BROKEN)
 
     def _is_wanted(self, context: Context) -> bool:
@@ -294,17 +284,11 @@ class ContextLedger:
         how often each key is, as their owners know it. Raises AssertionError with what differs."""
         self._expectations.check_integrity(expected)
         live: dict[int, Context] = {}
-        for engine_id, account in self._accounts.items():
+        for account in self._accounts.values():
             live.update(account.contexts)
-            contexts = account.contexts.values()
-            used = sum(_own_size(c, account.block_size) for c in contexts)
-            assert account.used == used, (engine_id, account.used, used)
-            idle = {c.id for c in contexts if not c.pins and not c.children}
-            assert set(account.idle.context_ids()) == idle, (engine_id, account.idle, idle)
+            account.check_integrity()
         counted = {c.id: c.users for c in live.values() if c.users}
         assert counted == users, (counted, users)
-        for context in live.values():
-            _check_links(context, live)
         for context in self.index.contexts():
             assert context.id in live, context
             assert not context.is_doomed, context
@@ -353,7 +337,7 @@ class ContextLedger:
     def _free(self, context: Context, reason: FreeReason) -> None:
         account = self._accounts[context.engine_id]
         assert not context.children, context
-        account.used -= _own_size(context, account.block_size)
+        account.used -= account.size(context)
         del account.contexts[context.id]
         account.idle.discard(context)
         self._forget(context, reason)
@@ -385,20 +369,3 @@ class ContextLedger:
             del owned[context.id]
             if not owned:
                 del self._by_session[context.owner]
-
-
-def _own_size(context: Context, block_size: int) -> int:
-    """Tokens of the blocks that only this context and its forks have: a fork inside a block copies
-    that block."""
-    end = context.length + context.reserved
-    return (-(-end // block_size) - context.parent_len // block_size) * block_size
-
-
-def _check_links(context: Context, live: Mapping[int, Context]) -> None:
-    pinned = sum(1 for child in context.children if child.pins)
-    assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
-    assert all(live.get(child.id) is child for child in context.children), context.id
-    assert not context.is_doomed or context.pins or context.children, context.id
-    if context.parent is not None:
-        assert live.get(context.parent.id) is context.parent, context.id
-        assert context in context.parent.children, context.id
