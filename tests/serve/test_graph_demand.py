@@ -388,3 +388,27 @@ def test_a_wide_stage_is_not_quadratic(graph: SessionGraph, runner: FakeRunner) 
     while runner.started:
         runner.finish(runner.started[-1])
     assert time.perf_counter() - began < 3
+
+
+def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: FakeRunner) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    c = link_call(graph, "c", [a])
+    urgent = graph.add_reader(graph.node(b), Criteria.LATENCY, deadline=5)
+    graph.add_reader(graph.node(c), Criteria.LATENCY, deadline=30)
+
+    def deadlines() -> list[float | None]:
+        objectives = [graph.node(v).producer.task.objective for v in (a, b, c)]  # type: ignore[union-attr]
+        return [None if o is None else o.deadline for o in objectives]
+
+    assert deadlines() == [5, 5, 30]
+    patient = graph.add_reader(graph.node(b), Criteria.THROUGHPUT, deadline=50)
+    graph.remove_reader(urgent)
+    assert deadlines() == [30, 50, 30]
+    assert runner.reprioritised[-1].output.name == "a"
+    graph.remove_reader(patient)
+    assert deadlines() == [30, None, 30]
+    graph.add_reader(graph.node(a), Criteria.LATENCY)
+    graph.cancel_variable(c)
+    assert deadlines()[:2] == [None, None]
+    graph.check_integrity()

@@ -13,8 +13,9 @@ A task takes the strictest of what its readers and consumers ask:
 - of any other consumer that is LATENCY, TTFT or TPOT work: LATENCY, since nothing of the consumer
   can appear before its input is complete; of a THROUGHPUT consumer: THROUGHPUT.
 
-Everything only tightens while a task stays wanted. The functions touch nothing but the deduced
-fields of the nodes.
+Everything only tightens while a task stays wanted, but deadlines go with those who set them: a
+program that reads again and again with short timeouts must not leave the first of them behind. The
+functions touch nothing but the deduced fields of the nodes.
 """
 
 from collections import Counter, deque
@@ -93,6 +94,28 @@ def tighten(node: TaskNode, criteria: PerformanceCriteria, deadline: float | Non
         return set()
     changed = {node}
     _spread_urgency(changed)
+    return changed
+
+
+def earliest_deadline(node: TaskNode) -> float | None:
+    """Of those who want it."""
+    asked = [reader.deadline for reader in node.readers()]
+    asked += [consumer.deadline for consumer in node.wanted_consumers()]
+    return min((when for when in asked if when is not None), default=None)
+
+
+def relax_deadlines(tasks: Iterable[TaskNode]) -> set[TaskNode]:
+    """Some who wanted these have gone, and deadlines that were only theirs go with them, here and
+    above. Returns every task whose deadline this changed."""
+    changed: set[TaskNode] = set()
+    waiting = deque(tasks)
+    while waiting:
+        node = waiting.popleft()
+        deadline = earliest_deadline(node)
+        if deadline != node.deadline:
+            node.deadline = deadline
+            changed.add(node)
+            waiting.extend(producer for producer in node.producers() if producer.is_wanted)
     return changed
 
 

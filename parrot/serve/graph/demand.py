@@ -4,7 +4,15 @@ from collections.abc import Iterable
 from math import isclose
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.serve.graph.deduce import deduce, objective_of, predict, predict_again, tighten
+from parrot.serve.graph.deduce import (
+    deduce,
+    earliest_deadline,
+    objective_of,
+    predict,
+    predict_again,
+    relax_deadlines,
+    tighten,
+)
 from parrot.serve.graph.links import Predictor, Reader, Runner, TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.readiness import ready_at
@@ -113,6 +121,8 @@ class Demand:
             assert task.is_wanted == (task.task.objective is not None), task.task
             assert task.is_wanted == (task in self._wanted), task.task
             assert task.is_started == (task.is_wanted and not task.missing), task.task
+            if task.is_wanted:
+                assert task.deadline == earliest_deadline(task), (task.task, task.deadline)
         assert self.num_started == num_started, (self.num_started, num_started)
         remaining_s = sum(self._wanted.values())
         assert isclose(self._remaining_s, remaining_s, abs_tol=1e-6), self._remaining_s
@@ -171,10 +181,12 @@ class Demand:
         """Each of `tasks` lost one who wanted it. Those without any other stop."""
         stack = list(tasks)
         root = stack[0] if stack else None
+        kept: set[TaskNode] = set()
         while stack:
             task = stack.pop()
             task.demand -= 1
             if task.demand or task.is_finished:
+                kept.add(task)
                 continue
             self._discount(task)
             if task.is_started:
@@ -183,6 +195,7 @@ class Demand:
             task.task.objective = None
             self._unexpect(task)
             stack.extend(task.producers())
+        self._update(relax_deadlines(t for t in kept if t.is_wanted and t.deadline is not None))
         if root is not None:
             self._report(root)
 
