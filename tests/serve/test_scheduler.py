@@ -1,11 +1,13 @@
 """The global scheduler: order, capacity, and that nothing starves or leaks."""
 
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.serve.config import OrderName
 from parrot.serve.graph.nodes import Objective
 from parrot.serve.scheduler.task import CompletionTask
 from tests.serve.scheduler_bench import LATENCY, THROUGHPUT, Bench
@@ -238,15 +240,16 @@ def test_a_removed_engine_gets_nothing() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.booleans(), st.booleans())
-def test_random_histories_leave_nothing_behind(seed: int, app_fifo: bool, grouped: bool) -> None:
+@given(st.integers(0, 10_000), st.sampled_from(get_args(OrderName)), st.booleans())
+def test_random_histories_leave_nothing_behind(seed: int, policy: str, grouped: bool) -> None:
     rng = random.Random(seed)
-    bench = Bench(app_fifo=app_fifo, ctx_group=grouped, graph_group=grouped)
+    bench = Bench(policy=policy, ctx_group=grouped, graph_group=grouped)
     bench.engines(3, slots=3, tokens=900)
     running: dict[CompletionTask, int] = {}
     queued: set[CompletionTask] = set()
     for _ in range(60):
         bench.later(rng.random())
+        bench.scheduler.progressed(rng.randrange(3), rng.random() * 20)
         action = rng.randrange(6)
         if action < 3:
             task = bench.task(
@@ -274,7 +277,8 @@ def test_random_histories_leave_nothing_behind(seed: int, app_fifo: bool, groupe
                 bench.scheduler.remove(task)
                 queued.remove(task)
             else:
-                task.completion.objective = Objective(rng.choice([LATENCY, THROUGHPUT]), 0, 2.0)
+                criteria, end = rng.choice([LATENCY, THROUGHPUT]), bench.clock.now() + 5
+                task.completion.objective = Objective(criteria, 0, 2.0, None, end)
                 bench.scheduler.update(task)
         placed = bench.run()
         assert queued.issuperset(placed)
