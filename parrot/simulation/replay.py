@@ -4,6 +4,7 @@ equal."""
 
 import asyncio
 import random
+import string
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,8 +45,9 @@ from parrot.simulation.trace import TokenCounts, Trace, TracedSession
 
 WITHDRAWN = "withdrawn"
 
-_LETTERS = b"abcdefghijklmnopqrstuvwxyz      "
+_LETTERS = f"{string.ascii_letters}{string.digits} .".encode()
 _TO_LETTERS = bytes(_LETTERS[byte % len(_LETTERS)] for byte in range(256))
+_MAX_DRAWS = 100
 _UNLIMITED = 2**31 - 1
 _KEPT_SAMPLING = frozenset({"temperature", "seed"})
 
@@ -104,6 +106,7 @@ class Texts:
     def __init__(self, counts: TokenCounts) -> None:
         self._counts = counts
         self._made: dict[str, str] = {}
+        self._used: set[str] = set()
 
     def of(self, text: TraceText) -> str:
         lengths = zip(text.ids, text.lengths(), strict=True)
@@ -112,9 +115,17 @@ class Texts:
     def chunk(self, text_id: str, num_chars: int) -> str:
         made = self._made.get(text_id)
         if made is None:
-            length = self._counts.of(text_id, num_chars)
-            letters = random.Random(text_id).randbytes(length).translate(_TO_LETTERS)
-            made = self._made[text_id] = letters.decode()
+            made = self._made[text_id] = self._make(text_id, self._counts.of(text_id, num_chars))
+        return made
+
+    def _make(self, text_id: str, length: int) -> str:
+        """Letters by chance, but not those of another text, which short ones might be."""
+        draw = random.Random(text_id)
+        for _ in range(_MAX_DRAWS):
+            made = draw.randbytes(length).translate(_TO_LETTERS).decode()
+            if made not in self._used:
+                break
+        self._used.add(made)
         return made
 
 
