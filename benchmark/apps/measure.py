@@ -16,10 +16,9 @@ from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.settings import Setting, features, parse_setting
 from benchmark.apps.text import TextSource, load_documents, one_token_words
 from benchmark.apps.workloads import WORKLOADS
-from benchmark.apps.workloads.shared_prompts import Load256
+from benchmark.apps.workloads.shared_prompts import lengths_256, request
 
 GOODPUT_SLACK = 1.5  # times the median of the first run
-_LEARNING_FACTOR = 0.1
 _WARM_UP = -1  # the repetition that is not recorded
 
 
@@ -149,9 +148,12 @@ class Session:
 
 def learning_plan(text: TextSource, requests: int, factor: float) -> Plan:
     """Unrecorded requests of many sizes before each run, so that a ServeCore that was just started
-    can learn how fast its engines are."""
-    load = Load256(factor=factor * _LEARNING_FACTOR, requests=requests)
-    return load.plan(text.salted("learning"), 0)
+    can learn how fast its engines are. Their outputs are short."""
+    jobs = []
+    for number, (prompt, output) in enumerate(lengths_256()[:requests]):
+        query = text.data(max(1, round(prompt * factor)), "learning", number)
+        jobs.append(request("learning", [query], max(1, round(output * factor / 10))))
+    return Plan(jobs)
 
 
 def _line(figures: Figures) -> str:
