@@ -143,6 +143,7 @@ def _add_how(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--warm-up", action="store_true", help="one unrecorded run of the first workload"
     )
+    run.add_argument("--commit", help="for the report, where there is no git repository")
     run.add_argument(
         "--learn", type=int, default=8, metavar="REQUESTS", help="unrecorded ones before each run"
     )

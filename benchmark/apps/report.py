@@ -27,7 +27,7 @@ class ResultFile:
         self._report: Row = {
             "command": shlex.join(["python", "-m", "benchmark.apps", *sys.argv[1:]]),
             "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "git": git_hash(),
+            "git": arguments.get("commit") or git_hash(),
             "python": platform.python_version(),
             "versions": package_versions(),
             "device": device_name(),
