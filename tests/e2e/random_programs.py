@@ -527,7 +527,8 @@ async def tell(rng: random.Random, num_steps: int) -> None:
         engine_heartbeat_timeout=HEARTBEAT_S,
         constant_prefix_var_timeout=PREFIX_TIMEOUT_S,
     )
-    async with SimCluster(rng.randint(1, 3), engine=ENGINE, core=core) as cluster:
+    leaps = rng.random() < 0.5
+    async with SimCluster(rng.randint(1, 3), engine=ENGINE, core=core, leaps=leaps) as cluster:
         story = Story(rng, cluster)
         try:
             await story.run(num_steps)
