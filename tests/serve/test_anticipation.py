@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 import pytest
+from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from parrot.protocol.criteria import PerformanceCriteria as Criteria
@@ -296,4 +297,4 @@ class AnticipationMachine(GraphMachine):
 
 
 TestAnticipationMachine = AnticipationMachine.TestCase
-TestAnticipationMachine.settings = GraphMachine.TestCase.settings
+TestAnticipationMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
