@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsRequest,
@@ -39,52 +40,38 @@ class SimClient(ServeClient):
     async def create_session(
         self, api_key: str | None = None, apps: list[str] | None = None
     ) -> SessionCreateResponse:
-        way_s = await self._go()
-        created = self._core.create_session(SessionCreateRequest(api_key=api_key, apps=apps))
-        await asyncio.sleep(way_s)
-        return created
+        async with self._exchange():
+            return self._core.create_session(SessionCreateRequest(api_key=api_key, apps=apps))
 
     async def session_info(self, session_id: int, session_auth: str) -> SessionInfo:
-        way_s = await self._go()
-        info = self._core.session_info(session_id, session_auth)
-        await asyncio.sleep(way_s)
-        return info
+        async with self._exchange():
+            return self._core.session_info(session_id, session_auth)
 
     async def delete_session(self, session_id: int, session_auth: str) -> None:
-        way_s = await self._go()
-        self._core.delete_session(session_id, session_auth)
-        await asyncio.sleep(way_s)
+        async with self._exchange():
+            self._core.delete_session(session_id, session_auth)
 
     async def semantic_call(self, request: SemanticCallRequest) -> CallResponse:
-        way_s = await self._go()
-        response = self._core.submit_call(request)
-        await asyncio.sleep(way_s)
-        return response
+        async with self._exchange():
+            return self._core.submit_call(request)
 
     async def native_call(self, request: NativeCallRequest) -> CallResponse:
-        way_s = await self._go()
-        response = self._core.submit_native(request)
-        await asyncio.sleep(way_s)
-        return response
+        async with self._exchange():
+            return self._core.submit_native(request)
 
     async def create_var(
         self, session_id: int, session_auth: str, var_name: str, content: str | None = None
     ) -> str:
-        way_s = await self._go()
-        var_id = self._core.create_var(session_id, session_auth, var_name, content)
-        await asyncio.sleep(way_s)
-        return var_id
+        async with self._exchange():
+            return self._core.create_var(session_id, session_auth, var_name, content)
 
     async def list_vars(self, session_id: int, session_auth: str) -> list[VarInfo]:
-        way_s = await self._go()
-        response = self._core.list_vars(session_id, session_auth)
-        await asyncio.sleep(way_s)
-        return response.vars
+        async with self._exchange():
+            return self._core.list_vars(session_id, session_auth).vars
 
     async def set_var(self, session_id: int, session_auth: str, var_id: str, content: str) -> None:
-        way_s = await self._go()
-        self._core.set_var(session_id, session_auth, var_id, content)
-        await asyncio.sleep(way_s)
+        async with self._exchange():
+            self._core.set_var(session_id, session_auth, var_id, content)
 
     async def get_var(
         self,
@@ -95,12 +82,9 @@ class SimClient(ServeClient):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
     ) -> str:
-        way_s = await self._go()
-        content = await self._core.read(
-            _read_request(session_id, session_auth, criteria, timeout_s, deadline_s), var_id
-        )
-        await asyncio.sleep(way_s)
-        return content
+        request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
+        async with self._exchange():
+            return await self._core.read(request, var_id)
 
     async def first_vars(
         self,
@@ -112,20 +96,17 @@ class SimClient(ServeClient):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
     ) -> list[VarValue]:
-        way_s = await self._go()
-        response = await self._core.first(
-            FirstVarsRequest(
-                session_id=session_id,
-                session_auth=session_auth,
-                var_ids=list(var_ids),
-                k=k,
-                criteria=criteria,
-                timeout=timeout_s,
-                deadline=deadline_s,
-            )
+        request = FirstVarsRequest(
+            session_id=session_id,
+            session_auth=session_auth,
+            var_ids=list(var_ids),
+            k=k,
+            criteria=criteria,
+            timeout=timeout_s,
+            deadline=deadline_s,
         )
-        await asyncio.sleep(way_s)
-        return response.values
+        async with self._exchange():
+            return (await self._core.first(request)).values
 
     async def stream_var(
         self,
@@ -136,7 +117,8 @@ class SimClient(ServeClient):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
     ) -> AsyncIterator[str]:
-        way_s = await self._go()
+        way_s = self._latency() / 2
+        await asyncio.sleep(way_s)
         request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
         loop = asyncio.get_running_loop()
         arriving: asyncio.Queue[tuple[float, str | Exception | None]] = asyncio.Queue()
@@ -166,29 +148,32 @@ class SimClient(ServeClient):
             sender.cancel()
 
     async def cancel_var(self, session_id: int, session_auth: str, var_id: str) -> None:
-        way_s = await self._go()
-        self._core.cancel_var(session_id, session_auth, var_id)
-        await asyncio.sleep(way_s)
+        async with self._exchange():
+            self._core.cancel_var(session_id, session_auth, var_id)
 
     async def cancel_request(self, session_id: int, session_auth: str, request_id: int) -> None:
-        way_s = await self._go()
-        self._core.cancel_call(session_id, session_auth, request_id)
-        await asyncio.sleep(way_s)
+        async with self._exchange():
+            self._core.cancel_call(session_id, session_auth, request_id)
 
     async def health(self) -> None:
-        await asyncio.sleep(2 * await self._go())
+        async with self._exchange():
+            pass
 
     async def models(self) -> ModelsResponse:
-        way_s = await self._go()
-        response = self._core.models()
-        await asyncio.sleep(way_s)
-        return response
+        async with self._exchange():
+            return self._core.models()
 
-    async def _go(self) -> float:
-        """Let the request travel; returns how long its answer will."""
+    @asynccontextmanager
+    async def _exchange(self) -> AsyncIterator[None]:
+        """The way there before the block, the way back after it, also for an error."""
         way_s = self._latency() / 2
         await asyncio.sleep(way_s)
-        return way_s
+        try:
+            yield
+        except ParrotError:
+            await asyncio.sleep(way_s)
+            raise
+        await asyncio.sleep(way_s)
 
 
 def _read_request(

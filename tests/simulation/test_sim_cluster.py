@@ -207,3 +207,23 @@ def test_native_functions_really_run_and_take_virtual_time():
         return cluster.clock.now() - began
 
     assert simulate(body) == pytest.approx(NATIVE_S)
+
+
+def test_errors_travel_too_and_a_withdrawn_read_is_gone_at_once():
+    async def body(cluster: SimCluster, program: Program) -> None:
+        began = cluster.clock.now()
+        with pytest.raises(NotFound):
+            await program.read("nothing")
+        assert cluster.clock.now() - began == pytest.approx(0.2)
+        var_id = await program.call("long", length=500)
+        read = asyncio.ensure_future(program.read(var_id))
+        await asyncio.sleep(0.5)
+        assert cluster.core.readiness().engines[0].num_running == 1
+        read.cancel()
+        began = cluster.clock.now()
+        await asyncio.gather(read, return_exceptions=True)
+        assert cluster.clock.now() == began
+        await asyncio.sleep(0)
+        assert cluster.core.readiness().engines[0].num_running == 0
+
+    simulate(body, rtt_s=0.2)
