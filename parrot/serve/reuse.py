@@ -13,6 +13,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from sys import getsizeof
+from typing import NamedTuple
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
@@ -23,8 +25,7 @@ from parrot.utils.clock import Clock
 _ENTRY_BYTES = 400  # of a result besides its text and ids
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What a finished call gives to those that come after it. `ids`: None if no ids stand for
     exactly this text."""
 
@@ -78,7 +79,6 @@ class ResultCache:
     ) -> None:
         """Keep a result that is not there yet, if there is room for so much."""
         ids = None if tokenized is None else array("i", tokenized.ids)
-        size = len(text.encode("utf-8", "surrogatepass"))
         result = Result(
             text,
             None if tokenized is None else tokenized.tokenizer_id,
@@ -86,11 +86,13 @@ class ResultCache:
             stats.engine_name,
             stats.model,
             self._clock.now() + self._time_to_live_s,
-            _ENTRY_BYTES + size + (0 if ids is None else ids.itemsize * len(ids)),
+            _ENTRY_BYTES + getsizeof(text) + (0 if ids is None else ids.itemsize * len(ids)),
         )
         if result.num_bytes > self._max_bytes:
             return
-        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf = self._shelves.get(tenant)
+        if shelf is None:
+            shelf = self._shelves[tenant] = _Shelf()
         assert key not in shelf.results, key
         shelf.results[key] = result
         shelf.num_bytes += result.num_bytes
@@ -131,14 +133,14 @@ class Reuse:
 
     def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes | None:
         """Equal for identical calls; None if the call is not one to be shared. The last prompt key
-        stands for tenant, chat flag and prompt, and cannot be made by anybody else."""
+        stands for tenant, chat flag and prompt, and cannot be made by anybody else. A sampling
+        field that is given with its default value counts as another than one that is not given."""
         options, sampling = completion.options, completion.sampling
         if not (self._is_on and options.reuse and prompt_keys and sampling.is_deterministic):
             return None
-        digest = hashlib.sha256(prompt_keys[-1])
-        digest.update(repr(options.models).encode("utf-8", "surrogatepass"))
-        digest.update(sampling.model_dump_json().encode())
-        return digest.digest()
+        given = [(name, getattr(sampling, name)) for name in sorted(sampling.model_fields_set)]
+        rest = repr((options.models, given)).encode("utf-8", "surrogatepass")
+        return hashlib.sha256(prompt_keys[-1] + rest).digest()
 
     def answer(self, completion: Completion, key: bytes) -> bool:
         """Settle it with a result that is there; False if there is none."""

@@ -358,11 +358,11 @@ def put(cache: ResultCache, tenant: str, key: bytes, text: str = "x" * 100) -> N
 
 
 def test_the_least_recently_used_of_the_largest_tenant_goes() -> None:
-    cache = ResultCache(512 * 6, 10.0, ManualClock())
+    cache = ResultCache(561 * 6, 10.0, ManualClock())
     put(cache, "small", b"s")
     for number in range(5):
         put(cache, "large", bytes([number]))
-    assert cache.num_bytes == 6 * 512
+    assert cache.num_bytes == 6 * 561
     assert cache.get("large", b"\x00") is not None
     put(cache, "large", b"new")
     assert cache.get("large", b"\x01") is None
