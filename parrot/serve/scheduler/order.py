@@ -17,7 +17,7 @@ from itertools import count
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.utils.clock import Clock
 
-_WORK_WEIGHT = 5.0  # seconds of seniority that one predicted second of remaining work costs
+_WORK_WEIGHT = 2.0  # seconds of seniority that one predicted second of remaining work costs
 _SERVED_WEIGHT = 0.1  # and one of work done, so that an app without an end loses its place some day
 _LATENCY_LEAD_S = 10.0  # a latency task goes before throughput tasks that came so much earlier
 _PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
