@@ -425,7 +425,8 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if args.save:
-        (RESULTS / f"placement_{args.case}_{args.engine}.json").write_text(text + "\n")
+        case_name = f"{args.case}_again" if getattr(args, "again", False) else args.case
+        (RESULTS / f"placement_{case_name}_{args.engine}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

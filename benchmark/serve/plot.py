@@ -21,7 +21,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], count: str, fixed: str) -> None
     ):
         points = [(row[count], row[phase]["us_each"]) for row in rows if row[phase]["placed"]]
         axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.set(xscale="log", xlabel=count, title=f"{rows[0][fixed]:,} {fixed}", ylim=(0, None))
+    axes.set(xscale="log", xlabel=count, title=f"{rows[0][fixed]:,} {fixed}")
     axes.grid(visible=True, alpha=0.3)
 
 
@@ -31,6 +31,7 @@ def main() -> None:
     draw(by_tasks, curves["by_tasks"], "tasks", "engines")
     draw(by_engines, curves["by_engines"], "engines", "tasks")
     by_tasks.set_ylabel("\N{MICRO SIGN}s of CPU per placement")
+    by_tasks.set_ylim(bottom=0)
     by_engines.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "scheduler.png", dpi=80)

@@ -10,7 +10,7 @@ from parrot.serve.scheduler.task import CompletionTask
 
 ANY_MODEL = None
 
-_HARM_WEIGHT = 20.0  # how much worse a second is for a waiting reader than for throughput work
+_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
 
 

@@ -15,7 +15,7 @@ _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling t
 _GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
 # How much later a block may end for the sake of using fewer engines.
-_THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.1, 0.02
+_THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.02
 
 
 class PlacementPolicy:
