@@ -34,8 +34,9 @@ from timing import ceilings, time_graph
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parrot.engine.kernels.attention import Capacity, KernelConfig, PlanBuffers, TreeAttention
-from parrot.engine.kernels.fused import add_rms_norm, one_row_linear, rope_and_store, silu_mul
+from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.linear import few_rows_linear
 from parrot.engine.kernels.work_list import SplitConfig, WorkList, plan_work
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -202,28 +203,36 @@ def bench_fused() -> Rows:
 
 
 def bench_linear() -> Rows:
-    """The matrix products of a batch of one, over weights that no cache holds: ours and cuBLAS."""
+    """The matrix products of small batches, over weights that no cache holds: ours and cuBLAS."""
     rows = []
     shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "head": (128256, 4096)}
     for name, (num_out, size) in {**shapes, "gate_up with silu": (14336, 4096)}.items():
         silu = name.startswith("gate_up")
         weights = [_normal(2 * num_out if silu else num_out, size) for _ in range(4)]
-        x, out = _normal(1, size), _normal(1, num_out)
-
-        def ours(weights: Any = weights, x: Any = x, out: Any = out, silu: bool = silu) -> None:
-            for weight in weights:
-                one_row_linear(x, weight, out, silu=silu)
-
-        def cublas(weights: Any = weights, x: Any = x, out: Any = out, silu: bool = silu) -> None:
-            for weight in weights:
-                product = F.linear(x, weight)
-                if silu:
-                    silu_mul(product, out)
-
-        us, cublas_us = (time_graph(run, per_run=4) for run in (ours, cublas))
         floor = weights[0].nbytes / MEMORY_RATE * 1e6
-        rows.append({"product": name, "us": us, "cublas_us": cublas_us, "floor_us": floor})
+        for num_rows in (1, 8, 16, 32):
+            x, out = _normal(num_rows, size), _normal(num_rows, num_out)
+            ours = partial(_products, weights, partial(_ours, x, out, silu))
+            cublas = partial(_products, weights, partial(_cublas, x, out, silu))
+            us, cublas_us = (time_graph(run, per_run=len(weights)) for run in (ours, cublas))
+            row = {"product": name, "rows": num_rows, "us": us, "cublas_us": cublas_us}
+            rows.append({**row, "floor_us": floor})
     return rows
+
+
+def _products(weights: list[torch.Tensor], product: partial[Any]) -> None:
+    for weight in weights:
+        product(weight)
+
+
+def _ours(x: torch.Tensor, out: torch.Tensor, silu: bool, weight: torch.Tensor) -> None:
+    few_rows_linear(x, weight, out, silu=silu)
+
+
+def _cublas(x: torch.Tensor, out: torch.Tensor, silu: bool, weight: torch.Tensor) -> None:
+    product = F.linear(x, weight)
+    if silu:
+        silu_mul(product, out)
 
 
 def _fused_row(name: str, tokens: int, call: partial[Any], moved: int) -> dict[str, Any]:

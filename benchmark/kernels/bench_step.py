@@ -22,11 +22,11 @@ from parrot.engine.kernels.attention import Capacity, KVView, PlanBuffers, TreeA
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,
-    one_row_linear,
     rope_and_store,
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
 from parrot.engine.kernels.work_list import SplitConfig, plan_work
 
 PAGE = 64
@@ -77,15 +77,15 @@ def normal(*size: int) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if len(x) > 1:
+    if len(x) > FEW_ROWS:
         return F.linear(x, weight)
-    return one_row_linear(x, weight, x.new_empty(1, len(weight)))
+    return few_rows_linear(x, weight, x.new_empty(len(x), len(weight)))
 
 
 def gated(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    if len(x) > 1:
+    if len(x) > FEW_ROWS:
         return silu_mul(F.linear(x, gate_up), out)
-    return one_row_linear(x, gate_up, out, silu=True)
+    return few_rows_linear(x, gate_up, out, silu=True)
 
 
 class Layer:

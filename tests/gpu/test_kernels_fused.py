@@ -10,11 +10,11 @@ from parrot.engine.kernels.attention import KVView
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,
-    one_row_linear,
     rope_and_store,
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.gpu
@@ -85,13 +85,17 @@ def test_silu_mul(size: int, tokens: int) -> None:
 
 @pytest.mark.parametrize(("num_out", "size"), [(576, 576), (6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("silu", [False, True])
-def test_one_row_linear(num_out: int, size: int, silu: bool) -> None:
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, FEW_ROWS])
+def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> None:
     torch.manual_seed(size)
-    x, weight = normal(1, size), normal(2 * num_out if silu else num_out, size)
-    out = torch.full((1, num_out), float("nan"), dtype=torch.bfloat16, device="cuda")
-    one_row_linear(x, weight, out, silu=silu)
+    x, weight = normal(num_rows, size), normal(2 * num_out if silu else num_out, size)
+    out = torch.full((num_rows, num_out), float("nan"), dtype=torch.bfloat16, device="cuda")
+    few_rows_linear(x, weight, out, silu=silu)
     expected = (x.double() @ weight.double().T).cpu()
     if silu:
         gate, up = expected.split(num_out, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     assert relative_error(out, expected) < 1e-2
+    if num_rows > 2:  # the same row, whoever is beside it
+        alone = few_rows_linear(x[:2], weight, torch.empty_like(out[:2]), silu=silu)
+        assert torch.equal(alone, out[:2])

@@ -8,7 +8,6 @@ import triton
 from parrot.engine.kernels.attention import KVView
 from parrot.engine.kernels.fused_kernels import (
     add_rms_norm_kernel,
-    one_row_linear_kernel,
     rope_and_store_kernel,
     silu_mul_kernel,
 )
@@ -16,9 +15,6 @@ from parrot.engine.kernels.gate import AttentionShape
 
 _SILU_BLOCK = 1024
 _ROPE_HEADS = 8
-_LINEAR_ROWS = 4
-_LINEAR_COLUMNS = 2048
-_LINEAR_WARPS = 4
 
 
 def add_rms_norm(
@@ -119,29 +115,4 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     assert out.is_contiguous()
     grid = (len(out), triton.cdiv(size, _SILU_BLOCK))
     silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4)
-    return out
-
-
-def one_row_linear(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, silu: bool = False
-) -> torch.Tensor:
-    """out [1, n] = x [1, k] weight^T, weight [n, k]: the matrix products of a batch of one, at the
-    rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
-    out = silu(gate) * up."""
-    num_out, size = out.shape[1], x.shape[1]
-    assert len(x) == len(out) == 1
-    assert weight.shape == (2 * num_out if silu else num_out, size), (weight.shape, out.shape)
-    assert weight.is_contiguous()
-    assert x.stride(1) == out.stride(1) == 1
-    one_row_linear_kernel[(triton.cdiv(num_out, _LINEAR_ROWS),)](
-        x,
-        weight,
-        out,
-        N=num_out,
-        K=size,
-        BN=_LINEAR_ROWS,
-        BK=min(_LINEAR_COLUMNS, triton.next_power_of_2(size)),
-        SILU=silu,
-        num_warps=_LINEAR_WARPS,
-    )
     return out

@@ -16,7 +16,6 @@ _CHUNK_WARPS = 4
 _NOISE_WARPS = 8
 _FLOOR_BLOCK = 8192
 _FLOOR_WARPS = 32
-_FLOOR_STAGES = 3
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -57,7 +56,6 @@ def draw_tokens(
             logits.stride(0),
             vocab_size,
             BLOCK=min(_FLOOR_BLOCK, triton.next_power_of_2(vocab_size)),
-            STAGES=_FLOOR_STAGES,
             num_warps=_FLOOR_WARPS,
         )
     scores, chosen = _room(logits)

@@ -121,14 +121,14 @@ def _scores(base, first, largest, scale, vocab_size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
     """Of the scores above the pivot: their number, their weight, the least; and the largest of
     the others that is not below `low`, else minus infinity."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     least = tl.full([BLOCK], _INFINITY, dtype=tl.float32)
     next_lower = tl.full([BLOCK], -_INFINITY, dtype=tl.float32)
-    for first in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for first in tl.range(0, vocab_size, BLOCK):
         score = _scores(base, first, largest, scale, vocab_size, BLOCK)
         is_above = score > pivot
         count += is_above.to(tl.int32)
@@ -149,7 +149,6 @@ def _least_kept(
     top_k,
     max_weight,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """The least score with fewer than `top_k` scores above it, that weigh less than `max_weight`.
     `low` must not be above it."""
@@ -158,7 +157,7 @@ def _least_kept(
         pivot = low + (high - low) * 0.5
         pivot = tl.where(pivot < high, pivot, low)
         count, weight, least, next_lower = _look(
-            base, largest, scale, vocab_size, low, pivot, BLOCK, STAGES
+            base, largest, scale, vocab_size, low, pivot, BLOCK
         )
         is_kept = (count < top_k) & (weight < max_weight)
         is_empty = next_lower < low  # nothing between `low` and the pivot
@@ -177,7 +176,6 @@ def find_floors_kernel(
     stride,
     vocab_size,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Program (row): the least score that top-k, and then top-p, leave."""
     row = tl.program_id(0).to(tl.int64)
@@ -191,18 +189,18 @@ def find_floors_kernel(
         return
     base = logits + row * stride
     largest = tl.load(base + best).to(tl.float32)
-    _, total, low, _ = _look(base, largest, scale, vocab_size, _LOWEST, _LOWEST, BLOCK, STAGES)
+    _, total, low, _ = _look(base, largest, scale, vocab_size, _LOWEST, _LOWEST, BLOCK)
     low = tl.maximum(low, _LOWEST)
     if has_top_k:
-        low = _least_kept(base, largest, scale, vocab_size, low, top_k, _INFINITY, BLOCK, STAGES)
+        low = _least_kept(base, largest, scale, vocab_size, low, top_k, _INFINITY, BLOCK)
     if top_p < 1.0:
         if has_top_k:
             weight = tl.zeros([BLOCK], dtype=tl.float32)
-            for first in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+            for first in tl.range(0, vocab_size, BLOCK):
                 score = _scores(base, first, largest, scale, vocab_size, BLOCK)
                 weight += tl.where(score >= low, tl.exp(score), 0.0)
             total = tl.sum(weight, 0)
         low = _least_kept(
-            base, largest, scale, vocab_size, low, vocab_size + 1, total * top_p, BLOCK, STAGES
+            base, largest, scale, vocab_size, low, vocab_size + 1, total * top_p, BLOCK
         )
     tl.store(floors + row, low)

@@ -12,10 +12,10 @@ from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,
-    one_row_linear,
     rope_and_store,
     silu_mul,
 )
+from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
 from parrot.engine.models.rope import angle_table
@@ -46,15 +46,15 @@ class _Weight:
         return cls(linear.weight, linear.bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 1 and self.bias is None:
-            return one_row_linear(x, self.weight, x.new_empty(1, len(self.weight)))
+        if 0 < len(x) <= FEW_ROWS and self.bias is None:
+            return few_rows_linear(x, self.weight, x.new_empty(len(x), len(self.weight)))
         return F.linear(x, self.weight, self.bias)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where the weight is [gate | up]."""
         out = x.new_empty(len(x), len(self.weight) // 2)
-        if len(x) == 1 and self.bias is None:
-            return one_row_linear(x, self.weight, out, silu=True)
+        if 0 < len(x) <= FEW_ROWS and self.bias is None:
+            return few_rows_linear(x, self.weight, out, silu=True)
         return silu_mul(F.linear(x, self.weight, self.bias), out)
 
 

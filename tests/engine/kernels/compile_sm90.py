@@ -190,15 +190,29 @@ def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
     )
 
 
-def linear_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
-    from parrot.engine.kernels.fused_kernels import one_row_linear_kernel
+def linear_variant(*, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.linear_kernels import one_row_linear_kernel
 
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
     return compile_kernel(
         one_row_linear_kernel,
         pointers,
-        {"N": 4096, "K": 4096, "BN": 4, "BK": 2048, "SILU": silu},
+        {"N": 4096, "K": 4096, "BN": 4, "BK": 2048},
         divisible=tuple(pointers),
+        num_warps=warps,
+    )
+
+
+def few_rows_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
+
+    pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
+    sizes = {"N": 5120, "K": 5120, "BM": 32, "BN": 64, "BK": 128 if silu else 256}
+    return compile_kernel(
+        few_rows_linear_kernel,
+        {**pointers, "num_rows": "i32", "stride_x": "i32"},
+        {**sizes, "STAGES": 3 if silu else 4, "SILU": silu},
+        divisible=(*pointers, "stride_x"),
         num_warps=warps,
     )
 
@@ -237,7 +251,7 @@ def noise_variant(*, limited: bool = True, warps: int = 8) -> dict[str, Any]:
     )
 
 
-def floors_variant(*, stages: int = 3, warps: int = 32) -> dict[str, Any]:
+def floors_variant(*, warps: int = 32) -> dict[str, Any]:
     from parrot.engine.kernels.sampling_kernels import find_floors_kernel
 
     pointers = {
@@ -250,7 +264,7 @@ def floors_variant(*, stages: int = 3, warps: int = 32) -> dict[str, Any]:
     return compile_kernel(
         find_floors_kernel,
         {**pointers, "stride": "i32", "vocab_size": "i32"},
-        {"BLOCK": 8192, "STAGES": stages},
+        {"BLOCK": 8192},
         divisible=(*pointers, "stride", "vocab_size"),
         num_warps=warps,
     )
@@ -263,6 +277,7 @@ VARIANTS = {
     "rope": rope_variant,
     "silu": silu_variant,
     "linear": linear_variant,
+    "few rows": few_rows_variant,
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,

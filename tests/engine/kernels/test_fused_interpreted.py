@@ -11,11 +11,11 @@ from parrot.engine.kernels.attention import KVView
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,
-    one_row_linear,
     rope_and_store,
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.skipif(
@@ -91,14 +91,16 @@ def test_silu_mul(size: int) -> None:
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
 
 
-@pytest.mark.parametrize(("num_out", "size"), [(8, 64), (21, 1500), (16, 2048)])
+@pytest.mark.parametrize(("num_out", "size"), [(8, 64), (21, 1500), (16, 2048), (4100, 40)])
 @pytest.mark.parametrize("silu", [False, True])
-def test_one_row_linear(num_out: int, size: int, silu: bool) -> None:
+@pytest.mark.parametrize("num_rows", [1, 2, 17, FEW_ROWS])
+def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(size)
-    rows = 2 * num_out if silu else num_out
-    x, weight = (torch.randn(n, size, generator=generator) for n in (1, rows))
-    out = torch.full((1, num_out), float("nan"))
-    assert one_row_linear(x, weight, out, silu=silu) is out
+    outputs = 2 * num_out if silu else num_out
+    x, weight = (torch.randn(n, size, generator=generator) for n in (num_rows, outputs))
+    weight *= size**-0.5
+    out = torch.full((num_rows, num_out), float("nan"))
+    assert few_rows_linear(x, weight, out, silu=silu) is out
     expected = x.double() @ weight.double().T
     if silu:
         gate, up = expected.split(num_out, dim=1)
