@@ -1,0 +1,118 @@
+"""Placement as a whole: the real ServeCore over simulated engines."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.public import SemanticCallRequest
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+
+NUM_ENGINES, SIBLINGS, PREFIX, OUTPUT = 3, 12, 3000, 24
+ENGINE = SimConfig.model_validate(
+    {"scheduler": {"max_num_batched_tokens": 2048}, "instance": {"sequence_s": 4e-4}}
+)
+Scope = dict[str, Any]
+
+
+async def call(client: SimClient, scope: Scope, model: str | None, number: int, prefix: str) -> str:
+    """A sibling: the prefix that all have, and a question of its own."""
+    sampling = {"max_gen_length": OUTPUT, "ignore_tokenizer_eos": True, "temperature": 1.0}
+    request = SemanticCallRequest.model_validate(
+        scope
+        | {
+            "template": "{{prefix}}{{question}}{{out}}",
+            "func_name": "sibling",
+            "models": [] if model is None else [model],
+            "parameters": [
+                {"name": "prefix", "value": prefix},
+                {"name": "question", "value": f"question {number:04}" * 3},
+                {"name": "out", "is_output": True, "sampling_config": sampling},
+            ],
+        }
+    )
+    return (await client.semantic_call(request)).param_info[-1].var_id
+
+
+async def read_all(client: SimClient, scope: Scope, outputs: list[str]) -> None:
+    reads = [
+        client.get_var(**scope, var_id=out, criteria=PerformanceCriteria.LATENCY) for out in outputs
+    ]
+    await asyncio.gather(*reads)
+
+
+def makespan(split: tuple[int, ...] | None, placement: str = "predicted") -> float:
+    """Of cold siblings; `split`: how many each engine is made to run."""
+    config = GlobalSchedulerConfig.model_validate({"placement": placement})
+    core = PATIENT.model_copy(update={"global_scheduler": config})
+
+    async def main() -> float:
+        async with SimCluster(0, engine=ENGINE, core=core) as cluster:
+            for i in range(NUM_ENGINES):
+                await cluster.add_engine(**({} if split is None else {"model": f"m{i}"}))
+            client = cluster.client()
+            scope = (await client.create_session()).model_dump()
+            models = (
+                [None] * SIBLINGS
+                if split is None
+                else [f"m{i}" for i, size in enumerate(split) for _ in range(size)]
+            )
+            outputs = [
+                await call(client, scope, model, i, "x" * PREFIX) for i, model in enumerate(models)
+            ]
+            began = cluster.clock.now()
+            await read_all(client, scope, outputs)
+            cluster.check_integrity()
+            return cluster.clock.now() - began
+
+    return run_virtual(main())
+
+
+def splits(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
+    if parts == 0:
+        if not total:
+            yield ()
+        return
+    for size in range(min(total, most), -1, -1):
+        yield from ((size, *rest) for rest in splits(total - size, parts - 1, size))
+
+
+def test_cold_siblings_end_nearly_as_early_as_with_the_best_split() -> None:
+    spans = {split: makespan(split) for split in splits(SIBLINGS, NUM_ENGINES, SIBLINGS)}
+    best = min(spans.values())
+    assert max(spans.values()) > 1.2 * best, "it would not matter"
+    assert makespan(None) <= 1.15 * best
+
+
+@pytest.mark.parametrize("placement", ["predicted", "round_robin", "prefix_aware"])
+def test_a_slow_engine_is_found_out(placement: str) -> None:
+    config = GlobalSchedulerConfig.model_validate({"placement": placement})
+    core = PATIENT.model_copy(update={"global_scheduler": config})
+
+    async def main() -> Counter[str]:
+        async with SimCluster(0, engine=ENGINE, core=core) as cluster:
+            for i in range(NUM_ENGINES):
+                (await cluster.add_engine()).slow_down(4.0 if i == 0 else 1.0)
+            client = cluster.client()
+            scope = (await client.create_session()).model_dump()
+            for number in range(12):
+                outputs = [
+                    await call(client, scope, None, i + 100 * number, f"{number} {i}" * 40)
+                    for i in range(9)
+                ]
+                await read_all(client, scope, outputs)
+            cluster.check_integrity()
+            scheduler = cluster.core._dispatcher._scheduler
+            costs = [scheduler.costs(engine.engine_id) for engine in cluster.engines.values()]
+            return Counter({f"engine{i}": round(c.step_s * 1e6) for i, c in enumerate(costs)})
+
+    steps = run_virtual(main())
+    if placement == "round_robin":  # it visits all alike, so much is learnt of each
+        assert steps["engine0"] == pytest.approx(4 * steps["engine1"], rel=0.3)
+    else:
+        assert steps["engine0"] > 1.5 * steps["engine1"]
