@@ -1,0 +1,150 @@
+"""Work that nobody wants any more stops at the engine within one step and frees its memory, over
+real HTTP, however its reader went."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from parrot.cluster import Cluster
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import Cancelled, SessionGone, TimedOut
+from parrot.protocol.http import HttpClient
+from parrot.protocol.internal import RuntimeInfo
+from parrot.protocol.serve_client import ServeClient
+from tests.e2e.programs import Program, program
+
+# A step is long beside what an exchange takes, also on a busy machine. An abort that comes during a
+# step takes effect after it, and so does one that comes just before it begins.
+STEP_S = 0.15
+SLOW_SIM = {"engine_type": "sim", "instance": {"step_s": STEP_S}}
+MAX_STEPS = 2
+ENDLESS = 2000
+
+
+@pytest.fixture(scope="module")
+def slow_cluster() -> Iterator[Cluster]:
+    with Cluster(engines=[SLOW_SIM]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def engine(slow_cluster: Cluster) -> AsyncIterator[EngineClient]:
+    async with HttpClient(slow_cluster.url(slow_cluster.engine_names[0])) as http:
+        yield EngineClient(http)
+
+
+@pytest.fixture
+async def session(slow_cluster: Cluster) -> AsyncIterator[Program]:
+    async with HttpClient(slow_cluster.core_url) as http, program(ServeClient(http)) as session:
+        yield session
+
+
+async def until_running(engine: EngineClient, num_jobs: int) -> RuntimeInfo:
+    """Wait for so many jobs; the engine's state then."""
+    async with asyncio.timeout(20):
+        while (info := await engine.ping()).num_total_jobs != num_jobs:
+            await asyncio.sleep(0.005)
+    return info
+
+
+async def endless(session: Program, text: str = "Go on") -> str:
+    return await session.call(f"{text}: {{{{out}}}}", ENDLESS, cache_prefix=False)
+
+
+async def assert_stops(engine: EngineClient) -> None:
+    """From now on."""
+    before = await engine.ping()
+    after = await until_running(engine, 0)
+    assert after.num_steps - before.num_steps <= MAX_STEPS
+    async with asyncio.timeout(5):  # the order to free follows at once
+        while (await engine.ping()).num_free_blocks < after.num_max_blocks:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_reader_that_disconnects(session: Program, engine: EngineClient) -> None:
+    read = asyncio.create_task(session.get(await endless(session), timeout_s=None))
+    await until_running(engine, 1)
+    read.cancel()
+    await asyncio.gather(read, return_exceptions=True)
+    await assert_stops(engine)
+
+
+async def test_a_stream_that_is_left(session: Program, engine: EngineClient) -> None:
+    stream = session.stream(await endless(session))
+    assert await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await assert_stops(engine)
+
+
+async def test_a_read_that_timed_out(session: Program, engine: EngineClient) -> None:
+    with pytest.raises(TimedOut):
+        await session.get(await endless(session), timeout_s=0.3)
+    await asyncio.sleep(0.3)  # the grace for those who read again
+    await assert_stops(engine)
+
+
+async def test_a_cancelled_variable_with_what_feeds_it_and_what_it_feeds(
+    session: Program, engine: EngineClient
+) -> None:
+    first = await endless(session)
+    second = await session.call("Then {{x}} {{out}}", variables={"x": first})
+    read = asyncio.create_task(session.get(second, timeout_s=None))
+    await until_running(engine, 1)
+    await session.cancel(second)  # the only one who wanted the first
+    with pytest.raises(Cancelled):
+        await read
+    await assert_stops(engine)
+    read = asyncio.create_task(session.get(first, timeout_s=None))
+    await until_running(engine, 1)
+    await session.cancel(first)
+    with pytest.raises(Cancelled):
+        await read
+    await assert_stops(engine)
+
+
+async def test_the_end_of_a_session(slow_cluster: Cluster, engine: EngineClient) -> None:
+    async with HttpClient(slow_cluster.core_url) as http:
+        client = ServeClient(http)
+        created = await client.create_session()
+        doomed = Program(client, created.session_id, created.session_auth)
+        reads = [
+            asyncio.create_task(doomed.get(await endless(doomed, f"Call {n}"), timeout_s=None))
+            for n in range(3)
+        ]
+        await until_running(engine, 3)
+        await client.delete_session(doomed.session_id, doomed.session_auth)
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        assert [type(result) for result in results] == [SessionGone] * 3
+        await assert_stops(engine)
+
+
+async def test_the_losers_of_a_race(session: Program, engine: EngineClient) -> None:
+    client, scope = session.client, (session.session_id, session.session_auth)
+    losers = [await endless(session, f"Loser {n}") for n in range(4)]
+    winners = [await session.call(f"Winner {n}: {{{{out}}}}", n + 3) for n in range(2)]
+    race = asyncio.create_task(client.first_vars(*scope, [*losers, *winners], k=2))
+    await until_running(engine, 6)
+    assert [value.var_id for value in await race] == winners
+    before = await engine.ping()
+    after = await until_running(engine, 0)
+    assert after.num_steps - before.num_steps <= MAX_STEPS
+
+
+async def test_a_shared_run_lasts_as_long_as_somebody_wants_it(
+    session: Program, engine: EngineClient
+) -> None:
+    var_ids = [await session.call("Same {{out}}", ENDLESS, reuse=True) for _ in range(3)]
+    reads = [asyncio.create_task(session.get(v, timeout_s=None)) for v in var_ids]
+    first = await until_running(engine, 1)
+    for read in reads[:2]:
+        read.cancel()
+    await asyncio.gather(*reads[:2], return_exceptions=True)
+    while (later := await engine.ping()).num_steps < first.num_steps + 3:
+        await asyncio.sleep(STEP_S)
+    assert later.num_total_jobs == 1
+    reads[2].cancel()
+    await asyncio.gather(reads[2], return_exceptions=True)
+    before = await engine.ping()
+    after = await until_running(engine, 0)
+    assert after.num_steps - before.num_steps <= MAX_STEPS
