@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.runner import token_after
@@ -35,7 +35,13 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
-from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.config import (
+    CoreConfig,
+    GlobalSchedulerConfig,
+    KvEviction,
+    OrderName,
+    PlacementName,
+)
 from parrot.serve.session import Session
 from parrot.simulation import SimCluster, SimEngine
 
@@ -520,7 +526,13 @@ def _outputs(response: CallResponse) -> list[str]:
 
 
 async def tell(rng: random.Random, num_steps: int) -> None:
-    scheduler = GlobalSchedulerConfig(reuse_results=rng.random() < 0.7)
+    scheduler = GlobalSchedulerConfig(
+        reuse_results=rng.random() < 0.7,
+        eager_fill=rng.random() < 0.7,
+        kv_eviction=rng.choice(get_args(KvEviction)),
+        policy=rng.choice(get_args(OrderName)),
+        placement=rng.choice(["predicted", *get_args(PlacementName)]),
+    )
     core = CoreConfig(
         global_scheduler=scheduler,
         session_life_span=LIFE_SPAN_S,
