@@ -30,6 +30,11 @@ class SchedulerConfig(ConfigModel):
     max_batch_size: PositiveInt = Field(256, description="Sequences in one step.")
     max_num_batched_tokens: PositiveInt = Field(2048, description="Tokens computed in one step.")
     max_total_tokens: PositiveInt | None = None
+    mixed_fill_tokens: PositiveInt = Field(
+        512,
+        description="Prompt tokens of a step in which requests of a higher priority generate: "
+        "enough to keep a GPU busy, few enough that those go on.",
+    )
     policy: Literal["priority", "fcfs"] = Field(
         "priority", description="By ServeCore's priorities, or by arrival."
     )
@@ -48,7 +53,7 @@ class SchedulerConfig(ConfigModel):
         "on average.",
     )
     background_chunk_size: PositiveInt = Field(
-        512, description="Tokens of background fills in a step that has nothing else to do."
+        256, description="Tokens of background fills in a step that has nothing else to do."
     )
 
     @field_validator("policy", mode="before")

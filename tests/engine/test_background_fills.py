@@ -138,5 +138,5 @@ async def test_the_api_has_it():
     for _ in range(4):
         await clock.advance(0.02)  # longer than a chunk takes
     assert (await answer).computed_tokens == 600
-    assert service.runtime_info().num_steps == 2
+    assert service.runtime_info().num_steps == 3
     await service.close()

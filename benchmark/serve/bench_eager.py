@@ -1,0 +1,219 @@
+"""What eager fill saves: a question that comes late, on a long context that is there early.
+
+    python benchmark/serve/bench_eager.py --output benchmark/results/serve_eager.json
+
+Runs the real ServeCore over one `sim` engine on virtual time, with `eager_fill` off and on. A
+`rag` program has a context of 8k tokens and reads its answer at once; its question comes later, and
+the time to the first token counts from then. Bystanders are readers of streams, each beginning the
+next when one ends; what counts is their mean time per token. In the last rows nobody asks: every
+program goes away instead, and all that was computed ahead was in vain.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.public import SemanticCallRequest
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.utils.config import read_json_object
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz      "
+BYSTANDERS = (0, 8, 32)
+DELAYS_S = (0.5, 2.0, 8.0)
+SHARES = (0.02, 0.2)
+ENGINE = "sample_configs/engine/sim_llama_3_1_8b.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`delay_s`: from a program's beginning to its question, or to its end if it `goes_away`.
+    `background_share`: see the engine's configuration. The sim engine's tokens are bytes."""
+
+    num_bystanders: int
+    delay_s: float
+    eager_fill: bool
+    background_share: float = 0.02
+    goes_away: bool = False
+    num_programs: int = 16
+    interval_s: float = 1.5  # mean time between programs
+    context: int = 8192
+    question: int = 64
+    answer: int = 64
+    bystander_prompt: int = 256
+    bystander_output: int = 128
+    seed: int = 0
+
+
+@dataclass
+class Times:
+    """In seconds: `ttft_s` from the question, `tpot_s` of bystanders' streams."""
+
+    ttft_s: list[float]
+    bystander_ttft_s: list[float]
+    bystander_tpot_s: list[float]
+
+
+class Load:
+    def __init__(self, setup: Setup, cluster: SimCluster) -> None:
+        self.setup = setup
+        self.times = Times([], [], [])
+        self._cluster = cluster
+        self._client: SimClient = cluster.client()
+        self._is_over = False
+
+    async def run(self) -> None:
+        random_numbers = random.Random(self.setup.seed)
+        bystanders = [
+            asyncio.create_task(self._bystand(random.Random(i)))
+            for i in range(self.setup.num_bystanders)
+        ]
+        await asyncio.sleep(2)
+        programs = []
+        for i in range(self.setup.num_programs):
+            programs.append(asyncio.create_task(self._ask(random.Random(1000 + i))))
+            await asyncio.sleep(random_numbers.expovariate(1 / self.setup.interval_s))
+        await asyncio.gather(*programs)
+        self._is_over = True
+        await asyncio.gather(*bystanders)
+
+    async def _ask(self, text: random.Random) -> None:
+        scope = (await self._client.create_session()).model_dump()
+        question = await self._client.create_var(**scope, var_name="question")
+        parameters = [
+            {"name": "context", "value": _words(text, self.setup.context)},
+            {"name": "question", "var_id": question},
+            _output(self.setup.answer),
+        ]
+        template = "Read this: {{context}} and answer: {{question}} {{out}}"
+        var_id = await self._call(scope, template, parameters)
+        reading = asyncio.create_task(self._stream(scope, var_id))
+        await asyncio.sleep(self.setup.delay_s)
+        if self.setup.goes_away:
+            reading.cancel()
+        else:
+            asked = self._cluster.clock.now()
+            content = _words(text, self.setup.question)
+            await self._client.set_var(**scope, var_id=question, content=content)
+            self.times.ttft_s.append((await reading)[0] - asked)
+        await self._client.delete_session(**scope)
+
+    async def _bystand(self, text: random.Random) -> None:
+        while not self._is_over:
+            scope = (await self._client.create_session()).model_dump()
+            began = self._cluster.clock.now()
+            parameters = [
+                {"name": "prompt", "value": _words(text, self.setup.bystander_prompt)},
+                _output(self.setup.bystander_output),
+            ]
+            var_id = await self._call(scope, "{{prompt}} {{out}}", parameters)
+            first, last = await self._stream(scope, var_id)
+            self.times.bystander_ttft_s.append(first - began)
+            self.times.bystander_tpot_s.append((last - first) / (self.setup.bystander_output - 1))
+            await self._client.delete_session(**scope)
+
+    async def _call(
+        self, scope: dict[str, Any], template: str, parameters: list[dict[str, Any]]
+    ) -> str:
+        request = {"template": template, "parameters": parameters, "cache_prefix": False}
+        response = await self._client.semantic_call(
+            SemanticCallRequest.model_validate(scope | request)
+        )
+        return response.param_info[-1].var_id
+
+    async def _stream(self, scope: dict[str, Any], var_id: str) -> tuple[float, float]:
+        """When the first and the last token came."""
+        stream = self._client.stream_var(
+            **scope, var_id=var_id, criteria=PerformanceCriteria.LATENCY
+        )
+        arrived = [self._cluster.clock.now() async for _ in stream]
+        return arrived[0], arrived[-1]
+
+
+def _output(length: int) -> dict[str, Any]:
+    return {"name": "out", "is_output": True, "sampling_config": {"max_gen_length": length}}
+
+
+def _words(random_numbers: random.Random, length: int) -> str:
+    return "".join(random_numbers.choices(LETTERS, k=length))
+
+
+def simulate(setup: Setup) -> dict[str, Any]:
+    async def main() -> tuple[Times, Any]:
+        config = read_json_object(ENGINE)
+        config["scheduler"]["background_share"] = setup.background_share
+        engine = SimConfig.model_validate(config)
+        core = PATIENT.model_copy(
+            update={"global_scheduler": GlobalSchedulerConfig(eager_fill=setup.eager_fill)}
+        )
+        async with SimCluster(1, engine=engine, core=core) as cluster:
+            load = Load(setup, cluster)
+            await load.run()
+            counts = cluster.core._dispatcher.eager_counts()
+            return load.times, counts
+
+    times, counts = run_virtual(main())
+    return asdict(setup) | dict(_summary(times)) | {"eager_tokens": asdict(counts)}
+
+
+def _summary(times: Times) -> Iterator[tuple[str, float]]:
+    for name, values in asdict(times).items():
+        if values:
+            yield f"{name}_mean", fmean(values)
+            yield f"{name}_p99", quantiles(values, n=100, method="inclusive")[98]
+
+
+def setups(num_programs: int) -> Iterator[Setup]:
+    variants: list[dict[str, Any]] = [{"eager_fill": False}]
+    variants += [{"eager_fill": True, "background_share": share} for share in SHARES]
+    for num_bystanders, delay_s, goes_away in product(BYSTANDERS, DELAYS_S, (False, True)):
+        if not goes_away or (num_bystanders and delay_s == DELAYS_S[-1]):
+            for variant in variants[: None if num_bystanders else 2]:
+                setup = Setup(num_bystanders, delay_s, goes_away=goes_away, **variant)
+                yield replace(setup, num_programs=num_programs)
+
+
+def _line(row: dict[str, Any]) -> str:
+    state = f"share {row['background_share']}" if row["eager_fill"] else "off"
+    names = {"ttft": "ttft_s", "tpot": "bystander_tpot_s", "their ttft": "bystander_ttft_s"}
+    times = [
+        f"{label} {row[f'{name}_mean'] * 1e3:.2f} p99 {row[f'{name}_p99'] * 1e3:.2f} ms"
+        for label, name in names.items()
+        if f"{name}_mean" in row
+    ]
+    end = "withdrawn" if row["goes_away"] else "asked"
+    case = f"{row['num_bystanders']:2} bystanders, {end} after {row['delay_s']:3} s, {state}"
+    return f"{case:50} {', '.join(times)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=10)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for setup in setups(options.programs):
+        rows.append(simulate(setup))
+        print(_line(rows[-1]), flush=True)
+    if options.output is not None:
+        result = {
+            "command": f"python benchmark/serve/bench_eager.py --programs {options.programs}",
+            "python": platform.python_version(),
+            "engine": ENGINE,
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
