@@ -19,8 +19,12 @@ Row = dict[str, Any]
 
 
 def filled(page: str) -> str:
-    """The page with each marked table made anew."""
-    return _MARKED.sub(lambda m: m[1] + table(RESULTS / m[2]) + m[3], page)
+    """The page with each marked table made anew, where there is such a result file."""
+    return _MARKED.sub(lambda match: match[1] + _content(RESULTS / match[2]) + match[3], page)
+
+
+def _content(path: Path) -> str:
+    return table(path) if path.exists() else "Not measured yet.\n\n"
 
 
 def table(path: Path) -> str:

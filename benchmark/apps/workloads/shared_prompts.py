@@ -50,13 +50,15 @@ class Copilot(Workload):
     def plan(self, text: TextSource, seed: int) -> Plan:
         rng = random.Random(self.seed)
         lengths = rng.sample(prompt_lengths(), self.batch)
+        roots = [i % self.systems for i in range(self.batch)]
+        rng.shuffle(roots)  # in turns, round robin over as many engines would be right by chance
         jobs = []
         for i, length in enumerate(lengths):
             drawn = rng.randint(SHORTEST_OUTPUT, LONGEST_OUTPUT)
-            system = text.constant(self.sized(SYSTEM_TOKENS), "system", i % self.systems)
+            system = text.constant(self.sized(SYSTEM_TOKENS), "system", roots[i])
             query = text.data(self.sized(length - SYSTEM_TOKENS), "query", i)
             tokens = self.sized(self.output or drawn)
-            jobs.append(request(f"copilot_{i % self.systems}", [system, query], tokens))
+            jobs.append(request(f"copilot_{roots[i]}", [system, query], tokens))
         return Plan(jobs)
 
 
