@@ -1,0 +1,102 @@
+"""What finding common beginnings costs the engine's control half, and what it saves.
+
+    python benchmark/engine/bench_prefix_caching.py --output benchmark/results/prefix_caching.json
+
+Requests of a client that talks to an engine directly: each a new context, freed when it is done. No
+model: a step takes no time but the control half's own.
+"""
+
+import argparse
+import json
+import platform
+import random
+import time
+from array import array
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.engine.core import EngineCore
+from parrot.engine.jobs import Order, Piece
+from parrot.engine.output import Language
+from parrot.engine.sim.runner import SimRunner
+from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.core_harness import Answer
+from parrot.utils.clock import MonotonicClock
+
+LANGUAGE = Language.of(byte_tokenizer_response())
+NUM_REQUESTS, OUTPUT, REPEATS = 256, 32, 7
+BLOCK_SIZE = 16
+
+
+def measure(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, float]:
+    config = SimConfig.model_validate(
+        {
+            "scheduler": {"prefix_caching": prefix_caching, "max_num_batched_tokens": 8192},
+            "instance": {"num_kv_cache_blocks": 100_000, "block_size": BLOCK_SIZE},
+        }
+    )
+    core = EngineCore(config, SimRunner(config.instance), LANGUAGE, MonotonicClock())
+    sampling = SamplingConfig(max_gen_length=OUTPUT, ignore_tokenizer_eos=True)
+    sinks = [Answer() for _ in prompts]
+    began = time.perf_counter()
+    for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        core.submit(Order(i, (Piece(i, prompt),), sink, 0, sampling))
+    num_steps = 0
+    while core.step():
+        num_steps += 1
+    core.free(range(len(prompts)))
+    seconds = time.perf_counter() - began
+    for call, argument in core.take_outcomes():
+        call(argument)
+    usages = [sink.response.usage for sink in sinks if sink.response is not None]  # type: ignore[union-attr]
+    return {
+        "seconds": seconds,
+        "num_steps": num_steps,
+        "computed_tokens": sum(usage.computed_tokens for usage in usages),
+    }
+
+
+def compare(shared: int, own: int) -> dict[str, Any]:
+    """`shared` tokens are the same in all prompts, `own` are not."""
+    numbers = random.Random(0)
+    beginning = numbers.choices(range(VOCAB_SIZE), k=shared)
+    prompts = [
+        array("i", beginning + numbers.choices(range(VOCAB_SIZE), k=own))
+        for _ in range(NUM_REQUESTS)
+    ]
+    row: dict[str, Any] = {"shared": shared, "own": own}
+    runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    for _ in range(REPEATS):
+        for is_on, found in runs.items():
+            found.append(measure(prompts, is_on))
+    for is_on, found in runs.items():
+        name = "on" if is_on else "off"
+        row[name] = found[0] | {"seconds": median(run["seconds"] for run in found)}
+    extra_s = row["on"]["seconds"] - row["off"]["seconds"]
+    return row | {"extra_us_per_request": extra_s / NUM_REQUESTS * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = [compare(0, 512), compare(0, 2048), compare(2000, 48)]
+    for row in rows:
+        print(row)
+    if options.output is not None:
+        result = {
+            "command": "python benchmark/engine/bench_prefix_caching.py",
+            "python": platform.python_version(),
+            "num_requests": NUM_REQUESTS,
+            "output_tokens": OUTPUT,
+            "block_size": BLOCK_SIZE,
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
