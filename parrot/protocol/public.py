@@ -211,7 +211,7 @@ class CompletionInfo(BaseModel):
     recomputed_tokens: int = Field(0, description="of the computed: some context had them once")
     output_tokens: int = 0
     reused: bool = Field(
-        False, description="took the result of an identical call, so it has no tokens itself"
+        False, description="took the result of an identical call: nothing was computed"
     )
     submitted_s: float | None = None
     activated_s: float | None = None

@@ -32,8 +32,7 @@ class Result(NamedTuple):
     text: str
     tokenizer_id: str | None
     ids: "array[int] | None"
-    engine_name: str | None
-    model: str | None
+    stats: RunStats  # what those have that take it
     expires_at: float
     num_bytes: int
 
@@ -83,8 +82,7 @@ class ResultCache:
             text,
             None if tokenized is None else tokenized.tokenizer_id,
             ids,
-            stats.engine_name,
-            stats.model,
+            stats,
             self._clock.now() + self._time_to_live_s,
             _ENTRY_BYTES + getsizeof(text) + (0 if ids is None else ids.itemsize * len(ids)),
         )
@@ -138,7 +136,8 @@ class Reuse:
         options, sampling = completion.options, completion.sampling
         if not (self._is_on and options.reuse and prompt_keys and sampling.is_deterministic):
             return None
-        given = [(name, getattr(sampling, name)) for name in sorted(sampling.model_fields_set)]
+        fields = sampling.__dict__
+        given = [(name, fields[name]) for name in sorted(sampling.model_fields_set)]
         rest = repr((options.models, given)).encode("utf-8", "surrogatepass")
         return hashlib.sha256(prompt_keys[-1] + rest).digest()
 
@@ -147,9 +146,7 @@ class Reuse:
         result = self._cache.get(completion.options.tenant, key)
         if result is None:
             return False
-        completion.stats.engine_name, completion.stats.model = result.engine_name, result.model
-        completion.stats.is_reused = True
-        self._set(completion, result.text, result.tokenized)
+        self._set(completion, result.text, result.tokenized, replace(result.stats))
         return True
 
     def follow(self, completion: Completion, key: bytes) -> CompletionTask | None:
@@ -201,13 +198,18 @@ class Reuse:
     def finish(self, task: CompletionTask, text: str, tokenized: TokenizedText | None) -> None:
         """Keep the result, and give it to all who wait for it, the leader first."""
         self.ended(task)
-        leader, stats = task.completion, task.completion.stats
-        if task.result_key is not None:
-            self._cache.put(leader.options.tenant, task.result_key, text, tokenized, stats)
-        self._set(leader, text, tokenized)
+        leader = task.completion
+        if task.result_key is None:
+            self._set(leader, text, tokenized, leader.stats)
+            return
+        made = leader.stats
+        stats = RunStats(
+            made.engine_name, made.model, output_tokens=made.output_tokens, is_reused=True
+        )
+        self._cache.put(leader.options.tenant, task.result_key, text, tokenized, stats)
+        self._set(leader, text, tokenized, made)
         for follower in self.take_followers(task):
-            follower.stats = RunStats(stats.engine_name, stats.model, is_reused=True)
-            self._set(follower, text, tokenized)
+            self._set(follower, text, tokenized, replace(stats))
 
     def take_followers(self, task: CompletionTask) -> Iterator[Completion]:
         """One after the other: settling one may make another leave."""
@@ -229,7 +231,10 @@ class Reuse:
                 assert follower.output.partial_text == task.completion.output.partial_text
         self._cache.check_integrity()
 
-    def _set(self, completion: Completion, text: str, tokenized: TokenizedText | None) -> None:
+    def _set(
+        self, completion: Completion, text: str, tokenized: TokenizedText | None, stats: RunStats
+    ) -> None:
+        completion.stats = stats
         completion.state = CompletionState.DONE
         completion.times.finished = self._clock.now()
         completion.output.set(text, tokenized)

@@ -89,7 +89,7 @@ class RunStats:
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # of these, those that some context has or had
     output_tokens: int = 0
-    is_reused: bool = False  # the result of an identical call was taken; only that one has tokens
+    is_reused: bool = False  # the result of an identical call was taken: nothing was computed
 
 
 @dataclass(frozen=True, slots=True)

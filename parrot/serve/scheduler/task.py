@@ -69,7 +69,7 @@ class CompletionTask:
 
     @property
     def wants_stream(self) -> bool:
-        return any(c.wants_stream for c in (self.completion, *self.followers))
+        return self.completion.wants_stream or any(c.wants_stream for c in self.followers)
 
     def append(self, text: str) -> None:
         """Some more of the output was generated."""
