@@ -171,7 +171,9 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
                 {
                     "calls": len(info.calls),
                     "calls_run": sum(call.attempts for call in info.calls),
-                    "tokens": sum(c.computed_tokens + c.output_tokens for c in info.calls),
+                    "tokens": sum(
+                        c.computed_tokens + c.output_tokens for c in info.calls if not c.reused
+                    ),
                     "seconds": seconds,
                 }
             )
