@@ -300,7 +300,8 @@ class CudaRunner:
         """Plans of a prompt; of decoding with short contexts, long ones, and a shared prefix."""
         if size.logits is not None:
             length = min(size.rows, self._info.max_seq_len)
-            return [self._synthetic(size.rows // length, length, length)]
+            work = self._synthetic(size.rows // length, length, length)
+            return [_with_rows(work, np.zeros(size.rows, dtype=np.int32))]  # any row will do
         rows = size.rows
         lengths = [min(n, self._info.max_seq_len - 1) for n in _WARM_UP_LENGTHS]
         plans = [self._synthetic(rows, 1, n) for n in lengths]
