@@ -122,12 +122,18 @@ class LaunchingRunner(CheckingRunner):
         return _Launched(self, plan)
 
     def with_known_tokens(self, plan: StepPlan) -> StepPlan:
-        """Without the sequences whose job has failed in the step before: they have no token."""
-        known = [
-            s._replace(token_ids=self._tokens_of(s.context_id)[s.start : s.end])
-            for s in plan.sequences
-        ]
+        """Without the sequences whose job has failed in the step before: they have no token. Those
+        whose job has ended there may have got other tokens behind it since."""
+        known = [self._with_known_tokens(s) for s in plan.sequences]
         return StepPlan(tuple(s for s in known if s.token_ids), plan.copies)
+
+    def _with_known_tokens(self, sequence: SequenceStep) -> SequenceStep:
+        sample = sequence.sample
+        assert sample is not None
+        return sequence._replace(
+            token_ids=self._tokens_of(sequence.context_id)[sequence.start : sequence.end],
+            sample=sample._replace(context_ids=sample.context_ids[: sequence.end]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,28 @@ def test_decodes_come_before_fills_and_share_their_steps():
     assert (contexts(engine.last_plan), sizes(engine.last_plan)) == ([1, 2], [1, 4])
 
 
+@pytest.mark.parametrize(("priority", "expected"), [(5, [1, 3]), (0, [1, 9]), (-1, [1, 9])])
+def test_fills_are_small_beside_generation_of_a_higher_priority(priority, expected):
+    engine = Harness(scheduler={"max_num_batched_tokens": 10, "mixed_fill_tokens": 3})
+    engine.generate(piece(1, "a"), length=2, priority=0)
+    engine.step()
+    engine.fill(piece(2, "abcdefghijklmno"), priority=priority)
+    engine.step()
+    assert sizes(engine.last_plan) == expected
+    engine.step()  # nobody generates any more
+    assert sizes(engine.last_plan) == [min(10, 15 - expected[1])]
+
+
+def test_fills_of_any_priority_share_what_generation_leaves_them():
+    engine = Harness(scheduler={"max_num_batched_tokens": 10, "mixed_fill_tokens": 5})
+    engine.generate(piece(1, "a"), length=4, priority=1)
+    engine.step()
+    engine.fill(piece(2, "abc"), priority=0)
+    engine.fill(piece(3, "abcdefgh"), priority=2)
+    engine.step()
+    assert (contexts(engine.last_plan), sizes(engine.last_plan)) == ([1, 2, 3], [1, 3, 2])
+
+
 def test_batch_size_is_a_limit():
     engine = Harness(scheduler={"max_batch_size": 2})
     for context_id in (1, 2, 3):

@@ -50,6 +50,7 @@ class LocalScheduler:
         self._background = JobQueue()
         self._pace = BackgroundPace(limits.background_share, limits.background_chunk_size)
         self._turned_away: list[Job] = []
+        self._num_decodes = 0
         self._num_fill_tokens = 0
         self._num_background_tokens = 0
         self._shares: dict[Job, Share] = {}
@@ -163,22 +164,33 @@ class LocalScheduler:
         for job in self._decoding:
             if job.is_admitted and job.context.num_missing and self._has_place(job):
                 self._take(job, 1)
-        num_decodes = self._limits.max_num_batched_tokens - self._tokens_left
+        self._num_decodes = len(self._shares)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
         for job in self._queue:
-            if not self._tokens_left:
+            budget = self._fill_budget(job)
+            if not budget:
                 break
             if not job.is_admitted and (is_blocked or self._is_computed_by_another(job)):
                 continue
-            num_tokens = min(job.context.num_missing, self._tokens_left, self._max_chunk)
+            num_tokens = min(job.context.num_missing, budget, self._max_chunk)
             if not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
-        self._num_fill_tokens = (
-            self._limits.max_num_batched_tokens - self._tokens_left - num_decodes
-        )
+        self._num_fill_tokens = self._fill_tokens_taken()
         if self._background and not self._queue:
             self._plan_background()
         return self._build() if self._shares else None
+
+    def _fill_tokens_taken(self) -> int:
+        return self._limits.max_num_batched_tokens - self._tokens_left - self._num_decodes
+
+    def _fill_budget(self, job: Job) -> int:
+        """Tokens that the step may still spend on `job`. Beside jobs of a higher priority that
+        generate they are few: else these would get a token only once per long step."""
+        first = next(iter(self._decoding), None)
+        if first is None or first.priority >= job.priority:
+            return self._tokens_left
+        left = self._limits.mixed_fill_tokens - self._fill_tokens_taken()
+        return max(0, min(self._tokens_left, left))
 
     def _plan_background(self) -> None:
         if self._turned_away:
