@@ -17,8 +17,10 @@ GREEDY = P.SamplingConfig(temperature=0, max_gen_length=12)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """`dtype` float32: greedy text must not depend on what else is in the batch."""
-    with Cluster(engines=[{"model": "embedded", "dtype": "float32"}]) as running:
+    """`dtype` float32: greedy text must not depend on what else is in the batch. Without reuse:
+    what is compared must have been computed."""
+    core = {"global_scheduler": {"reuse_results": False}}
+    with Cluster(core=core, engines=[{"model": "embedded", "dtype": "float32"}]) as running:
         yield running
 
 
