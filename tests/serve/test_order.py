@@ -310,3 +310,25 @@ def test_stale_entries_do_not_pile_up() -> None:
     top = queue.top()
     assert top is not None
     assert top[0][0] == -9999.0
+
+
+@pytest.mark.parametrize("policy", ["critical_path", "las", "app_fifo"])
+def test_parts_of_a_stage_have_one_place_in_an_engines_queue(policy: str) -> None:
+    line = Line(policy)
+    tasks = [line.add(1) for _ in range(3)]
+    line.remain(1, 30.0)
+    places = []
+    for task in tasks:
+        places.append(line.order.priority_s(task))
+        line.order.placed(task, 10.0)
+    assert len(set(places)) == 1
+
+
+@pytest.mark.parametrize("policy", ["critical_path", "las"])
+def test_an_application_gets_another_place_when_a_call_has_ended(policy: str) -> None:
+    line = Line(policy)
+    first, second = line.add(1), line.add(1)
+    before = line.order.priority_s(first)
+    line.order.placed(first, 10.0)
+    line.order.ended(first)
+    assert line.order.priority_s(second) > before  # for it has had that much service

@@ -11,7 +11,7 @@ An application is a session. Only `critical_path` uses what is known of the futu
 
 import heapq
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from parrot.serve.scheduler.task import CompletionTask
@@ -70,7 +70,8 @@ class OrderPolicy:
 
 @dataclass(slots=True)
 class _App:
-    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed."""
+    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed. `places`: of
+    its groups, in the engines' queues."""
 
     start: float
     served_s: float = 0.0
@@ -78,6 +79,7 @@ class _App:
     num_tasks: int = 0
     last_active: float = 0.0
     is_forgotten: bool = False
+    places: dict[Hashable, float] = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
@@ -95,7 +97,12 @@ class _ByApp(OrderPolicy):
         return task.completion.session_id
 
     def priority_s(self, task: CompletionTask) -> float:
-        return self.group_key(self.group(task))
+        """The group's key, as it was when one of the application's calls ended last: what is placed
+        until the next ends stands side by side, as the parts of a map stage should."""
+        places, group = self._apps[task.completion.session_id].places, self.group(task)
+        if group not in places:
+            places[group] = self.group_key(group)
+        return places[group]
 
     def arrived(self, task: CompletionTask) -> None:
         self._account(task.completion.session_id).num_tasks += 1
@@ -107,6 +114,7 @@ class _ByApp(OrderPolicy):
         session_id = task.completion.session_id
         account = self._apps[session_id]
         account.num_tasks -= 1
+        account.places.clear()
         account.last_active = self._clock.now()
         if account.is_forgotten and not account.num_tasks:
             del self._apps[session_id]
