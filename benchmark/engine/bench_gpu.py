@@ -2,7 +2,8 @@
 
     python benchmark/engine/bench_gpu.py [--models qwen3-0.6b ...] [--parts decode http ...]
 
-Parts: `decode` and `prefill` run steps in this process, without an engine around them; `load256`
+Parts: `decode`, `prefill` and `mixed` (a part of a prompt beside decodes) run steps in this
+process, without an engine around them; `load256`
 runs the engine core without HTTP; `http` starts the engine's server and asks it from here. Floors:
 weights and unique KV once at the copy rate of an H200, or the arithmetic at its matrix rate.
 Contexts of `decode` begin with random KV. Results go to benchmark/results/ as JSON.
@@ -25,7 +26,7 @@ from typing import Any
 import gpu_http
 import torch
 import triton
-from gpu_cases import DECODES, PREFILLS, VLLM, Decode, Sequences, Shape, load_256
+from gpu_cases import CROWD, DECODES, MIXED, PREFILLS, VLLM, Decode, Sequences, Shape, load_256
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core import EngineCore
@@ -41,8 +42,9 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
 
 RESULTS = Path(__file__).parents[1] / "results"
-MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b")
-PARTS = ("decode", "prefill", "load256", "http")
+MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
+LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
+PARTS = ("decode", "prefill", "mixed", "load256", "http")
 WARM_STEPS, STEPS = 10, 60
 Row = dict[str, Any]
 
@@ -107,6 +109,17 @@ def bench_prefill(runner: CudaRunner, tokens: int, chunk: int) -> Row:
             runner.run(StepPlan((step,)))
         times.append((time.perf_counter() - began) * 1e3)
     return {"ms": statistics.median(times[1:])}
+
+
+def bench_mixed(runner: CudaRunner, chunk: int) -> Row:
+    sequences = Sequences(CROWD, runner.info.block_size, runner.info.num_blocks)
+    times = []
+    for part in sequences.fill(8192, chunk):
+        plan = StepPlan((*sequences.next_step(), part))
+        began = time.perf_counter()
+        runner.run(plan)
+        times.append((time.perf_counter() - began) * 1e3)
+    return {"ms": statistics.median(times)}
 
 
 class Sink:
@@ -176,7 +189,11 @@ def bench_model(model: str, parts: list[str], rows: list[Row]) -> None:
             row |= {"floor_ms": shape.prefill_floor_ms(tokens)}
             row |= bench_prefill(loaded, tokens, chunk)
             show(rows, row | {"vllm_ms": VLLM.get(f"{model} prefill {tokens}")})
-    if "load256" in parts and model != "llama-2-7b":
+    if "mixed" in parts and CROWD in DECODES[model]:
+        for chunk in MIXED:
+            row = {"model": model, "case": f"{CROWD.name} + {chunk}"}
+            show(rows, row | bench_mixed(loaded, chunk))
+    if "load256" in parts and model not in LONG_MODELS:
         row = bench_256(config, loaded, tokenizer)
         show(rows, {"model": model, "case": "256, no HTTP"} | row)
 
@@ -205,8 +222,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=RESULTS / "engine_gpu.json")
     args = parser.parse_args()
-    # `copilot` and `roots4` are longer than Llama 2's own limit.
-    KNOWN_SHAPES["llama-2-7b"]["max_position_embeddings"] = 16384
+    for model in LONG_MODELS:
+        KNOWN_SHAPES[model]["max_position_embeddings"] = 16384
     rows: list[Row] = []
     report = {
         "command": shlex.join(["python", *sys.argv]),

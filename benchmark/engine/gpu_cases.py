@@ -36,17 +36,24 @@ PLAIN = tuple(Decode(f"decode B={batch} ctx 2k", batch, 2048) for batch in (1, 8
 # Prompts of 5835 to 7100 tokens whose first 5107 are common, in the middle of their outputs.
 COPILOT = tuple(Decode(f"copilot B={batch}", batch, 728, 1632, 5107) for batch in (8, 16, 32, 64))
 ROOTS4 = Decode("roots4 B=64", 64, 728, 1632, 5107, 4)
+# A round of agents that all have read the same files.
+AGENTS = tuple(Decode(f"agents B={batch}", batch, 300, shared=7000) for batch in (9, 16))
+CROWD = Decode("25 at 2200", 25, 2200)
 DECODES = {
     "qwen3-0.6b": PLAIN,
     "llama-3.1-8b": PLAIN,
     "llama-2-7b": (*PLAIN, *COPILOT, ROOTS4),
+    "llama-2-13b": (*PLAIN[:2], CROWD, *AGENTS),
 }
 # (tokens, tokens in one step)
 PREFILLS = {
     "qwen3-0.6b": ((2048, 2048), (8192, 8192)),
     "llama-3.1-8b": ((2048, 2048), (8192, 8192), (8192, 4096), (8192, 2048)),
     "llama-2-7b": ((2048, 2048),),
+    "llama-2-13b": ((2048, 2048), (8192, 8192)),
 }
+MIXED = (256, 512, 1024, 2048, 4096)
+"""Prompt tokens in a step beside `CROWD`."""
 VLLM = {
     "qwen3-0.6b decode B=1 ctx 2k": 1.72,
     "qwen3-0.6b decode B=8 ctx 2k": 1.97,
@@ -64,6 +71,8 @@ VLLM = {
     "llama-2-7b copilot B=32": 13.0,
     "llama-2-7b copilot B=64": 15.9,
     "llama-2-7b roots4 B=64": 51.5,
+    "llama-2-13b decode B=1 ctx 2k": 8.46,
+    "llama-2-13b decode B=8 ctx 2k": 11.5,
 }
 """Milliseconds, offline, its cascade attention switched on where that is faster."""
 

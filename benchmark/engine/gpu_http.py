@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
-from gpu_cases import Decode, load_256
+from gpu_cases import PREFILLS, Decode, load_256
 
 from parrot.protocol.internal import NO_PARENT
 
@@ -127,8 +127,8 @@ async def measure(
         for case in (cases[0], *cases):
             rows.append(await decode_ms(client, case))
         del rows[1]  # the first one warms up
-        fills = (2048,) if model == "llama-2-7b" else (2048, 8192)
+        fills = dict(PREFILLS[model])
         rows += [await prefill_ms(client, tokens) for tokens in fills]
-        if model != "llama-2-7b":
+        if model not in ("llama-2-7b", "llama-2-13b"):
             rows.append(await whole_load(client))
         return rows
