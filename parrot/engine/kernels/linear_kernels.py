@@ -6,15 +6,10 @@ import triton.language as tl
 
 
 @triton.jit
-def one_row_linear_kernel(
-    x_ptr, weight_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
-    """Program (block of BN outputs): out = weight x, summed in float32."""
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    offset = tl.arange(0, BK)
-    inside = row < N
-    at = weight_ptr + row.to(tl.int64)[:, None] * K
+def _rows_dot(at, x_ptr, inside, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Inner products of BN rows of a matrix with one vector, in float32."""
     total = tl.zeros([BN, BK], dtype=tl.float32)
+    offset = tl.arange(0, BK)
     for first in tl.range(0, K, BK):
         column = first + offset
         # Weights are read once: they leave the cache to what is read again.
@@ -26,7 +21,34 @@ def one_row_linear_kernel(
         )
         x = tl.load(x_ptr + column, mask=column < K, other=0.0)
         total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    tl.store(out_ptr + row, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=inside)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def one_row_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """Program (block of BN outputs): out = weight x. SILU: weight is [gate | up], 2 N rows, and
+    out = silu(gate x) * (up x)."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = row < N
+    at = weight_ptr + row.to(tl.int64)[:, None] * K
+    result = _rows_dot(at, x_ptr, inside, K, BN, BK)
+    if SILU:
+        # Rounded between, as the two kernels that this one replaces would.
+        kind = out_ptr.dtype.element_ty
+        gate = result.to(kind).to(tl.float32)
+        up_at = at + tl.full([], N, tl.int64) * K
+        up = _rows_dot(up_at, x_ptr, inside, K, BN, BK).to(kind).to(tl.float32)
+        result = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -55,8 +77,7 @@ def few_rows_linear_kernel(
     SILU: tl.constexpr,
 ):
     """Program (block of BN outputs): out^T = weight x^T for up to BM rows. The weights are the tall
-    operand of the matrix unit, so few rows of x waste little of it. SILU: weight is [gate | up],
-    2 N rows, and out = silu(gate x) * (up x)."""
+    operand of the matrix unit, so few rows of x waste little of it. SILU as above."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     member = tl.arange(0, BM)
     offset = tl.arange(0, BK)

@@ -190,14 +190,14 @@ def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
     )
 
 
-def linear_variant(*, warps: int = 4) -> dict[str, Any]:
+def linear_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import one_row_linear_kernel
 
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
     return compile_kernel(
         one_row_linear_kernel,
         pointers,
-        {"N": 4096, "K": 4096, "BN": 4, "BK": 2048},
+        {"N": 4096, "K": 4096, "BN": 4, "BK": 2048, "SILU": silu},
         divisible=tuple(pointers),
         num_warps=warps,
     )

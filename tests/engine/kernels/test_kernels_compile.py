@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope with norm": {"kernel": "rope", "with_norm": True},
     "silu": {"kernel": "silu"},
     "linear": {"kernel": "linear"},
+    "linear with silu": {"kernel": "linear", "silu": True},
     "linear of few rows": {"kernel": "few rows"},
     "linear of few rows with silu": {"kernel": "few rows", "silu": True},
     "best token": {"kernel": "best"},
