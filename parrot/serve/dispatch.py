@@ -1,35 +1,26 @@
-"""From ready completions to settled outputs: queue, placement, attempts, and lost engines.
+"""From ready completions to settled outputs: the queue, and what becomes of those that ran.
 
-submit -> Scheduler.add ... pump: Scheduler.schedule -> an Attempt each -> Executor.run
-                              ^                                             |
-                              |  requeue (engine lost, no memory)           v
-                              +----------------------------------- output.set / fail
+submit -> Scheduler.add ... pump: Scheduler.schedule -> Attempts.start ...... done / failed
+                              ^                            |                       |
+                              +---------- again -----------+            output.set / fail
 """
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import (
-    InternalError,
-    ParrotError,
-    Unavailable,
-)
-from parrot.protocol.http import HttpClient
+from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.public import ModelsResponse
 from parrot.serve.anticipation import Anticipation
 from parrot.serve.attempt import Attempt, Outcome
+from parrot.serve.attempts import Attempts, Ends
 from parrot.serve.config import CoreConfig
-from parrot.serve.context_index import Context
 from parrot.serve.contexts import ContextLedger
 from parrot.serve.eager import EagerCounts, EagerFiller
 from parrot.serve.engines import Engine, EngineView
 from parrot.serve.estimates import Estimates
 from parrot.serve.executor import Executor
-from parrot.serve.fleet import Connect, Fleet
+from parrot.serve.fleet import Connect, Fleet, http_connect
 from parrot.serve.frees import FreeSender
 from parrot.serve.grace import Grace
 from parrot.serve.graph.nodes import Completion, CompletionState
@@ -37,16 +28,13 @@ from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.kv_log import KvCounts
 from parrot.serve.pauses import Source
 from parrot.serve.prefix import PrefixHasher, Segment
-from parrot.serve.retry import Verdict, final_error, judge
+from parrot.serve.retry import final_error
 from parrot.serve.reuse import Reuse
 from parrot.serve.scheduler.scheduler import Models, Scheduler
-from parrot.serve.scheduler.task import CompletionTask, Placement
+from parrot.serve.scheduler.task import CompletionTask
 from parrot.serve.tokenizers import TokenizerRegistry
 from parrot.utils.clock import Clock
-from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
-
-logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 
@@ -56,7 +44,6 @@ class Dispatcher:
     event loop's thread; an output's callbacks run in it too, when the books are done."""
 
     def __init__(self, config: CoreConfig, clock: Clock, connect: Connect | None = None) -> None:
-        self._config = config
         self._clock = clock
         self._timers = TimerQueue(clock)
         self._ledger = ContextLedger(
@@ -67,13 +54,12 @@ class Dispatcher:
         )
         self._scheduler = Scheduler(config.global_scheduler, clock, self._ledger.index)
         tokenizers = TokenizerRegistry()
-        self._executor = Executor(self._ledger, tokenizers)
         self._fleet = Fleet(
             config,
             clock,
             self._timers,
             tokenizers,
-            connect or self._connect_http,
+            connect or http_connect(config.cluster_token),
             self._on_joined,
             self._on_lost,
         )
@@ -84,11 +70,17 @@ class Dispatcher:
         )
         if config.global_scheduler.eager_fill:
             self.anticipation.listen(self._eager)
+        self._attempts = Attempts(
+            clock,
+            self._ledger,
+            self._scheduler,
+            Executor(self._ledger, tokenizers),
+            self._eager,
+            Ends(self._done, self._enter_queue, self._give_up, self._fleet.lose),
+        )
         self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
-        self._runners = TaskSet()
-        self._queued: dict[int, CompletionTask] = {}  # by completion id, like the next
-        self._running: dict[int, tuple[Attempt, asyncio.Task[None]]] = {}
+        self._queued: dict[int, CompletionTask] = {}  # by completion id
         self._grace = Grace(self._timers, config.engine_heartbeat_timeout, self._end_grace)
         self._expiry: Timer | None = None
         self._is_pump_due = False
@@ -101,7 +93,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._attempts)
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
@@ -175,8 +167,8 @@ class Dispatcher:
             return True
         if completion.id in self._queued:
             self._drop_queued(self._queued[completion.id])
-        elif completion.id in self._running:
-            self._drop_running(self._running[completion.id][0])
+        elif (task := self._attempts.find(completion)) is not None:
+            self._drop_running(task)
         else:
             return False
         return True
@@ -192,16 +184,12 @@ class Dispatcher:
         task.refresh()
         self._scheduler.add(task)
 
-    def _drop_running(self, attempt: Attempt) -> None:
-        task = attempt.task
+    def _drop_running(self, task: CompletionTask) -> None:
         if (heir := self._reuse.promote(task)) is None:
-            self._stop(task.completion.id)
-            self._scheduler.ended(task, attempt.engine.id)
             self._reuse.ended(task)
-            self._restart(self._executor.abandon(attempt))
+            self._attempts.drop(task)
         else:
-            self._running[heir.id] = self._running.pop(task.completion.id)
-            self._scheduler.hand_over(task, heir)
+            self._attempts.hand_over(task, heir)
 
     def _share(self, completion: Completion, result_key: bytes) -> bool:
         """Let it have the result of an identical one; False if there is none."""
@@ -261,13 +249,9 @@ class Dispatcher:
 
     def check_integrity(self) -> None:
         """Recount contexts, users and loads. Raises AssertionError with what differs."""
-        attempts = [attempt for attempt, _ in self._running.values()]
-        users = Counter(a.context.id for a in attempts if a.context is not None)
-        users.update(self._eager.users())
+        users = self._attempts.users() + self._eager.users()
         self._eager.check_integrity()
-        self._reuse.check_integrity(
-            [*self._queued.values(), *(attempt.task for attempt in attempts)]
-        )
+        self._reuse.check_integrity(self._tasks())
         expected = self.anticipation.check_integrity()
         for task in self._queued.values():
             expected.update(task.keys)
@@ -275,20 +259,22 @@ class Dispatcher:
         self._scheduler.check_integrity()
         assert self._scheduler.num_queued == len(self._queued), self._queued
         placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)
-        assert placed == len(self._running), (placed, self._running)
+        assert placed == len(self._attempts), (placed, self._attempts.tasks())
 
     async def close(self) -> None:
         """Fail what is unfinished with `Unavailable` and stop."""
         error = Unavailable("ServeCore is shutting down")
-        tasks = [*self._queued.values(), *(attempt.task for attempt, _ in self._running.values())]
-        for task in tasks:
+        for task in self._tasks():
             for completion in (*task.followers, task.completion):
                 self.cancel(completion, error)
         await self._eager.close()
-        await self._runners.close()
+        await self._attempts.close()
         await self._timers.close()
         await self._frees.close()
         await self._fleet.close()
+
+    def _tasks(self) -> list[CompletionTask]:
+        return [*self._queued.values(), *self._attempts.tasks()]
 
     # The pump: one for all that happened in a turn of the event loop
 
@@ -300,7 +286,10 @@ class Dispatcher:
     def _pump(self) -> None:
         self._is_pump_due = False
         for placement in self._scheduler.schedule():
-            self._start(placement)
+            engine = self._fleet.registry.get(placement.engine_id)
+            assert engine is not None, placement
+            task = self._leave_queue(placement.task.completion.id)
+            self._attempts.start(task, engine, placement.priority)
         for engine_id, context_ids in self._ledger.take_frees().items():
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
@@ -315,97 +304,17 @@ class Dispatcher:
         self._ledger.expire()
         self._wake()
 
-    # Attempts
+    # What becomes of attempts
 
-    def _start(self, placement: Placement) -> None:
-        task = self._leave_queue(placement.task.completion.id)
-        engine = self._fleet.registry.get(placement.engine_id)
-        assert engine is not None, placement
-        completion = task.completion
-        completion.state = CompletionState.RUNNING
-        completion.times.started = self._clock.now()
-        completion.stats.attempts += 1
-        completion.stats.engine_name = engine.info.engine_name
-        completion.stats.model = engine.info.model
-        self._eager.started(completion, engine.id)
-        attempt = Attempt(task, engine, placement.priority)
-        runner = self._runners.spawn(self._run(attempt), name=f"completion {completion.id}")
-        self._running[completion.id] = (attempt, runner)
-
-    async def _run(self, attempt: Attempt) -> None:
-        try:
-            outcome = await self._executor.run(attempt)
-        except ParrotError as error:
-            self._fail(attempt, error)
-        except Exception:
-            logger.exception("completion %d failed", attempt.task.completion.id)
-            self._fail(attempt, InternalError("internal error"))
-        else:
-            self._finish(attempt, outcome)
-
-    def _is_current(self, attempt: Attempt) -> bool:
-        """Nothing that an older attempt brings counts any more."""
-        running = self._running.get(attempt.task.completion.id)
-        return running is not None and running[0] is attempt
-
-    def _finish(self, attempt: Attempt, outcome: Outcome) -> None:
-        if not self._is_current(attempt):
-            return
-        task, usage = attempt.task, outcome.response.usage
-        completion = task.completion
-        del self._running[completion.id]
-        self._executor.finish(attempt, outcome)
-        self._scheduler.ended(attempt.task, attempt.engine.id, usage)
+    def _done(self, attempt: Attempt, outcome: Outcome) -> None:
+        task = attempt.task
         if not attempt.delivered:
-            self.estimates.learn(completion, task.num_chars, usage)
-        stats = completion.stats
-        stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
-        stats.output_tokens = usage.output_tokens or outcome.num_units
+            self.estimates.learn(task.completion, task.num_chars, outcome.response.usage)
         tokenized = None
         if outcome.ids is not None and attempt.tokenizer is not None:
             tokenized = TokenizedText(attempt.tokenizer.tokenizer_id, outcome.ids)
         self._wake()
         self._reuse.finish(task, outcome.text, tokenized)
-
-    def _fail(self, attempt: Attempt, error: ParrotError) -> None:
-        if not self._is_current(attempt):
-            return
-        task, engine = attempt.task, attempt.engine
-        verdict = judge(task, engine, error)
-        if verdict is Verdict.ENGINE_IS_LOST:
-            self._fleet.lose(engine, error.message)
-            return
-        del self._running[task.completion.id]
-        broken = self._executor.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
-        if verdict is Verdict.NEEDS_MEMORY:
-            self._ledger.evict_idle(engine.id)
-        if verdict is Verdict.FAILS:
-            self._scheduler.ended(task, engine.id)
-        else:
-            self._scheduler.requeue(task, engine.id)
-            self._enter_queue(task)
-        self._restart(broken)
-        if verdict is Verdict.FAILS:
-            self._give_up(task, final_error(error))
-
-    def _stop(self, completion_id: int) -> Attempt:
-        """The attempt's runner does nothing more; its books are the caller's."""
-        attempt, runner = self._running.pop(completion_id)
-        runner.cancel()
-        return attempt
-
-    def _restart(self, broken: Iterable[Context]) -> None:
-        """Runs whose contexts were dropped with a parent go back to the queue."""
-        lost = {context.id for context in broken}
-        if not lost:
-            return
-        self._eager.lose(lost)
-        for attempt, _ in list(self._running.values()):
-            if attempt.context is not None and attempt.context.id in lost:
-                self._stop(attempt.task.completion.id)
-                self._executor.forget(attempt)
-                self._scheduler.requeue(attempt.task, attempt.engine.id)
-                self._enter_queue(attempt.task)
 
     def _give_up(self, task: CompletionTask, error: ParrotError) -> None:
         """It failed for all who wait for it."""
@@ -462,29 +371,11 @@ class Dispatcher:
         self._wake()
 
     def _on_lost(self, engine: Engine) -> None:
-        """Its completions run again elsewhere, but not for ever: one of them may be the cause."""
-        failed: list[CompletionTask] = []
-        for attempt, _ in list(self._running.values()):
-            if attempt.engine is not engine:
-                continue
-            task = self._stop(attempt.task.completion.id).task
-            self._executor.forget(attempt)
-            task.num_lost += 1
-            if task.may_run_again:
-                self._scheduler.requeue(task, engine.id)
-                self._enter_queue(task)
-            else:
-                self._scheduler.ended(task, engine.id)
-                failed.append(task)
+        given_up = self._attempts.leave(engine)
         self._eager.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.remove_engine(engine.id)
         for models in self._scheduler.unserved():
             self._grace.give(models, engine.last_seen)
-        for task in failed:
+        for task in given_up:
             self._give_up(task, final_error(Unavailable("every engine that ran it was lost")))
-
-    def _connect_http(self, info: EngineInfo) -> EngineClient:
-        host = f"[{info.host}]" if ":" in info.host else info.host
-        url = f"http://{host}:{info.port}"
-        return EngineClient(HttpClient(url, bearer_token=self._config.cluster_token))

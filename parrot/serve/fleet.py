@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.http import HttpClient
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.engines import Engine, EngineRegistry
@@ -16,6 +17,17 @@ from parrot.utils.timers import Timer, TimerQueue
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[EngineInfo], EngineClient]
+
+
+def http_connect(cluster_token: str | None) -> Connect:
+    """Engines are reached at the address that they register with."""
+
+    def connect(info: EngineInfo) -> EngineClient:
+        host = f"[{info.host}]" if ":" in info.host else info.host
+        url = f"http://{host}:{info.port}"
+        return EngineClient(HttpClient(url, bearer_token=cluster_token))
+
+    return connect
 
 
 class Fleet:
