@@ -12,7 +12,9 @@ from parrot.utils.clock import Clock
 _REVIEW = 0.25  # of the predicted time to the next use: until it is predicted anew
 _SOONER = 0.9  # of the predicted time: then something new is known, and the order may change
 _MIN_REVIEW_S = 0.05
+_NO_ENTRY = -1
 _MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
+_MAX_FRESH = 16  # contexts that are idle since a moment ago: most are in use again at once
 _MAX_STALE = 64  # entries of contexts that are not idle any more, besides as many as there are idle
 
 
@@ -63,17 +65,24 @@ class FarthestNextUse:
         self._clock = clock
         self._entries = count()
         self._idle: dict[int, int] = {}  # context id -> its valid entry
+        self._fresh: dict[int, Context] = {}  # of these, those without a prediction yet
         self._farthest: list[tuple[float, int, Context]] = []  # by minus the next use
         self._reviews: list[tuple[float, int, Context]] = []
 
     def add(self, context: Context, *, recent: bool) -> None:
-        self._file(context, self._clock.now())
+        self._fresh[context.id] = context
+        self._idle[context.id] = _NO_ENTRY
+        if len(self._fresh) > _MAX_FRESH:
+            self._file(next(iter(self._fresh.values())), self._clock.now())
 
     def discard(self, context: Context) -> None:
         self._idle.pop(context.id, None)
+        self._fresh.pop(context.id, None)
 
     def first(self) -> Context | None:
         now = self._clock.now()
+        for context in list(self._fresh.values()):
+            self._file(context, now)
         self._review(now)
         looks = 0
         while (top := self._top()) is not None:
@@ -104,6 +113,7 @@ class FarthestNextUse:
         return None
 
     def _file(self, context: Context, now: float) -> None:
+        self._fresh.pop(context.id, None)
         when = self._predict(context, now)
         entry = self._idle[context.id] = next(self._entries)
         heapq.heappush(self._farthest, (-when, entry, context))

@@ -44,6 +44,9 @@ class _Rest(NamedTuple):
     seconds: float
 
 
+_NOTHING = _Rest(0.0, 0.0)
+
+
 class _Pauses:
     """A histogram of pauses, and how many calls were never continued."""
 
@@ -64,6 +67,8 @@ class _Pauses:
         self._fade()
 
     def beyond(self, elapsed_s: float) -> _Rest:
+        if not self.num_continued:
+            return _NOTHING
         if self._tails is None:
             self._tails = self._sum_tails()
         bucket = bisect_right(_BOUNDS_S, elapsed_s) - 1

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.graph.variable import TokenizedText, VariableState
 
+_MAX_ROOTS = 1024  # that are not computed again
+
 
 class SegmentKind(Enum):
     CONSTANT = b"c"  # text of the template, which may contain special tokens
@@ -75,12 +77,18 @@ class PrefixHasher:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(32) if secret is None else secret
+        self._roots: dict[tuple[str, bool], bytes] = {}
 
     def root(self, scope: str, chat: bool) -> bytes:
         """The start of every chain of a scope. Chat prompts have markup that segments do not show,
         so they never share a chain with plain ones."""
-        message = (b"chat:" if chat else b"plain:") + scope.encode()
-        return hmac.digest(self._secret, message, "sha256")
+        root = self._roots.get((scope, chat))
+        if root is None:
+            message = (b"chat:" if chat else b"plain:") + scope.encode()
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[scope, chat] = hmac.digest(self._secret, message, "sha256")
+        return root
 
     def keys(self, scope: str, chat: bool, segments: Iterable[Segment]) -> tuple[bytes, ...]:
         """One key per segment: of the prompt that ends with it."""

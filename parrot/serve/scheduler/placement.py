@@ -154,6 +154,8 @@ class PredictedSeconds(Placer):
             if block is not None and (load := self._next_planned(task, block, now)) is not None:
                 return load
         candidates = self._candidates(task, _LEAST_LOADED)
+        if len(candidates) == 1:  # nothing to compare
+            return None if self._growth_s(task, candidates[0]) is None else candidates[0]
         best, best_cost = None, float("inf")
         for load in candidates:
             cost = self._cost_s(task, load, now)
@@ -162,7 +164,7 @@ class PredictedSeconds(Placer):
         return best
 
     def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
-        return max((policy.reused_len(task, load) for policy in self._policies), default=0)
+        return max([policy.reused_len(task, load) for policy in self._policies], default=0)
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -210,17 +212,23 @@ class PredictedSeconds(Placer):
 
     def _cost_s(self, task: CompletionTask, load: EngineLoad, now: float) -> float | None:
         """None: not there, not now."""
-        cost, output = load.cost, task.expected_output
+        output = task.expected_output
+        growth_s = self._growth_s(task, load)
+        if growth_s is None:
+            return None
+        prefill_s = (task.prompt_len - self.reused_len(task, load)) * load.cost.prefill_s
+        own_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s + output * (load.step_s + growth_s)
+        harm_s = _harm_s(load, now, prefill_s, output, growth_s) / weight_of(task)
+        return own_s + harm_s + sum([policy.extra_s(task, load) for policy in self._policies])
+
+    def _growth_s(self, task: CompletionTask, load: EngineLoad) -> float | None:
+        """By how much it lengthens a step; None: it may not be there now."""
         new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
         if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
             return None
-        growth_s = cost.sequence_s + (new_prompt + output // 2) * cost.token_s
-        if _growth_limit_s(task, load) < growth_s:
-            return None
-        prefill_s = (task.prompt_len - self.reused_len(task, load)) * cost.prefill_s
-        own_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s + output * (load.step_s + growth_s)
-        harm_s = _harm_s(load, now, prefill_s, output, growth_s) / weight_of(task)
-        return own_s + harm_s + sum(policy.extra_s(task, load) for policy in self._policies)
+        num_read = new_prompt + task.expected_output // 2
+        growth_s = load.cost.sequence_s + num_read * load.cost.token_s
+        return None if _growth_limit_s(task, load) < growth_s else growth_s
 
     # Blocks
 

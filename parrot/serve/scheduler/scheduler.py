@@ -8,7 +8,7 @@ from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.scheduler.cost import CostModel, ModelCosts
-from parrot.serve.scheduler.load import Charge, EngineLoad, LoadIndex
+from parrot.serve.scheduler.load import EngineLoad, LoadIndex
 from parrot.serve.scheduler.policy import build_order, build_placer
 from parrot.serve.scheduler.queue import SortKey, TaskQueue
 from parrot.serve.scheduler.sharing import RunningPrefixes
@@ -107,10 +107,7 @@ class Scheduler:
 
     def ended(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
         """A placed task has ended for good. `usage`: what its engine says of it, if it is done."""
-        load, charge = self._unload(task, engine_id)
-        if usage is not None:
-            load.learn(task, charge, usage, self._clock.now())
-            self._loads.changed(load)
+        self._unload(task, engine_id, usage)
         self._order.ended(task)
 
     def requeue(self, task: CompletionTask, engine_id: int) -> None:
@@ -210,13 +207,14 @@ class Scheduler:
         steps = (self._order.priority_s(task) - self._epoch) * _PRIORITY_STEPS_PER_S
         return int(max(-_MAX_PRIORITY, min(_MAX_PRIORITY, steps)))
 
-    def _unload(self, task: CompletionTask, engine_id: int) -> tuple[EngineLoad, Charge]:
-        load = self._loads.get(engine_id)
+    def _unload(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
+        load, now = self._loads.get(engine_id), self._clock.now()
         assert load is not None, engine_id
-        charge = load.release(task, self._running.remove(task, engine_id), self._clock.now())
+        charge = load.release(task, self._running.remove(task, engine_id), now)
+        if usage is not None:
+            load.learn(task, charge, usage, now)
         self._loads.changed(load)
         self._placer.ended(task, load)
-        return load, charge
 
     def _push(self, task: CompletionTask) -> None:
         queue = self._queues.get(task.models)

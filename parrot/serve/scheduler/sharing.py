@@ -122,7 +122,7 @@ class QueuedBlocks:
         return Block((task.models, task.group), group[0], 0, group[1] / group[0])
 
     def _keys(self, task: CompletionTask) -> Iterator[Hashable]:
-        if self._by_prefix:
+        if self._by_prefix and task.prompt_len >= _MIN_SHARED:
             length = 0
             for key, own in zip(task.keys, task.lengths, strict=True):
                 length += own
