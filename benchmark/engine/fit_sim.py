@@ -3,8 +3,7 @@ sample_configs/engine/sim_*.json.
 
     python benchmark/engine/fit_sim.py
 
-Steps alone are fitted; the load `256`, a whole run of many, then shows how good that is.
-Llama-2-13B was not measured: its costs are Llama-2-7B's, scaled by bytes and operations."""
+Steps alone are fitted; the load `256`, a whole run of many, then shows how good that is."""
 
 import asyncio
 import json
@@ -14,7 +13,16 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from gpu_cases import DECODES, PREFILLS, Decode, Shape, load_256
+from gpu_cases import (
+    CROWD,
+    DECODES,
+    MEMORY_RATE,
+    MIXED,
+    PREFILLS,
+    Decode,
+    Shape,
+    load_256,
+)
 
 from parrot.engine.config import SimConfig, load_engine_config
 from parrot.engine.sim.engine import SimService
@@ -32,7 +40,8 @@ MEAN_OUTPUT = 64  # tokens that a context has grown by, on the average of a meas
 MAX_SEQ_LEN = 32768  # also of Llama-2, which stops at 4096: loads are of its shape, not its text
 SHARED_STEP = Decode("B=64, 6144 shared + 500", 64, 500, shared=6144)  # of the kernels alone
 PAIRS_OF = {"llama-2-7b": "llama-3.1-8b"}  # one prompt length was measured; same heads and layers
-LIKE_7B = "llama-2-13b"
+MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
+MIXED_PROMPT = 8192
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,14 @@ def prefill_point(num_tokens: int, chunk: int, ms: float) -> Point:
     return Point(name, (steps, steps, read, num_tokens, num_tokens**2 / 2), ms / 1e3)
 
 
+def mixed_point(chunk: int, ms: float) -> Point:
+    """Of all parts of the prompt, the middle one."""
+    crowd, before = decode_point(CROWD, ms), (MIXED_PROMPT - chunk) // 2
+    _, sequences, tokens, _, _ = crowd.counts
+    counts = (1, sequences + 1, tokens + before + chunk, chunk, chunk * (before + chunk / 2))
+    return Point(f"{CROWD.name} + {chunk}", counts, crowd.seconds)
+
+
 def measured(model: str) -> tuple[list[Point], list[Point]]:
     """Decodes (over HTTP where that was measured, as in a cluster), and prompts."""
     rows = json.loads((RESULTS / f"engine_gpu_{model}.json").read_text())["rows"]
@@ -84,12 +101,14 @@ def measured(model: str) -> tuple[list[Point], list[Point]]:
         prefill_point(tokens, chunk, chunked[f"prefill {tokens}", chunk])
         for tokens, chunk in PREFILLS[model]
     ]
+    if CROWD in DECODES[model]:
+        prefills += [mixed_point(chunk, ms[f"{CROWD.name} + {chunk}"]) for chunk in MIXED]
     return decodes, prefills
 
 
 def fit(points: Sequence[Point], columns: Sequence[int], known: Sequence[float]) -> list[float]:
-    """Non-negative costs for these columns, beside the `known` ones, with the least squares of
-    relative errors."""
+    """The `known` costs and what is best added to these columns, never negative, with the least
+    squares of relative errors."""
     counts = np.array([point.counts for point in points])
     seconds = np.array([point.seconds for point in points])
     target = 1 - counts @ np.array(known) / seconds
@@ -102,14 +121,16 @@ def fit(points: Sequence[Point], columns: Sequence[int], known: Sequence[float])
             if (solution >= 0).all() and error < best[0]:
                 costs = list(known)
                 for column, cost in zip(chosen, solution, strict=True):
-                    costs[column] = float(cost)
+                    costs[column] += float(cost)
                 best = (error, costs)
     return best[1]
 
 
 def fit_model(model: str, found: dict[str, Costs]) -> Costs:
     decodes, prefills = measured(model)
-    costs = fit(decodes, (0, 1, 2), [0.0] * 5)
+    # Contexts of one length cannot tell sequences from their tokens: KV takes as long as its bytes.
+    read_s = Shape.of(model).token_bytes / MEMORY_RATE
+    costs = fit(decodes, (0, 1, 2), [0.0, 0.0, read_s, 0.0, 0.0])
     if model in PAIRS_OF:
         costs[4] = found[PAIRS_OF[model]].prefill_pair_s
         costs = fit(prefills, (3,), costs)
@@ -123,20 +144,6 @@ def fit_model(model: str, found: dict[str, Costs]) -> Costs:
             f"{error:+8.1%}"
         )
     return Costs(*costs)
-
-
-def scale(costs: Costs, of: str, to: str) -> Costs:
-    """Steps by bytes of weights, contexts by bytes of KV, prompts by operations, the rest of a
-    sequence's work by layers."""
-    small, large = Shape.of(of), Shape.of(to)
-    layers = large.num_layers / small.num_layers
-    return Costs(
-        costs.step_s * large.weight_bytes / small.weight_bytes,
-        costs.sequence_s * layers,
-        costs.context_token_s * large.token_bytes / small.token_bytes,
-        costs.prefill_token_s * large.layer_weights / small.layer_weights,
-        costs.prefill_pair_s * layers * large.q_width / small.q_width,
-    )
 
 
 async def run_256(path: Path) -> float:
@@ -189,13 +196,9 @@ def write_config(model: str, costs: Costs) -> Path:
 
 def main() -> None:
     found: dict[str, Costs] = {}
-    for model in ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b"):
+    for model in MODELS:
         found[model] = fit_model(model, found)
-    found[LIKE_7B] = scale(found["llama-2-7b"], "llama-2-7b", LIKE_7B)
-    for model, costs in found.items():
-        path = write_config(model, costs)
-        if model != LIKE_7B:
-            check_256(model, path)
+        check_256(model, write_config(model, found[model]))
 
 
 if __name__ == "__main__":
