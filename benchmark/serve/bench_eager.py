@@ -11,24 +11,22 @@ program goes away instead, and all that was computed ahead was in vain.
 
 import argparse
 import asyncio
-import json
-import platform
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean, quantiles
+from statistics import fmean
 from typing import Any
+
+from common import circumstances, core_config, output_id, save, submit, words
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.public import SemanticCallRequest
-from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.simulation import SimClient, SimCluster, run_virtual
+from parrot.simulation.report import percentile
 from parrot.utils.config import read_json_object
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz      "
 BYSTANDERS = (0, 8, 32)
 DELAYS_S = (0.5, 2.0, 8.0)
 SHARES = (0.02, 0.2)
@@ -90,20 +88,19 @@ class Load:
     async def _ask(self, text: random.Random) -> None:
         scope = (await self._client.create_session()).model_dump()
         question = await self._client.create_var(**scope, var_name="question")
-        parameters = [
-            {"name": "context", "value": _words(text, self.setup.context)},
+        inputs = [
+            {"name": "context", "value": words(text, self.setup.context)},
             {"name": "question", "var_id": question},
-            _output(self.setup.answer),
         ]
         template = "Read this: {{context}} and answer: {{question}} {{out}}"
-        var_id = await self._call(scope, template, parameters)
+        var_id = await self._call(scope, template, inputs, self.setup.answer)
         reading = asyncio.create_task(self._stream(scope, var_id))
         await asyncio.sleep(self.setup.delay_s)
         if self.setup.goes_away:
             reading.cancel()
         else:
             asked = self._cluster.clock.now()
-            content = _words(text, self.setup.question)
+            content = words(text, self.setup.question)
             await self._client.set_var(**scope, var_id=question, content=content)
             self.times.ttft_s.append((await reading)[0] - asked)
         await self._client.delete_session(**scope)
@@ -112,24 +109,22 @@ class Load:
         while not self._is_over:
             scope = (await self._client.create_session()).model_dump()
             began = self._cluster.clock.now()
-            parameters = [
-                {"name": "prompt", "value": _words(text, self.setup.bystander_prompt)},
-                _output(self.setup.bystander_output),
-            ]
-            var_id = await self._call(scope, "{{prompt}} {{out}}", parameters)
+            prompt = {"name": "prompt", "value": words(text, self.setup.bystander_prompt)}
+            var_id = await self._call(
+                scope, "{{prompt}} {{out}}", [prompt], self.setup.bystander_output
+            )
             first, last = await self._stream(scope, var_id)
             self.times.bystander_ttft_s.append(first - began)
             self.times.bystander_tpot_s.append((last - first) / (self.setup.bystander_output - 1))
             await self._client.delete_session(**scope)
 
     async def _call(
-        self, scope: dict[str, Any], template: str, parameters: list[dict[str, Any]]
+        self, scope: dict[str, Any], template: str, inputs: list[dict[str, Any]], length: int
     ) -> str:
-        request = {"template": template, "parameters": parameters, "cache_prefix": False}
-        response = await self._client.semantic_call(
-            SemanticCallRequest.model_validate(scope | request)
+        sampling = {"max_gen_length": length}
+        return output_id(
+            await submit(self._client, scope, template, inputs, sampling, cache_prefix=False)
         )
-        return response.param_info[-1].var_id
 
     async def _stream(self, scope: dict[str, Any], var_id: str) -> tuple[float, float]:
         """When the first and the last token came."""
@@ -140,22 +135,12 @@ class Load:
         return arrived[0], arrived[-1]
 
 
-def _output(length: int) -> dict[str, Any]:
-    return {"name": "out", "is_output": True, "sampling_config": {"max_gen_length": length}}
-
-
-def _words(random_numbers: random.Random, length: int) -> str:
-    return "".join(random_numbers.choices(LETTERS, k=length))
-
-
 def simulate(setup: Setup) -> dict[str, Any]:
     async def main() -> tuple[Times, Any]:
         config = read_json_object(ENGINE)
         config["scheduler"]["background_share"] = setup.background_share
         engine = SimConfig.model_validate(config)
-        core = PATIENT.model_copy(
-            update={"global_scheduler": GlobalSchedulerConfig(eager_fill=setup.eager_fill)}
-        )
+        core = core_config(eager_fill=setup.eager_fill)
         async with SimCluster(1, engine=engine, core=core) as cluster:
             load = Load(setup, cluster)
             await load.run()
@@ -170,7 +155,7 @@ def _summary(times: Times) -> Iterator[tuple[str, float]]:
     for name, values in asdict(times).items():
         if values:
             yield f"{name}_mean", fmean(values)
-            yield f"{name}_p99", quantiles(values, n=100, method="inclusive")[98]
+            yield f"{name}_p99", percentile(values, 99)
 
 
 def setups(num_programs: int) -> Iterator[Setup]:
@@ -206,13 +191,7 @@ def main() -> None:
         rows.append(simulate(setup))
         print(_line(rows[-1]), flush=True)
     if options.output is not None:
-        result = {
-            "command": f"python benchmark/serve/bench_eager.py --programs {options.programs}",
-            "python": platform.python_version(),
-            "engine": ENGINE,
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.output, circumstances() | {"engine": ENGINE, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,26 +11,22 @@ rule (see kv_belady.py).
 import argparse
 import asyncio
 import json
-import platform
 import random
 import re
-import sys
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from common import bound, circumstances, core_config, output_id, places, save, submit, words
 from kv_belady import Replay, Turn, farthest, mean_live, oldest
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.public import SemanticCallRequest
-from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.simulation import SimClient, SimCluster, run_virtual
 
 BLOCK_SIZE = 16
 TASKS_CAPACITY = 16
-LETTERS = "abcdefghijklmnopqrstuvwxyz      "
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,10 @@ class Setup:
     system: int = 1000
     message: int = 300
     output: int = 60
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"max_gen_length": self.output, "ignore_tokenizer_eos": True}
 
 
 TOOLS_S: dict[str, dict[str, tuple[float, float]]] = {
@@ -71,7 +71,7 @@ class Chats:
         self.setup = setup
         self.turns: list[Turn] = []
         self._client = client
-        self._system = _words(random.Random(0), setup.system)
+        self._system = words(random.Random(0), setup.system)
 
     async def run(self) -> None:
         await asyncio.gather(*(self._seat(i) for i in range(self.setup.num_chats)))
@@ -92,7 +92,7 @@ class Chats:
             tool, pause_s = self._draw_tool(draw)
             size = draw.randint(setup.message // 2, setup.message * 3 // 2)
             start = asyncio.get_running_loop().time()
-            previous = await self._turn(scope, previous, tool, _words(draw, size))
+            previous = await self._turn(scope, previous, tool, words(draw, size))
             total = length + size + setup.output
             self.turns.append(
                 Turn(
@@ -121,21 +121,16 @@ class Chats:
     ) -> int:
         """Returns its request id. A stateful call continues the chat so far."""
         begin = self._system if previous is None else ""
-        sampling = {"max_gen_length": self.setup.output, "ignore_tokenizer_eos": True}
-        request = SemanticCallRequest.model_validate(
-            scope
-            | {
-                "template": begin + "{{message}}{{out}}",
-                "func_name": func_name,
-                "parameters": [
-                    {"name": "message", "value": message},
-                    {"name": "out", "is_output": True, "sampling_config": sampling},
-                ],
-                "successor_of": previous,
-            }
+        response = await submit(
+            self._client,
+            scope,
+            begin + "{{message}}{{out}}",
+            [{"name": "message", "value": message}],
+            self.setup.sampling,
+            func_name=func_name,
+            successor_of=previous,
         )
-        response = await self._client.semantic_call(request)
-        await self._client.get_var(**scope, var_id=response.param_info[-1].var_id)
+        await self._client.get_var(**scope, var_id=output_id(response))
         return response.request_id
 
 
@@ -167,41 +162,29 @@ class Apps:
         scope = (await self._client.create_session()).model_dump()
         docs = [
             await self._client.create_var(
-                **scope, var_name=f"doc{i}", content=_words(draw, draw.randint(1500, 4500))
+                **scope, var_name=f"doc{i}", content=words(draw, draw.randint(1500, 4500))
             )
             for i in range(self.setup.num_turns)
         ]
-        facts = [await self._call(scope, "Read {{doc}} Facts:{{out}}", doc=doc) for doc in docs]
-        asked = "".join(f"{{{{f{i}}}}} " for i in range(len(facts)))
-        question = await self._call(
-            scope, f"Ask {asked}{{{{out}}}}", **{f"f{i}": fact for i, fact in enumerate(facts)}
-        )
-        again = "Read {{doc}} Now:{{question}} {{out}}"
-        found = [await self._call(scope, again, doc=doc, question=question) for doc in docs]
-        answer = await self._call(
-            scope, f"Join {asked}{{{{out}}}}", **{f"f{i}": fact for i, fact in enumerate(found)}
-        )
+        facts = [await self._call(scope, "Read {{i0}} Facts:{{out}}", doc) for doc in docs]
+        asked = places(len(facts), " ")
+        question = await self._call(scope, f"Ask {asked} {{{{out}}}}", *facts)
+        again = "Read {{i0}} Now:{{i1}} {{out}}"
+        found = [await self._call(scope, again, doc, question) for doc in docs]
+        answer = await self._call(scope, f"Join {asked} {{{{out}}}}", *found)
         await self._client.get_var(**scope, var_id=answer)
         await self._client.delete_session(scope["session_id"], scope["session_auth"])
 
-    async def _call(self, scope: dict[str, Any], template: str, **inputs: str) -> str:
-        sampling = {"max_gen_length": self.setup.output, "ignore_tokenizer_eos": True}
-        request = SemanticCallRequest.model_validate(
-            scope
-            | {
-                "template": template,
-                "func_name": template.split()[0],
-                "parameters": [
-                    *({"name": name, "var_id": var_id} for name, var_id in inputs.items()),
-                    {"name": "out", "is_output": True, "sampling_config": sampling},
-                ],
-            }
+    async def _call(self, scope: dict[str, Any], template: str, *inputs: str) -> str:
+        response = await submit(
+            self._client,
+            scope,
+            template,
+            bound(inputs),
+            self.setup.sampling,
+            func_name=template.split()[0],
         )
-        return (await self._client.semantic_call(request)).param_info[-1].var_id
-
-
-def _words(draw: random.Random, size: int) -> str:
-    return "".join(draw.choices(LETTERS, k=size))
+        return output_id(response)
 
 
 def _engine(capacity: int) -> SimConfig:
@@ -218,8 +201,7 @@ def _engine(capacity: int) -> SimConfig:
 async def _simulate(
     workload: type[Chats] | type[Apps], setup: Setup, policy: str, capacity: int
 ) -> tuple[Any, dict[str, int]]:
-    scheduler = GlobalSchedulerConfig.model_validate({"kv_eviction": policy})
-    core = PATIENT.model_copy(update={"global_scheduler": scheduler})
+    core = core_config(kv_eviction=policy)
     async with SimCluster(1, engine=_engine(capacity), core=core) as cluster:
         programs = workload(setup, cluster.client())
         running = asyncio.ensure_future(programs.run())
@@ -304,12 +286,7 @@ def main() -> None:
         runs.append({"setup": asdict(setup)} | run)
         print(json.dumps(runs[-1], indent=1))
     if args.output is not None:
-        report = {
-            "command": " ".join(["python", *sys.argv]),
-            "python": platform.python_version(),
-            "runs": runs,
-        }
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        save(args.output, circumstances() | {"runs": runs})
 
 
 if __name__ == "__main__":

@@ -11,150 +11,21 @@ engines behind request routers do.
 """
 
 import argparse
-import asyncio
 import json
 import math
-import platform
-import random
 import sys
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from statistics import fmean, quantiles
-from typing import Any
+from statistics import fmean
+
+from common import RESULTS, ROOT, circumstances, save
+from placement_programs import NUM_ENGINES, Fanout, Gpts, Mixed, Result, Site
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.public import SemanticCallRequest
-from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.simulation.report import percentile
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmark" / "results"
-GPTS = ROOT / "benchmark" / "apps" / "data" / "gpts.json"
-LETTERS = "abcdefghijklmnopqrstuvwxyz      "
-NUM_ENGINES = 4
 UNSHARED = ", unshared"
 PLACEMENTS = ("predicted", "prefix_aware", "round_robin")
-CHAT_LENGTHS = (4, 1024)
-Result = dict[str, Any]
-
-
-@dataclass
-class Site:
-    """Where a case runs."""
-
-    engine: SimConfig
-    settings: dict[str, Any]
-    models: tuple[str, ...] = ()  # an engine each; empty: four of the same
-    slowdowns: dict[int, float] = field(default_factory=dict)
-
-    def run(self, program: "Coroutine[Any, Any, None]", programs: "Programs") -> None:
-        """To the end of `program`, on virtual time."""
-
-        async def main() -> None:
-            scheduler = GlobalSchedulerConfig.model_validate(
-                {"max_queue_size": 100_000} | self.settings
-            )
-            core = PATIENT.model_copy(update={"global_scheduler": scheduler})
-            async with SimCluster(0, engine=self.engine, core=core) as cluster:
-                for i in range(NUM_ENGINES):
-                    changes = {"model": self.models[i]} if self.models else {}
-                    engine = await cluster.add_engine(**changes)
-                    engine.slow_down(self.slowdowns.get(i, 1.0))
-                programs.client = cluster.client()
-                await program
-                cluster.check_integrity()
-
-        run_virtual(main())
-
-
-class Programs:
-    """The calls of many users, each in a session of its own. A letter is a token."""
-
-    client: SimClient
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-
-    def words(self, size: int) -> str:
-        return "".join(self.draw.choices(LETTERS, k=size))
-
-    async def session(self) -> Result:
-        return (await self.client.create_session()).model_dump()
-
-    async def call(
-        self,
-        scope: Result,
-        template: str,
-        tokens: int,
-        name: str,
-        models: tuple[str, ...] = (),
-        **inputs: str,
-    ) -> str:
-        """The id of its output variable. `inputs`: values, or ids of variables in `@...`."""
-        sampling = {"max_gen_length": tokens, "ignore_tokenizer_eos": True, "temperature": 1.0}
-        given = [
-            {"name": key, "var_id": value[1:]}
-            if value.startswith("@")
-            else {"name": key, "value": value}
-            for key, value in inputs.items()
-        ]
-        request = SemanticCallRequest.model_validate(
-            scope
-            | {
-                "template": template + "{{out}}",
-                "func_name": name,
-                "models": list(models),
-                "parameters": [
-                    *given,
-                    {"name": "out", "is_output": True, "sampling_config": sampling},
-                ],
-            }
-        )
-        return (await self.client.semantic_call(request)).param_info[-1].var_id
-
-    async def read(self, scope: Result, var_id: str) -> None:
-        await self.client.get_var(**scope, var_id=var_id, criteria=PerformanceCriteria.LATENCY)
-
-
-# gpts
-
-
-class Gpts(Programs):
-    """Requests of four applications with long system prompts, as a Poisson stream of `rate`."""
-
-    def __init__(self, rate: float, seconds: float, warm_up_s: float, seed: int) -> None:
-        super().__init__(seed)
-        self.rate, self.seconds, self.warm_up_s = rate, seconds, warm_up_s
-        self.s_per_token: list[float] = []
-        self.seconds_each: list[float] = []
-        apps = json.loads(GPTS.read_text())
-        self._apps = [(app, self.words(app["prompt_length"])) for app in apps]
-        self._shares = [app["percentage"] for app in apps]
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            time = self.draw.expovariate(self.rate)
-            while time < self.seconds:
-                app, prompt = self.draw.choices(self._apps, self._shares)[0]
-                query = self.words(app["query_length"])
-                group.create_task(self._request(time, app, prompt, query))
-                time += self.draw.expovariate(self.rate)
-
-    async def _request(self, start: float, app: Result, prompt: str, query: str) -> None:
-        await asyncio.sleep(start)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        scope = await self.session()
-        tokens, name = app["output_length"], app["app_name"]
-        out = await self.call(scope, prompt + "{{query}}", tokens, name, query=query)
-        await self.read(scope, out)
-        if start >= self.warm_up_s:
-            self.seconds_each.append(loop.time() - began)
-            self.s_per_token.append(self.seconds_each[-1] / tokens)
-        await self.client.delete_session(scope["session_id"], scope["session_auth"])
 
 
 def gpts(args: argparse.Namespace, engine: SimConfig) -> Result:
@@ -208,46 +79,6 @@ def crossing(curve: list[tuple[float, float]], level: float) -> float | None:
     return None
 
 
-# fanout_cold
-
-
-class Fanout(Programs):
-    """Siblings with a long prefix that nobody has computed; all at once, or for one `join`."""
-
-    def __init__(self, args: argparse.Namespace, parts: tuple[int, ...] = ()) -> None:
-        super().__init__(args.seed)
-        self.args, self.makespan = args, 0.0
-        self._models = [(f"model{i}",) for i, size in enumerate(parts) for _ in range(size)] or [
-            ()
-        ] * args.siblings
-
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        scope, prefix = await self.session(), self.words(self.args.prefix)
-        outputs = await asyncio.gather(
-            *(
-                self.call(
-                    scope,
-                    "{{prefix}}{{query}}",
-                    self.args.output,
-                    "sibling",
-                    models,
-                    prefix=prefix,
-                    query=self.words(self.args.query),
-                )
-                for models in self._models
-            )
-        )
-        began = loop.time()
-        if self.args.join:
-            names = [f"x{i}" for i in range(len(outputs))]
-            template = "".join(f"{{{{{name}}}}}" for name in names)
-            inputs = {name: f"@{out}" for name, out in zip(names, outputs, strict=True)}
-            outputs = [await self.call(scope, template, 1, "join", self._models[0], **inputs)]
-        await asyncio.gather(*(self.read(scope, out) for out in outputs))
-        self.makespan = loop.time() - began
-
-
 def partitions(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
     """Every way to write `total` as up to `parts` sizes, largest first."""
     if parts == 1:
@@ -293,65 +124,6 @@ def fanout_cold(args: argparse.Namespace, engine: SimConfig) -> Result:
     return result
 
 
-# mixed
-
-
-class Mixed(Programs):
-    """Chats that arrive one by one, and map-reduce applications that are there from the start;
-    with `again`, each of those begins anew when it ends, for as long as chats arrive."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args.seed)
-        self.args = args
-        self.tpot_s: list[float] = []
-        self.ttft_s: list[float] = []
-        self.jct_s: list[float] = []
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            time = 0.0
-            for _ in range(self.args.chats):
-                time += self.draw.expovariate(self.args.chat_rate)
-                prompt, output = self._length(161, 1.1), self._length(338, 0.8)
-                group.create_task(self._chat(time, self.words(prompt), output))
-            for _ in range(self.args.apps):
-                group.create_task(self._map_reduces(time if self.args.again else 0.0))
-
-    async def _map_reduces(self, until: float) -> None:
-        await self._map_reduce()
-        while asyncio.get_running_loop().time() < until:
-            await self._map_reduce()
-
-    def _length(self, mean: float, spread: float) -> int:
-        drawn = self.draw.lognormvariate(math.log(mean) - spread**2 / 2, spread)
-        return round(min(max(drawn, CHAT_LENGTHS[0]), CHAT_LENGTHS[1]))
-
-    async def _chat(self, start: float, prompt: str, tokens: int) -> None:
-        await asyncio.sleep(start)
-        scope, loop = await self.session(), asyncio.get_running_loop()
-        began = loop.time()
-        out = await self.call(scope, "{{prompt}}", tokens, "chat", prompt=prompt)
-        times = [loop.time() async for _ in self.client.stream_var(**scope, var_id=out)]
-        self.ttft_s.append(times[0] - began)
-        if tokens > 1:
-            self.tpot_s.append((times[-1] - times[0]) / (tokens - 1))
-
-    async def _map_reduce(self) -> None:
-        args, loop = self.args, asyncio.get_running_loop()
-        scope, began = await self.session(), loop.time()
-        instruction = "Summarize this part of the document in a few sentences, please. "
-        chunks = [self.words(args.chunk) for _ in range(args.document // args.chunk)]
-        parts = [
-            await self.call(scope, instruction + "{{chunk}}", args.output, "map", chunk=chunk)
-            for chunk in chunks
-        ]
-        names = [f"x{i}" for i in range(len(parts))]
-        template = "Join: " + "".join(f"{{{{{name}}}}}" for name in names)
-        inputs = {name: f"@{part}" for name, part in zip(names, parts, strict=True)}
-        await self.read(scope, await self.call(scope, template, args.output, "reduce", **inputs))
-        self.jct_s.append(loop.time() - began)
-
-
 def mixed(args: argparse.Namespace, engine: SimConfig) -> Result:
     result: Result = {}
     for placement in PLACEMENTS:
@@ -375,11 +147,10 @@ def mixed(args: argparse.Namespace, engine: SimConfig) -> Result:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    cuts = quantiles(seconds, n=100, method="inclusive")
     return {
         "mean": round(fmean(seconds) * 1e3, 2),
-        "p50": round(cuts[49] * 1e3, 2),
-        "p99": round(cuts[98] * 1e3, 2),
+        "p50": round(percentile(seconds, 50) * 1e3, 2),
+        "p99": round(percentile(seconds, 99) * 1e3, 2),
     }
 
 
@@ -415,18 +186,15 @@ def main() -> None:
     path = ROOT / "sample_configs" / "engine" / f"sim_{args.engine}.json"
     engine = SimConfig.model_validate_json(path.read_text())
     case = {"gpts": gpts, "fanout_cold": fanout_cold, "mixed": mixed}[args.case]
-    result = {
-        "command": "python benchmark/serve/bench_placement.py " + " ".join(sys.argv[1:]),
-        "python": platform.python_version(),
+    result = circumstances() | {
         "engine": engine.instance.model_dump(),
         "num_engines": NUM_ENGINES,
         **case(args, engine),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if args.save:
         case_name = f"{args.case}_again" if getattr(args, "again", False) else args.case
-        (RESULTS / f"placement_{case_name}_{args.engine}.json").write_text(text + "\n")
+        save(RESULTS / f"placement_{case_name}_{args.engine}.json", result)
 
 
 if __name__ == "__main__":

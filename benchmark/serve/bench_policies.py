@@ -11,23 +11,20 @@ system, on virtual time; seeds and so jobs are the same for every policy.
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, get_args
 
+from common import RESULTS, bound, circumstances, core_config, output_id, places, save, submit
+
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.public import SemanticCallRequest
-from parrot.serve.config import GlobalSchedulerConfig, OrderName
-from parrot.simulation import PATIENT, SimClient, SimCluster, fixed, run_virtual
+from parrot.serve.config import OrderName
+from parrot.simulation import SimClient, SimCluster, fixed, run_virtual
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmark" / "results"
 POLICIES = get_args(OrderName)
 TEXT = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=100_000))
 
@@ -99,7 +96,7 @@ class Run:
 
     def __init__(self, jobs: Sequence[Job], policy: str, args: argparse.Namespace) -> None:
         self._jobs = jobs
-        self._order = GlobalSchedulerConfig(policy=policy, max_queue_size=10**9)  # type: ignore[arg-type]
+        self._core = core_config(policy=policy, max_queue_size=10**9)
         self._args = args
         engine = SimConfig.model_validate_json(Path(args.engine).read_text())
         self._engine = engine.model_copy(update={"tasks_capacity": args.slots})
@@ -111,8 +108,7 @@ class Run:
         return self
 
     async def _main(self) -> None:
-        core = PATIENT.model_copy(update={"global_scheduler": self._order})
-        async with SimCluster(self._args.engines, engine=self._engine, core=core) as cluster:
+        async with SimCluster(self._args.engines, engine=self._engine, core=self._core) as cluster:
             client = cluster.client(fixed(0.0))
             await asyncio.gather(*[self._job(client, job) for job in self._jobs])
             cluster.core.check_integrity()
@@ -120,38 +116,32 @@ class Run:
     async def _job(self, client: SimClient, job: Job) -> None:
         await asyncio.sleep(job.arrives)
         loop = asyncio.get_running_loop()
-        session = await client.create_session()
+        scope = (await client.create_session()).model_dump()
         ids: list[str] = []
         for call in job.calls:
-            scope = {"session_id": session.session_id, "session_auth": session.session_auth}
-            request = SemanticCallRequest.model_validate(scope | self._request(call, ids))
-            response = await client.semantic_call(request)
-            ids.append(next(info.var_id for info in response.param_info if info.is_output))
-        await client.get_var(
-            session.session_id, session.session_auth, ids[-1], PerformanceCriteria.LATENCY
-        )
+            ids.append(await self._call(client, scope, call, ids))
+        await client.get_var(**scope, var_id=ids[-1], criteria=PerformanceCriteria.LATENCY)
         self.ends.append((job.kind, loop.time() - job.arrives, loop.time()))
-        await client.delete_session(session.session_id, session.session_auth)
+        await client.delete_session(**scope)
 
-    def _request(self, call: Call, ids: list[str]) -> dict[str, Any]:
-        """Without the session."""
+    async def _call(
+        self, client: SimClient, scope: dict[str, Any], call: Call, ids: list[str]
+    ) -> str:
         start = self._rng.randrange(len(TEXT) - call.num_own)
-        own = TEXT[start : start + call.num_own]
-        inputs = [{"name": f"i{n}", "var_id": ids[i]} for n, i in enumerate(call.taken)]
-        places = " ".join(f"{{{{{item['name']}}}}}" for item in inputs)
+        own = {"name": "own", "value": TEXT[start : start + call.num_own]}
         instruction = f"Instruction of {call.function}: ".ljust(60, ".")
         sampling: dict[str, Any] = {"max_gen_length": call.num_output, "ignore_tokenizer_eos": True}
         if self._args.unknown_lengths:
             sampling = {"max_gen_length": 512, "stop_str": "z"}
-        return {
-            "template": f"{instruction}{{{{own}}}}{places}{{{{out}}}}",
-            "parameters": [
-                {"name": "own", "value": own},
-                *inputs,
-                {"name": "out", "is_output": True, "sampling_config": sampling},
-            ],
-            "func_name": call.function,
-        }
+        response = await submit(
+            client,
+            scope,
+            f"{instruction}{{{{own}}}}{places(len(call.taken), ' ')}{{{{out}}}}",
+            [own, *bound([ids[i] for i in call.taken])],
+            sampling,
+            func_name=call.function,
+        )
+        return output_id(response)
 
 
 def capacity(args: argparse.Namespace) -> float:
@@ -206,9 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--save", metavar="NAME", help="write benchmark/results/NAME.json")
     args = parser.parse_args()
-    result: dict[str, Any] = {
-        "command": "python benchmark/serve/bench_policies.py " + " ".join(sys.argv[1:])
-    }
+    result = circumstances()
     if args.workload == "mixed":
         rate = capacity(args)
         result["capacity_jobs_per_s"] = round(rate, 3)
@@ -218,7 +206,7 @@ def main() -> None:
         args.seeds, args.engines = [0], 1
         result |= measure(lambda _: chain_many(args.apps), args)
     if args.save:
-        (RESULTS / f"{args.save}.json").write_text(json.dumps(result, indent=2) + "\n")
+        save(RESULTS / f"{args.save}.json", result)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from common import bound, circumstances, core_config, output_id, places, save, submit
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
@@ -51,17 +52,11 @@ class Program:
 
     async def call(self, text: str, length: int, inputs: Sequence[str] = (), **options: Any) -> str:
         """Returns the output's id. `inputs` are ids."""
-        places = "".join(f" {{{{i{n}}}}}" for n in range(len(inputs)))
-        parameters: list[dict[str, Any]] = [
-            {"name": f"i{n}", "var_id": var_id} for n, var_id in enumerate(inputs)
-        ]
+        template = " ".join([text, *([places(len(inputs), " ")] if inputs else []), "{{out}}"])
         sampling = options.pop("sampling", {}) | {"max_gen_length": length}
-        parameters.append({"name": "out", "is_output": True, "sampling_config": sampling})
-        request = {"template": f"{text}{places} {{{{out}}}}", "parameters": parameters} | options
-        response = await self.client.semantic_call(
-            SemanticCallRequest.model_validate(self.scope | request)
+        return output_id(
+            await submit(self.client, self.scope, template, bound(inputs), sampling, **options)
         )
-        return response.param_info[-1].var_id
 
     async def read(self, var_id: str) -> str:
         return await self.client.get_var(
@@ -154,9 +149,7 @@ async def begin(cluster: SimCluster) -> Program:
 async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
     """Calls that engines ran, tokens that they computed, and seconds, of three runs of a
     map-reduce. Its parts run side by side, so a run takes as long with one part as with all."""
-    scheduler = GlobalSchedulerConfig(reuse_results=reuse)
-    core = PATIENT.model_copy(update={"global_scheduler": scheduler})
-    async with SimCluster(2, core=core) as cluster:
+    async with SimCluster(2, core=core_config(reuse_results=reuse)) as cluster:
         loop, runs = asyncio.get_running_loop(), []
         for changed in (None, None, num_parts // 2):
             program, began = await begin(cluster), loop.time()
@@ -252,8 +245,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         mode: run_virtual(job_times(mode, args.programs, args.jobs))
         for mode in ("all", "keep", "first")
     }
-    return {
-        "command": "python " + " ".join(sys.argv),
+    return circumstances() | {
         "best_of_n": {
             "candidates": NUM_CANDIDATES,
             "winners": NUM_WINNERS,
@@ -286,10 +278,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = measure(args)
-    text = json.dumps(results, indent=2) + "\n"
+    print(json.dumps(results, indent=1))
     if args.out is not None:
-        args.out.write_text(text)
-    print(text, end="")
+        save(args.out, results)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ Times are of the CPU, so a busy machine does not spoil them.
 
 import argparse
 import json
-import platform
 import random
-import sys
 import time
 from collections import Counter
-from pathlib import Path
+
+from common import RESULTS, circumstances, save
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
@@ -29,7 +28,6 @@ from parrot.serve.scheduler.scheduler import Scheduler
 from parrot.serve.scheduler.task import CompletionTask, Placement
 from parrot.utils.clock import MonotonicClock
 
-RESULTS = Path(__file__).parents[1] / "results"
 NUM_APPS, NUM_TEMPLATES = 200, 50
 
 
@@ -137,18 +135,11 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmark/results/")
     args = parser.parse_args()
     measured = curves(args.slots) if args.curves else measure(args.tasks, args.engines, args.slots)
-    result = {
-        "command": "python benchmark/serve/bench_scheduler.py " + " ".join(sys.argv[1:]),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        **measured,
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
+    result = circumstances() | measured
+    print(json.dumps(result, indent=1))
     if args.save:
-        RESULTS.mkdir(exist_ok=True)
         name = "scheduler_curves" if args.curves else f"scheduler_{args.tasks}x{args.engines}"
-        (RESULTS / f"{name}.json").write_text(text + "\n")
+        save(RESULTS / f"{name}.json", result)
 
 
 if __name__ == "__main__":

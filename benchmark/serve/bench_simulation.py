@@ -9,7 +9,6 @@ their outputs. All are submitted and read at time 0, so that most calls queue.""
 import argparse
 import asyncio
 import json
-import platform
 import random
 import resource
 import time
@@ -17,20 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parrot.engine.config import SimConfig, load_engine_config
-from parrot.protocol.public import CompletionInfo, SemanticCallRequest
-from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, VirtualLoop, run_virtual
+from common import ROOT, bound, circumstances, core_config, output_id, places, save, submit, words
 
-COSTS = Path(__file__).parents[2] / "sample_configs" / "engine" / "sim_llama_3_1_8b.json"
+from parrot.engine.config import SimConfig, load_engine_config
+from parrot.protocol.public import CompletionInfo
+from parrot.simulation import SimClient, SimCluster, VirtualLoop, run_virtual
+
+COSTS = ROOT / "sample_configs" / "engine" / "sim_llama_3_1_8b.json"
 NUM_MAPS = 9
 NUM_PREFIXES = 50
 SLOTS = 8  # completions that ServeCore may place on one engine at once
-LETTERS = "abcdefghijklmnopqrstuvwxyz    "
-
-
-def text(rng: random.Random, length: int) -> str:
-    return "".join(rng.choices(LETTERS, k=length))
 
 
 async def application(
@@ -40,18 +35,13 @@ async def application(
 
     async def call(template: str, inputs: Sequence[dict[str, Any]], length: int) -> str:
         sampling = {"max_gen_length": length}
-        output = {"name": "out", "is_output": True, "sampling_config": sampling}
-        body = {"template": template + " {{out}}", "parameters": [*inputs, output]}
-        response = await client.semantic_call(SemanticCallRequest.model_validate(scope | body))
-        return response.param_info[-1].var_id
+        return output_id(await submit(client, scope, template + " {{out}}", inputs, sampling))
 
     parts = []
     for _ in range(NUM_MAPS):
-        value = {"name": "text", "value": text(rng, rng.randint(100, 600))}
+        value = {"name": "text", "value": words(rng, rng.randint(100, 600))}
         parts.append(await call(prefix + "{{text}}", [value], rng.randint(25, 150)))
-    inputs = [{"name": f"part{n}", "var_id": var_id} for n, var_id in enumerate(parts)]
-    places = " ".join(f"{{{{part{n}}}}}" for n in range(NUM_MAPS))
-    final = await call(f"Join: {places}", inputs, 200)
+    final = await call(f"Join: {places(NUM_MAPS, ' ')}", bound(parts), 200)
     await client.get_var(**scope, var_id=final)
     return scope, (await client.session_info(**scope)).calls
 
@@ -60,9 +50,8 @@ async def simulate(num_engines: int, num_tasks: int, leaps: bool) -> dict[str, A
     began = time.process_time()
     wall = time.perf_counter()
     rng = random.Random(0)
-    prefixes = [text(rng, 1000) for _ in range(NUM_PREFIXES)]
-    scheduler = GlobalSchedulerConfig(max_queue_size=10 * num_tasks)
-    core = PATIENT.model_copy(update={"global_scheduler": scheduler})
+    prefixes = [words(rng, 1000) for _ in range(NUM_PREFIXES)]
+    core = core_config(max_queue_size=10 * num_tasks)
     config = load_engine_config(str(COSTS), {"tasks_capacity": SLOTS})
     assert isinstance(config, SimConfig)
     async with SimCluster(num_engines, engine=config, core=core, leaps=leaps) as cluster:
@@ -117,15 +106,10 @@ def main() -> None:
     parser.add_argument("--every_step", action="store_true", help="each step an event of its own")
     args = parser.parse_args()
     row = run_virtual(simulate(args.engines, args.tasks, not args.every_step))
-    report = {
-        "command": "python benchmark/serve/bench_simulation.py"
-        + (f" --output {args.output}" if args.output else ""),
-        "machine": f"{platform.machine()}, Python {platform.python_version()}, one core",
-        "row": row,
-    }
+    report = circumstances() | {"row": row}
     print(json.dumps(report, indent=1))
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        save(args.output, report)
 
 
 if __name__ == "__main__":
