@@ -1,31 +1,21 @@
-"""Random programs on a simulated cluster, and what a sequential run of them would give.
+"""Random programs on a simulated cluster.
 
 A `Story` takes random steps (submit, read, stream, race, cancel, give up, lose an engine, end a
-session, let time pass) against the real ServeCore over `sim` engines on virtual time. The engines'
-output is a pure function of the prompt, so `Reference` computes every value without a service."""
+session, let time pass) against the real ServeCore over `sim` engines on virtual time."""
 
 import asyncio
 import random
-import zlib
-from array import array
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from parrot.engine.config import SimConfig
-from parrot.engine.sim.runner import token_after
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     AlreadySet,
-    Cancelled,
     Conflict,
     CyclicGraph,
-    EngineFailed,
-    NoEngine,
     NotFound,
-    ParrotError,
     SessionGone,
-    TimedOut,
 )
 from parrot.protocol.public import (
     CallResponse,
@@ -42,8 +32,9 @@ from parrot.serve.config import (
     OrderName,
     PlacementName,
 )
-from parrot.serve.session import Session
-from parrot.simulation import SimCluster, SimEngine
+from parrot.simulation import SimCluster
+from tests.e2e.random_world import Program, Read, World
+from tests.e2e.sequential_reference import CallPlan, Joined, Output, Place
 
 LIFE_SPAN_S = 60.0
 HEARTBEAT_S = 9.0
@@ -60,146 +51,10 @@ ENGINE = SimConfig.model_validate(
 )
 
 
-@dataclass(frozen=True)
-class Place:
-    """A variable's value at a place of a prompt."""
-
-    var_id: str
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a call's output is made from: the whole prompt before it, and how long it gets."""
-
-    prompt: tuple[str | Place, ...]
-    length: int
-
-
-@dataclass(frozen=True)
-class Joined:
-    first: Place
-    second: Place
-
-
-class Reference:
-    """Computes values one after the other, from what was submitted and set."""
-
-    def __init__(self) -> None:
-        self.rules: dict[str, str | Output | Joined] = {}
-        self._values: dict[str, str] = {}
-
-    def value(self, var_id: str) -> str:
-        if var_id not in self._values:
-            self._values[var_id] = self._compute(self.rules[var_id])
-        return self._values[var_id]
-
-    def needs(self, var_id: str) -> set[str]:
-        """All that the variable depends on, itself too."""
-        found, stack = {var_id}, [var_id]
-        while stack:
-            rule = self.rules.get(stack.pop())
-            places = rule.prompt if isinstance(rule, Output) else ()
-            if isinstance(rule, Joined):
-                places = (rule.first, rule.second)
-            for place in places:
-                if isinstance(place, Place) and place.var_id not in found:
-                    found.add(place.var_id)
-                    stack.append(place.var_id)
-        return found
-
-    def _compute(self, rule: str | Output | Joined) -> str:
-        if isinstance(rule, str):
-            return rule
-        if isinstance(rule, Joined):
-            return f"{self._text(rule.first)}+{self._text(rule.second)}".upper()[-30:]
-        prompt = "".join(self._text(piece) for piece in rule.prompt)
-        checksum = zlib.crc32(array("i", list(prompt.encode())))
-        output = bytearray()
-        for _ in range(rule.length):
-            output.append(token_after(checksum))
-            checksum = zlib.crc32(array("i", [output[-1]]), checksum)
-        return output.decode()
-
-    def _text(self, piece: str | Place) -> str:
-        return piece if isinstance(piece, str) else self.value(piece.var_id)
-
-
-@dataclass(frozen=True)
-class CallPlan:
-    """What a call asks for, apart from whose variables take its outputs."""
-
-    pieces: tuple[str | Place, ...]
-    lengths: tuple[int, ...]
-    sampling: dict[str, Any]
-    options: dict[str, Any]
-
-    @property
-    def is_constant(self) -> bool:
-        """It means the same in every session."""
-        has_places = any(isinstance(piece, Place) for piece in self.pieces)
-        return not has_places and self.options["successor_of"] is None
-
-    def template(self, premade: str | None) -> tuple[str, list[dict[str, Any]]]:
-        """The template and its parameters; `premade`: the variable for the first output."""
-        text, parameters = "", []
-        for piece in self.pieces:
-            if isinstance(piece, Place):
-                name = f"i{len(parameters)}"
-                text += f"{{{{{name}}}}}"
-                parameters.append({"name": name, "var_id": piece.var_id})
-            else:
-                text += piece
-        for number, length in enumerate(self.lengths):
-            text += f" then {{{{o{number}}}}}"
-            parameters.append(
-                {
-                    "name": f"o{number}",
-                    "is_output": True,
-                    "var_id": None if number else premade,
-                    "sampling_config": self.sampling | {"max_gen_length": length},
-                }
-            )
-        return text + " end.", parameters
-
-
-@dataclass(eq=False)
-class Read:
-    """`task` gives values by variable id, `num_wanted` of those in `var_ids`."""
-
-    session: "Program"
-    task: "asyncio.Task[dict[str, str]]"
-    var_ids: list[str]
-    is_timed: bool
-    num_wanted: int = 1
-
-
-@dataclass(eq=False)
-class Program:
-    """One session, as its program knows it."""
-
-    scope: dict[str, Any]
-    session: Session
-    var_ids: list[str] = field(default_factory=list)
-    requests: list[int] = field(default_factory=list)
-    plans: list[CallPlan] = field(default_factory=list)
-    contexts: dict[int, tuple[str | Place, ...]] = field(default_factory=dict)
-    cancelled: set[str] = field(default_factory=set)
-    wanted: set[str] = field(default_factory=set)  # since they were submitted
-
-
-class Story:
+class Story(World):
     def __init__(self, rng: random.Random, cluster: SimCluster) -> None:
+        super().__init__(cluster)
         self.rng = rng
-        self.cluster = cluster
-        self.core = cluster.core
-        self.reference = Reference()
-        self.programs: list[Program] = []
-        self.reads: list[Read] = []
-        self.num_engines_lost = 0
-
-    @property
-    def engines(self) -> list[SimEngine]:
-        return [engine for engine in self.cluster.engines.values() if engine.is_alive]
 
     async def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -434,7 +289,7 @@ class Story:
             if not isinstance(result, asyncio.CancelledError):
                 self.check(read)
 
-    # What must hold
+    # The end
 
     async def end(self) -> None:
         """With an engine there and nobody interfering, everything that is wanted comes to an end;
@@ -448,52 +303,6 @@ class Story:
             assert read.task.done(), f"a read of {read.var_ids} still waits"
             self.check(read)
         await self.leave()
-
-    def check_readers(self) -> None:
-        """Nobody is taken for a reader who is none. (A read that timed out is, for a moment.)"""
-        reading = {v for r in self.reads if r.is_timed or not r.task.done() for v in r.var_ids}
-        for program in self.programs:
-            for var_id, node in program.session.graph.variables.items():
-                assert not node.readers or var_id in reading | program.wanted, str(node.variable)
-
-    def check_all_done(self) -> None:
-        for program in self.programs:
-            graph = program.session.graph
-            for call in graph.calls.values():
-                for task in call.tasks:
-                    assert not task.is_started, task.task.id
-                    is_stuck = any(not node.is_settled for node in task.inputs)
-                    assert not task.is_wanted or is_stuck, task.task.id
-            for var_id, node in graph.variables.items():
-                if node.is_settled and node.variable.error is None:
-                    assert node.variable.text == self.reference.value(var_id)
-                elif node.variable.error is not None:
-                    self.check_error(program, [var_id], node.variable.error)
-        self.core.check_integrity()
-
-    def check(self, read: Read) -> None:
-        error = None if read.task.cancelled() else read.task.exception()
-        if error is None:
-            values = read.task.result()
-            assert len(values) == read.num_wanted
-            assert set(values) <= set(read.var_ids)
-            assert values == {var_id: self.reference.value(var_id) for var_id in values}
-        elif isinstance(error, TimedOut):
-            assert read.is_timed
-        else:
-            assert isinstance(error, ParrotError), error
-            self.check_error(read.session, read.var_ids, error)
-
-    def check_error(self, program: Program, var_ids: list[str], error: ParrotError) -> None:
-        """There must be a reason for it."""
-        if isinstance(error, SessionGone):
-            assert self.core._sessions.find(program.scope["session_id"]) is None
-        elif isinstance(error, Cancelled):
-            needed = set().union(*(self.reference.needs(var_id) for var_id in var_ids))
-            assert needed & program.cancelled, error
-        else:
-            assert isinstance(error, EngineFailed | NoEngine), error
-            assert self.num_engines_lost, error
 
     async def leave(self) -> None:
         for program in self.programs:
@@ -510,15 +319,6 @@ class Story:
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
         assert len(self.core._timers) == 0
         assert not self.core._native._tasks if hasattr(self.core._native, "_tasks") else True
-
-    def check_contexts(self) -> None:
-        """Each engine has the contexts that the ledger says, and no other."""
-        ledger = self.core._dispatcher._ledger
-        for engine in self.engines:
-            account = ledger._accounts[engine.engine_id]
-            tree = engine.service._require_core()._tree
-            assert {context.context_id for context in tree} == set(account.contexts), engine.name
-            assert all(isinstance(c.owner, str) for c in account.contexts.values())
 
 
 def _outputs(response: CallResponse) -> list[str]:

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parrot.simulation import run_virtual
-from tests.e2e.random_programs import Output, Place, Reference, tell
+from tests.e2e.random_programs import tell
+from tests.e2e.sequential_reference import Output, Place, Reference
 
 NUM_EXAMPLES = int(os.environ.get("PARROT_EXAMPLES", "60"))
 LONG = NUM_EXAMPLES > 1000
