@@ -50,15 +50,18 @@ WARM_STEPS, STEPS = 10, 60
 Row = dict[str, Any]
 
 
-def config_of(model: str, port: int = 9001) -> BuiltinConfig:
+def config_of(model: str, *, shares: bool = True) -> BuiltinConfig:
     return BuiltinConfig.model_validate(
         {
             "model": model,
             "device": "cuda",
             "dtype": "bfloat16",
-            "port": port,
             "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
-            "instance": {"load_format": "dummy", "max_seq_len": 16384},
+            "instance": {
+                "load_format": "dummy",
+                "max_seq_len": 16384,
+                "shared_prefix": shares,
+            },
         }
     )
 
@@ -171,8 +174,8 @@ def show(rows: list[Row], row: Row) -> None:
     print("  ".join(texts), flush=True)
 
 
-def bench_model(model: str, parts: list[str], rows: list[Row]) -> None:
-    config = config_of(model)
+def bench_model(model: str, parts: list[str], shares: bool, rows: list[Row]) -> None:
+    config = config_of(model, shares=shares)
     shape = Shape.of(model)
     began = time.perf_counter()
     loaded, tokenizer = load_runner(config)
@@ -201,12 +204,13 @@ def bench_model(model: str, parts: list[str], rows: list[Row]) -> None:
         show(rows, {"model": model, "case": "256, no HTTP"} | row)
 
 
-def bench_http(model: str, rows: list[Row]) -> None:
+def bench_http(model: str, shares: bool, rows: list[Row]) -> None:
     """A server in a process of its own."""
     folder = Path(tempfile.mkdtemp(prefix=f"{model}_"))
     (folder / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))
     path = folder / "engine.json"
-    path.write_text(config_of(str(folder)).model_dump_json(exclude={"engine_name"}))
+    config = config_of(str(folder), shares=shares)
+    path.write_text(config.model_dump_json(exclude={"engine_name"}))
     command = [sys.executable, "-m", "parrot.engine.http_server", "--without_core"]
     server = subprocess.Popen([*command, "--config_path", str(path), "--release_mode"])
     try:
@@ -223,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--no-sharing", dest="shares", action="store_false")
     parser.add_argument("--output", type=Path, default=RESULTS / "engine_gpu.json")
     args = parser.parse_args()
     for model in LONG_MODELS:
@@ -238,9 +243,9 @@ def main() -> None:
     try:
         for model in args.models:
             if "http" in args.parts:
-                bench_http(model, rows)
+                bench_http(model, args.shares, rows)
             if set(args.parts) - {"http"}:
-                bench_model(model, args.parts, rows)
+                bench_model(model, args.parts, args.shares, rows)
                 gc.collect()
                 torch.cuda.empty_cache()
     finally:
