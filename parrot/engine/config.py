@@ -46,11 +46,11 @@ class SchedulerConfig(ConfigModel):
     )
 
     background_share: float = Field(
-        0.02,
+        0.2,
         ge=0.0,
         le=1.0,
         description="How much longer background fills may make the steps of jobs that generate, "
-        "on average.",
+        "on average, at most: each says how much it may.",
     )
     background_chunk_size: PositiveInt = Field(
         256, description="Tokens of background fills in a step that has nothing else to do."

@@ -51,7 +51,8 @@ class Order:
     """A request as it reaches the core: fill all pieces; then, if `sampling` is given, generate
     after the last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
-    `cache_salt`."""
+    `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
+    background fill."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -60,6 +61,7 @@ class Order:
     sampling: SamplingConfig | None = None
     stream: bool = False
     cache_salt: str = ""
+    background_share: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +73,7 @@ class Request:
     sink: Sink
     stream: bool
     submitted_at: float
+    background_share: float = 1.0
     jobs: "list[Job]" = field(default_factory=list)
     num_unfinished: int = 0
     num_filled: int = 0

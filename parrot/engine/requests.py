@@ -83,7 +83,13 @@ class RequestDesk:
         except ParrotError as error:
             self._outbox.append((order.sink.fail, error))
             return
-        request = Request(order.request_id, order.sink, order.stream, self._clock.now())
+        request = Request(
+            order.request_id,
+            order.sink,
+            order.stream,
+            self._clock.now(),
+            order.background_share,
+        )
         self._requests[order.request_id] = request
         last = len(order.pieces) - 1
         for index, piece in enumerate(order.pieces):

@@ -104,7 +104,11 @@ class RunnerService:
         self._require_ready()
         pieces = (self._piece(request),)
         response = await self._finish(
-            lambda sink: self._order(request, pieces, sink, is_background=request.background)
+            lambda sink: replace(
+                self._order(request, pieces, sink),
+                priority=BACKGROUND if request.background else request.priority,
+                background_share=request.background_share,
+            )
         )
         assert isinstance(response, FillResponse), response
         return response
@@ -142,13 +146,12 @@ class RunnerService:
         sink: Sink,
         sampling: SamplingConfig | None = None,
         stream: bool = False,
-        is_background: bool = False,
     ) -> Order:
         return Order(
             request_id=self._request_ids.next(),
             pieces=pieces,
             sink=sink,
-            priority=BACKGROUND if is_background else request.priority,
+            priority=request.priority,
             sampling=sampling,
             stream=stream,
             cache_salt=request.cache_salt,

@@ -33,6 +33,7 @@ class EngineClient:
     async def fill(self, request: FillRequest) -> FillResponse:
         body = _job_body(request) | {
             "background": request.background,
+            "background_share": request.background_share,
             "token_ids": request.token_ids,
             "text": request.text,
         }

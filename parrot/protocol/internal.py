@@ -60,6 +60,13 @@ class FillRequest(JobRequest, FillPiece):
     its context, it is work like any other."""
 
     background: bool = False
+    background_share: float = Field(
+        0.02,
+        ge=0.0,
+        le=1.0,
+        description="how much longer it may make the steps of jobs that generate, on average; the "
+        "engine has a limit, too",
+    )
     end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
 
 

@@ -30,10 +30,14 @@ class PrefixListener(Protocol):
     segment) belong to the anticipation: they only grow, and may be read until `dropped`."""
 
     def ready_prefix_grew(
-        self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
+        self,
+        completion: Completion,
+        segments: Sequence[Segment],
+        keys: Sequence[bytes],
+        forecast: Forecast,
     ) -> None:
         """The completion waits, and this much of its prompt is known; more than at the last call,
-        or the first that is heard of it."""
+        or the first that is heard of it. `forecast`: when the rest will be."""
         ...
 
     def dropped(self, completion: Completion) -> None:
@@ -110,7 +114,7 @@ class Anticipation:
             return
         self._uses.anticipate(new, forecast)
         if new and self._listener is not None:
-            self._listener.ready_prefix_grew(completion, known.segments, known.keys)
+            self._listener.ready_prefix_grew(completion, known.segments, known.keys, forecast)
 
     def drop(self, completion: Completion) -> None:
         """It waits no more. Safe in any state."""

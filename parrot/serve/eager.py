@@ -13,6 +13,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.internal import FillPiece, FillRequest
@@ -20,11 +22,13 @@ from parrot.serve.attempt import Attempt
 from parrot.serve.contexts import ContextLedger
 from parrot.serve.engines import Engine
 from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.next_use import Forecast
 from parrot.serve.prefix import Segment
 from parrot.serve.prompt import encode_prompt
 from parrot.serve.request import open_fill
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.serve.tokenizers import TokenizerRegistry
+from parrot.serve.waste import Waste
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -44,19 +48,29 @@ class EagerCounts:
     wasted: int = 0
 
 
+class _Prefix(NamedTuple):
+    """See `PrefixListener`."""
+
+    segments: Sequence[Segment]
+    keys: Sequence[bytes]
+    forecast: Forecast
+
+
 @dataclass(slots=True, eq=False)
 class _Ahead:
     """What is computed ahead for one completion. `current`: the piece under way; `more`: another
-    has become ready meanwhile. `is_used` is None until the completion starts or is given up."""
+    has become ready meanwhile. `is_used` is None until the completion starts or is given up.
+    `num_asked`: tokens that were computed or are under way."""
 
     completion: Completion
     engine: Engine
-    segments: Sequence[Segment]
-    keys: Sequence[bytes]
+    prefix: _Prefix
+    waste: Waste
     current: Attempt | None = None
     runner: asyncio.Task[None] | None = None
     done: list[Attempt] = field(default_factory=list)
     more: bool = False
+    num_asked: int = 0
     num_filled: int = 0
     is_used: bool | None = None
 
@@ -74,12 +88,14 @@ class EagerFiller:
         wake: Callable[[], None],
     ) -> None:
         self.counts = EagerCounts()
+        self._waste = Waste(prior=1.0)
+        self._waste_when_sure = Waste(prior=0.1)  # completions that wait for others only
         self._ledger = ledger
         self._tokenizers = tokenizers
         self._choose = choose
         self._make_task = make_task
         self._wake = wake
-        self._due: dict[Completion, tuple[Sequence[Segment], Sequence[bytes]]] = {}
+        self._due: dict[Completion, _Prefix] = {}
         self._ahead: dict[Completion, _Ahead] = {}
         self._under_way: dict[tuple[int, bytes], _Ahead] = {}  # by engine and last key
         self._runners = TaskSet()
@@ -87,9 +103,13 @@ class EagerFiller:
     # What happens to completions
 
     def ready_prefix_grew(
-        self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
+        self,
+        completion: Completion,
+        segments: Sequence[Segment],
+        keys: Sequence[bytes],
+        forecast: Forecast,
     ) -> None:
-        self._due[completion] = (segments, keys)
+        self._due[completion] = _Prefix(segments, keys, forecast)
         self._wake()
 
     def dropped(self, completion: Completion) -> None:
@@ -143,48 +163,52 @@ class EagerFiller:
     def pump(self) -> None:
         """Begin what has become due."""
         due, self._due = self._due, {}
-        for completion, (segments, keys) in due.items():
+        for completion, prefix in due.items():
             ahead = self._ahead.get(completion)
             if ahead is not None and ahead.runner is not None:
                 ahead.more = True
             else:
-                self._consider(completion, segments, keys)
+                self._consider(completion, prefix)
 
-    def _consider(
-        self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
-    ) -> None:
-        task = self._make_task(completion, segments, keys)
+    def _consider(self, completion: Completion, prefix: _Prefix) -> None:
+        task = self._make_task(completion, prefix.segments, prefix.keys)
         ahead = self._ahead.get(completion)
         engine = self._choose(task) if ahead is None else ahead.engine
-        if engine is None or not self._is_worthwhile(task, engine):
+        if engine is None or not (num_missing := self._num_worthwhile(task, engine)):
             return
         if ahead is None:
-            ahead = self._ahead[completion] = _Ahead(completion, engine, segments, keys)
+            is_sure = prefix.forecast() < inf
+            waste = self._waste_when_sure if is_sure else self._waste
+            ahead = self._ahead[completion] = _Ahead(completion, engine, prefix, waste)
+        ahead.num_asked += num_missing
         ahead.current = Attempt(task, engine)
         self._under_way[engine.id, task.keys[-1]] = ahead
         ahead.runner = self._runners.spawn(
             self._run(ahead, ahead.current), name=f"eager fill for {completion.id}"
         )
 
-    def _is_worthwhile(self, task: CompletionTask, engine: Engine) -> bool:
-        """Enough of it is missing, nobody fills it there, and there is room without harm."""
+    def _num_worthwhile(self, task: CompletionTask, engine: Engine) -> int:
+        """How many tokens are missing there; 0 if they are few, somebody fills them already, or
+        there is no room without harm."""
         if engine.info.tokenizer_id is None or (engine.id, task.keys[-1]) in self._under_way:
-            return False
+            return 0
         match = self._ledger.index.match(engine.id, task.keys)
         num_missing = sum(task.lengths[0 if match is None else match.num_covered :])
         block_size = engine.info.block_size
         if num_missing < _MIN_BLOCKS * block_size:
-            return False
-        return self._ledger.make_spare_room(engine.id, num_missing + 2 * block_size)
+            return 0
+        has_room = self._ledger.make_spare_room(engine.id, num_missing + 2 * block_size)
+        return num_missing if has_room else 0
 
     async def _run(self, ahead: _Ahead, attempt: Attempt) -> None:
         num_filled = 0
         try:
             for piece in await self._open(attempt):
-                num_filled += await self._fill(attempt, piece)
+                num_filled += await self._fill(attempt, piece, ahead.waste.share)
         except ParrotError as error:
             logger.debug("eager fill for %d: %s", ahead.completion.id, error.message)
             self._count(ahead, num_filled)
+            ahead.num_asked = ahead.num_filled
             self._stop(ahead)
             return
         except Exception:
@@ -200,7 +224,7 @@ class EagerFiller:
             attempt.context = None
         if ahead.more and ahead.is_used is None:
             ahead.more = False
-            self._consider(ahead.completion, ahead.segments, ahead.keys)
+            self._consider(ahead.completion, ahead.prefix)
 
     async def _open(self, attempt: Attempt) -> list[FillPiece]:
         info, task = attempt.engine.info, attempt.task
@@ -210,7 +234,7 @@ class EagerFiller:
         parts = await encode_prompt(task.segments, chat, attempt.tokenizer, is_whole=False)
         return open_fill(self._ledger, attempt, parts)
 
-    async def _fill(self, attempt: Attempt, piece: FillPiece) -> int:
+    async def _fill(self, attempt: Attempt, piece: FillPiece, share: float) -> int:
         """Returns the tokens that were computed."""
         completion = attempt.task.completion
         request = FillRequest.model_construct(
@@ -222,6 +246,7 @@ class EagerFiller:
             task_id=completion.id,
             cache_salt=completion.options.tenant,
             background=True,
+            background_share=share,
         )
         return (await attempt.engine.client.fill(request)).computed_tokens
 
@@ -255,6 +280,7 @@ class EagerFiller:
 
     def _settle(self, ahead: _Ahead, *, is_used: bool) -> None:
         ahead.is_used = is_used
+        ahead.waste.add(ahead.num_asked, is_used=is_used)
         self._attribute(ahead.num_filled, is_used)
 
     def _attribute(self, num_tokens: int, is_used: bool) -> None:

@@ -97,16 +97,26 @@ class Harness:
         priority: int = 0,
         stream: bool = False,
         cache_salt: str = "",
+        background_share: float = 1.0,
     ) -> Answer:
         answer = Answer()
         self.num_orders += 1
-        order = Order(self.num_orders, pieces, answer, priority, sampling, stream, cache_salt)
+        order = Order(
+            self.num_orders,
+            pieces,
+            answer,
+            priority,
+            sampling,
+            stream,
+            cache_salt,
+            background_share,
+        )
         self.core.submit(order)
         self.deliver()
         return answer
 
-    def fill(self, *pieces: Piece, priority: int = 0, cache_salt: str = "") -> Answer:
-        return self.submit(*pieces, priority=priority, cache_salt=cache_salt)
+    def fill(self, *pieces: Piece, priority: int = 0, **options: Any) -> Answer:
+        return self.submit(*pieces, priority=priority, **options)
 
     def generate(
         self,

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from parrot.engine.config import SimConfig
 from parrot.engine.jobs import BACKGROUND
 from parrot.engine.scheduler.background import BackgroundPace
@@ -41,17 +43,20 @@ def test_alone_it_runs_in_bounded_chunks():
     assert answer.response.filled_len == 104
 
 
-async def test_beside_generation_it_costs_what_it_may():
-    engine = big()
+@pytest.mark.parametrize(("asked", "limit"), [(0.02, 0.2), (0.1, 0.2), (0.2, 0.2), (1.0, 0.05)])
+async def test_beside_generation_it_costs_what_it_may(asked: float, limit: float):
+    engine = big(scheduler={"background_share": limit})
     engine.generate(piece(1, "a"), length=1000)
     await timed_step(engine)
-    answer = engine.fill(piece(2, LONG * 2), priority=BACKGROUND)
+    text = LONG * 10
+    answer = engine.fill(piece(2, text), priority=BACKGROUND, background_share=asked)
     num_steps, seconds = 0, 0.0
     while not answer.has_ended:
         seconds += await timed_step(engine)
         num_steps += 1
-    assert seconds <= 1.02 * STEP_S * num_steps + 32 * TOKEN_S  # the last part comes first
-    assert num_steps < 208 * TOKEN_S / (0.02 * STEP_S) + 5  # and it takes all of that
+    share = min(asked, limit)
+    assert seconds <= (1 + share) * STEP_S * num_steps + 64 * TOKEN_S  # each part is paid later
+    assert num_steps < 1.4 * len(text) * TOKEN_S / (share * STEP_S) + 5  # and it takes most of it
 
 
 def test_it_never_runs_beside_other_fills():
@@ -115,18 +120,49 @@ async def test_whoever_continues_it_makes_it_normal_work():
     assert fork.text == "z"
 
 
+def num_pauses(pace: BackgroundPace, share: float) -> int:
+    count = 0
+    while not pace.num_tokens(1):
+        pace.stepped(5e-3, 0, share)
+        count += 1
+    return count
+
+
 def test_steps_are_launched_ahead_while_it_pauses():
-    pace = BackgroundPace(0.02, 512)
+    pace = BackgroundPace(512)
     assert pace.num_tokens(0) == 512
     assert pace.num_tokens(1) == 0  # nothing is known of the steps yet
-    pace.stepped(5e-3, 0)
+    pace.stepped(5e-3, 0, 0.02)
     assert pace.num_tokens(1) == 32
-    pace.stepped(5.8e-3, 32)
-    num_pauses = 0
-    while not pace.num_tokens(1):
-        pace.stepped(5e-3, 0)
-        num_pauses += 1
-    assert 6 <= num_pauses <= 8
+    pace.stepped(5.8e-3, 32, 0.02)
+    assert 6 <= num_pauses(pace, 0.02) <= 8
+
+
+def test_its_parts_grow_while_they_cost_little():
+    pace = BackgroundPace(256)
+    pace.stepped(5e-3, 0, 0.2)
+    for num_tokens in (32, 64, 128, 256, 256):
+        assert pace.num_tokens(1) == num_tokens
+        pace.stepped(5.1e-3, num_tokens, 0.2)
+        assert pace.num_tokens(1) == 0  # even so: or who knows what the others take alone?
+        assert num_pauses(pace, 0.2) == 1
+    pace.stepped(9.9e-3, 256, 0.2)
+    assert num_pauses(pace, 0.2) == 3
+    assert pace.num_tokens(1) == 128
+
+
+def test_an_empty_batch_is_no_licence():
+    """Steps become short when most jobs have ended; that must not pass for room."""
+    pace = BackgroundPace(256)
+    pace.stepped(20e-3, 0, 0.2)
+    seconds = num_steps = 0
+    while num_steps < 200:
+        num_tokens = pace.num_tokens(1)
+        elapsed_s = 5e-3 + 25e-6 * num_tokens
+        pace.stepped(elapsed_s, num_tokens, 0.2)
+        seconds += elapsed_s
+        num_steps += 1
+    assert seconds <= 1.25 * 5e-3 * num_steps
 
 
 async def test_the_api_has_it():

@@ -65,7 +65,11 @@ class Listener:
     num_calls: int = 0
 
     def ready_prefix_grew(
-        self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
+        self,
+        completion: Completion,
+        segments: Sequence[Segment],
+        keys: Sequence[bytes],
+        forecast: Forecast,
     ) -> None:
         assert completion.state is CompletionState.WAITING
         assert len(segments) == len(keys) > len(self.texts.get(completion, []))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import EngineFailed, OutOfMemory, PromptTooLong
+from parrot.protocol.internal import FillRequest
 from parrot.protocol.public import SemanticCallRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.eager import EagerCounts
@@ -92,11 +93,11 @@ def simulate(
     return run_virtual(main())
 
 
-async def ask_late(program: Program, **options: Any) -> tuple[str, int, int]:
+async def ask_late(program: Program, content: str = LONG, **options: Any) -> tuple[str, int, int]:
     """The answer to a question that comes after 2 s, and what was cached and computed for it."""
     question = await program.var()
     template = "Read: {{story}} and say: {{question}} {{out}}"
-    story = await program.var(LONG)
+    story = await program.var(content)
     answer = await program.call(template, story=story, question=question, **options)
     reading = program.reading(answer)
     await asyncio.sleep(2)
@@ -257,6 +258,53 @@ def test_memory_that_somebody_wants_is_not_taken():
     filled, wasted = simulate(body, engine=small)
     assert len(LONG) < filled < 2 * len(LONG)  # the second has no room beside the first
     assert wasted == 0
+
+
+async def share_of(program: Program, *, from_call: bool) -> float:
+    """The share that a fill may take whose completion waits for the program, or for a call."""
+    engine = next(iter(program.cluster.engines.values()))
+    shares: list[float] = []
+    fill = engine.link.fill
+
+    async def record(request: FillRequest) -> Any:
+        shares.append(request.background_share)
+        return await fill(request)
+
+    engine.link.fill = record  # type: ignore[method-assign]
+    question = await program.var()
+    story = await program.var(f"{question} {LONG * 10}")
+    if from_call:
+        question = await program.call("Ask anything {{out}}", length=20)
+    answer = await program.call("{{story}} {{question}} {{out}}", story=story, question=question)
+    reading = program.reading(answer)
+    await asyncio.sleep(0.1)
+    engine.link.fill = fill  # type: ignore[method-assign]
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    return shares[0]
+
+
+def test_what_waits_for_calls_alone_may_take_more():
+    async def body(program: Program) -> list[float]:
+        return [await share_of(program, from_call=from_call) for from_call in (False, True)]
+
+    assert simulate(body) == [pytest.approx(0.02), pytest.approx(0.2)]
+
+
+def test_what_is_used_lets_later_fills_take_more_and_what_is_withdrawn_less():
+    async def body(program: Program) -> list[float]:
+        shares = []
+        for i in range(12):
+            await ask_late(program, f"{i} {LONG * 4}")
+        shares.append(await share_of(program, from_call=False))  # each is withdrawn under way
+        for _ in range(4):
+            shares.append(await share_of(program, from_call=False))
+        return shares
+
+    shares = simulate(body)
+    assert shares[0] > 0.05
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.03
 
 
 def test_bystanders_hardly_notice():

@@ -1,35 +1,47 @@
 """How much of a step fills may take that nobody waits for yet."""
 
-_BESIDE_TOKENS = 32  # few, so that no single step becomes much longer
-_SMOOTHING = 0.1
+_MIN_TOKENS = 32
+_SMOOTHING = 0.25
+_LITTLE, _MUCH = 0.25, 0.75  # of a step's time
 
 
 class BackgroundPace:
     """Background fills run alone, in chunks of `chunk_size` tokens, or beside jobs that generate,
-    never beside other fills. Beside others they take a few tokens and then pause, until what they
-    cost is at most `share` of the time of the steps since. What a step costs is measured, so it
-    does not matter why it became longer."""
+    never beside other fills. Beside others they take a chunk and then pause, until what it cost is
+    at most a share of the time of the steps since. What a step costs is measured, so it does not
+    matter why it became longer. So is the size of these chunks: large ones cost less per token, but
+    none should make a step much longer."""
 
-    def __init__(self, share: float, chunk_size: int) -> None:
-        self._share = share
+    def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
+        self._num_beside = min(_MIN_TOKENS, chunk_size)
         self._decode_s: float | None = None
         self._credit_s = 0.0
+        self._has_paused = True
 
     def num_tokens(self, num_decoding: int) -> int:
         """For the next step, in which so many jobs generate."""
         if not num_decoding:
             return self._chunk_size
-        return min(_BESIDE_TOKENS, self._chunk_size) if self._credit_s > 0.0 else 0
+        return self._num_beside if self._has_paused and self._credit_s > 0.0 else 0
 
-    def stepped(self, elapsed_s: float, num_background: int) -> None:
+    def stepped(self, elapsed_s: float, num_background: int, share: float) -> None:
         """A step is over in which jobs generated and so many background tokens were computed, and
-        nothing else."""
+        nothing else. `share`: how much longer such steps may become on average."""
+        self._has_paused = not num_background  # else nobody would know what steps cost without
         if not num_background:
             before = elapsed_s if self._decode_s is None else self._decode_s
             self._decode_s = before + _SMOOTHING * (elapsed_s - before)
         if self._decode_s is None:
             return
-        earned_s = self._share * self._decode_s
+        earned_s = share * self._decode_s
         spent_s = max(0.0, elapsed_s - self._decode_s) if num_background else 0.0
         self._credit_s = min(earned_s, self._credit_s + earned_s - spent_s)
+        if num_background:
+            self._resize(num_background, spent_s / self._decode_s)
+
+    def _resize(self, num_tokens: int, longer: float) -> None:
+        if longer > _MUCH:
+            self._num_beside = max(self._num_beside // 2, min(_MIN_TOKENS, self._chunk_size))
+        elif longer < _LITTLE and num_tokens >= self._num_beside:
+            self._num_beside = min(self._num_beside * 2, self._chunk_size)

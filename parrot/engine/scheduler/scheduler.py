@@ -48,7 +48,7 @@ class LocalScheduler:
         self._decoding = JobQueue()
         self._queue = JobQueue()
         self._background = JobQueue()
-        self._pace = BackgroundPace(limits.background_share, limits.background_chunk_size)
+        self._pace = BackgroundPace(limits.background_chunk_size)
         self._turned_away: list[Job] = []
         self._num_decodes = 0
         self._num_fill_tokens = 0
@@ -150,9 +150,16 @@ class LocalScheduler:
         """The step that was planned last is over, or one that was launched ahead, which is one of
         jobs that generate."""
         if was_ahead:
-            self._pace.stepped(elapsed_s, 0)
+            self._pace.stepped(elapsed_s, 0, self._background_share())
         elif self._decoding and not self._num_fill_tokens:
-            self._pace.stepped(elapsed_s, self._num_background_tokens)
+            num_tokens, share = self._num_background_tokens, self._background_share()
+            self._pace.stepped(elapsed_s, num_tokens, share)
+
+    def _background_share(self) -> float:
+        """That of the background job whose turn it is."""
+        limit = self._limits.background_share
+        first = next(iter(self._background), None)
+        return limit if first is None else min(limit, first.request.background_share)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no job can run."""
