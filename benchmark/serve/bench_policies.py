@@ -99,7 +99,11 @@ class Run:
         self._core = core_config(policy=policy, max_queue_size=10**9)
         self._args = args
         engine = SimConfig.model_validate_json(Path(args.engine).read_text())
-        self._engine = engine.model_copy(update={"tasks_capacity": args.slots})
+        limits = engine.scheduler
+        if args.mixed_fill_tokens:
+            limits = limits.model_copy(update={"mixed_fill_tokens": args.mixed_fill_tokens})
+        changes = {"tasks_capacity": args.slots, "scheduler": limits}
+        self._engine = engine.model_copy(update=changes)
         self._rng = random.Random(1)
         self.ends: list[tuple[str, float, float]] = []  # kind, completion time, when
 
@@ -186,6 +190,7 @@ def main() -> None:
     parser.add_argument("--engine", default="sample_configs/engine/sim_llama_2_13b.json")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16, help="calls that an engine runs at once")
+    parser.add_argument("--mixed-fill-tokens", type=int, help="instead of the engine's default")
     parser.add_argument("--jobs", type=int, default=400)
     parser.add_argument("--apps", type=int, default=25, help="of chain_many")
     parser.add_argument("--load", type=float, default=0.8)
