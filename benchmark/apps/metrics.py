@@ -7,17 +7,9 @@ from typing import Any
 
 from benchmark.apps.counters import EAGER_TOKENS
 from benchmark.apps.runner import Chat, JobResult, Run, unique_prompt_tokens
+from parrot.simulation.report import percentile
 
 Figures = dict[str, Any]
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """By linear interpolation; of one value, that value."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * q / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def spread(values: Sequence[float]) -> Figures:

@@ -8,7 +8,6 @@ from tokenizers import Tokenizer
 
 from benchmark.apps.backends.openai import OpenAIBackend
 from benchmark.apps.cli import main
-from benchmark.apps.metrics import percentile
 from benchmark.apps.network import Network
 from benchmark.apps.report import ratios
 from benchmark.apps.runner import PlanRunner
@@ -122,12 +121,6 @@ def test_ratios_are_over_the_first_setting_of_the_same_repetition():
     (row,) = ratios(runs)
     assert (row["setting"], row["over"], row["repeats"]) == ("b", "a", 2)
     assert row["jct_job_mean"] == [1.75, 1.5, 2.0]
-
-
-def test_percentiles_interpolate():
-    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
-    assert percentile([5.0], 99) == 5.0
 
 
 def test_the_page_shows_what_the_result_files_say():

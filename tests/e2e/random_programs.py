@@ -318,7 +318,6 @@ class Story(World):
         assert not dispatcher._ledger._constants
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
         assert len(self.core._timers) == 0
-        assert not self.core._native._tasks if hasattr(self.core._native, "_tasks") else True
 
 
 def _outputs(response: CallResponse) -> list[str]:

@@ -19,6 +19,7 @@ from parrot.protocol.trace import CHUNK_CHARS
 from parrot.serve.tracing import TraceFile
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
+from parrot.simulation.report import percentile
 from parrot.simulation.trace import Trace, load_trace
 from parrot.utils.config import ConfigError
 
@@ -214,3 +215,10 @@ def test_refusals_and_failed_reads_are_replayed_too():
     replayed = Replay(engine=ENGINE).run(recorded)
     assert [answer.error for answer in replayed.sessions[0].answers] == errors
     assert times(replayed) == pytest.approx(times(recorded), rel=0.01)
+
+
+def test_percentiles_interpolate():
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
+    assert percentile([5.0], 99) == 5.0
+    assert percentile([], 99) == 0.0

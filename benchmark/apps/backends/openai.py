@@ -1,6 +1,5 @@
 """Any server with OpenAI's completions API, as an asyncio program without Parrot uses it."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +98,3 @@ async def first_model(base_url: str, api_key: str | None) -> str:
         answer = await http.request("GET", "/v1/models")
     model: str = answer["data"][0]["id"]
     return model
-
-
-def run_first_model(base_url: str, api_key: str | None) -> str:
-    return asyncio.run(first_model(base_url, api_key))

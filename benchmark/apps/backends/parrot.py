@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmark.apps.backends.waiting import WaitingProgram
+from benchmark.apps.backends.waiting import WaitingProgram, first_of
 from benchmark.apps.counters import Scrape
 from benchmark.apps.network import Network
 from benchmark.apps.program import Backend, Call, Output, Program, StreamTimes, Usage
@@ -65,17 +65,10 @@ class GraphProgram(Program):
     async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
         """A read that is cancelled withdraws what only it wanted."""
         await self._submit()
-        left = {asyncio.create_task(self._get(output)): output for output in outputs}
-        first: list[Output] = []
-        while len(first) < count:
-            done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-                first.append(left.pop(task))
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        return first[:count]
+        reads = {asyncio.create_task(self._get(output)): output for output in outputs}
+        first = await first_of(reads, count)
+        await asyncio.gather(*reads, return_exceptions=True)
+        return first
 
     async def stream(self, output: Output) -> StreamTimes:
         await self._submit()

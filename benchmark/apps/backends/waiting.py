@@ -2,10 +2,25 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmark.apps.program import Call, Output, Program, StreamTimes
 from benchmark.apps.text import Text
+
+
+async def first_of(tasks: Mapping[asyncio.Task[Any], Output], count: int) -> list[Output]:
+    """Of the first tasks that end, in that order; the others are cancelled. Raises what one did."""
+    left = dict(tasks)
+    first: list[Output] = []
+    while len(first) < count:
+        done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+            first.append(left.pop(task))
+    for task in left:
+        task.cancel()
+    return first[:count]
 
 
 class WaitingProgram(Program):
@@ -30,16 +45,7 @@ class WaitingProgram(Program):
         await asyncio.gather(*(self._tasks[output] for output in outputs))
 
     async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
-        left = {self._tasks[output]: output for output in outputs}
-        first: list[Output] = []
-        while len(first) < count:
-            done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-                first.append(left.pop(task))
-        for task in left:
-            task.cancel()
-        return first[:count]
+        return await first_of({self._tasks[output]: output for output in outputs}, count)
 
     async def stream(self, output: Output) -> StreamTimes:
         await self.read(output)
