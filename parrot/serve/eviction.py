@@ -3,7 +3,7 @@
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from parrot.serve.context_index import Context
@@ -14,7 +14,7 @@ _SOONER = 0.9  # of the predicted time: then something new is known, and the ord
 _MIN_REVIEW_S = 0.05
 _NO_ENTRY = -1
 _MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
-_MAX_FRESH = 16  # contexts that are idle since a moment ago: most are in use again at once
+_MAX_FIRST_LOOKS = 64  # likewise, of contexts that have no prediction yet
 _MAX_STALE = 64  # entries of contexts that are not idle any more, besides as many as there are idle
 
 
@@ -56,9 +56,10 @@ class LeastRecentlyUsed:
 
 
 class FarthestNextUse:
-    """By the predicted time of the next use. Predictions age: each is made anew after a part of the
-    time that it spans, and before anything is evicted by it, a few at a time. Two heaps: O(log n)
-    for an eviction, however many contexts are idle."""
+    """By the predicted time of the next use. Nothing is predicted while there is room: an eviction
+    looks at some of those that became idle since the last one, the oldest first. Predictions age:
+    each is made anew after a part of the time that it spans, and before anything is evicted by it,
+    a few at a time. Two heaps: O(log n) for an eviction, however many contexts are idle."""
 
     def __init__(self, predict: Callable[[Context, float], float], clock: Clock) -> None:
         self._predict = predict
@@ -72,8 +73,6 @@ class FarthestNextUse:
     def add(self, context: Context, *, recent: bool) -> None:
         self._fresh[context.id] = context
         self._idle[context.id] = _NO_ENTRY
-        if len(self._fresh) > _MAX_FRESH:
-            self._file(next(iter(self._fresh.values())), self._clock.now())
 
     def discard(self, context: Context) -> None:
         self._idle.pop(context.id, None)
@@ -81,7 +80,7 @@ class FarthestNextUse:
 
     def first(self) -> Context | None:
         now = self._clock.now()
-        for context in list(self._fresh.values()):
+        for context in list(islice(self._fresh.values(), _MAX_FIRST_LOOKS)):
             self._file(context, now)
         self._review(now)
         looks = 0

@@ -32,7 +32,9 @@ class Result(NamedTuple):
     text: str
     tokenizer_id: str | None
     ids: "array[int] | None"
-    stats: RunStats  # what those have that take it
+    engine_name: str | None
+    model: str | None
+    output_tokens: int
     expires_at: float
     num_bytes: int
 
@@ -41,6 +43,10 @@ class Result(NamedTuple):
         if self.tokenizer_id is None or self.ids is None:
             return None
         return TokenizedText(self.tokenizer_id, tuple(self.ids))
+
+    def stats(self) -> RunStats:
+        """Of a call that takes it."""
+        return _reused(self.engine_name, self.model, self.output_tokens)
 
 
 @dataclass(slots=True)
@@ -74,15 +80,18 @@ class ResultCache:
         return result
 
     def put(
-        self, tenant: str, key: bytes, text: str, tokenized: TokenizedText | None, stats: RunStats
+        self, tenant: str, key: bytes, text: str, tokenized: TokenizedText | None, made: RunStats
     ) -> None:
-        """Keep a result that is not there yet, if there is room for so much."""
+        """Keep a result that is not there yet, if there is room for so much. `made`: of the call
+        that made it."""
         ids = None if tokenized is None else array("i", tokenized.ids)
         result = Result(
             text,
             None if tokenized is None else tokenized.tokenizer_id,
             ids,
-            stats,
+            made.engine_name,
+            made.model,
+            made.output_tokens,
             self._clock.now() + self._time_to_live_s,
             _ENTRY_BYTES + getsizeof(text) + (0 if ids is None else ids.itemsize * len(ids)),
         )
@@ -146,7 +155,7 @@ class Reuse:
         result = self._cache.get(completion.options.tenant, key)
         if result is None:
             return False
-        self._set(completion, result.text, result.tokenized, replace(result.stats))
+        self._set(completion, result.text, result.tokenized, result.stats())
         return True
 
     def follow(self, completion: Completion, key: bytes) -> CompletionTask | None:
@@ -203,13 +212,11 @@ class Reuse:
             self._set(leader, text, tokenized, leader.stats)
             return
         made = leader.stats
-        stats = RunStats(
-            made.engine_name, made.model, output_tokens=made.output_tokens, is_reused=True
-        )
-        self._cache.put(leader.options.tenant, task.result_key, text, tokenized, stats)
+        self._cache.put(leader.options.tenant, task.result_key, text, tokenized, made)
         self._set(leader, text, tokenized, made)
         for follower in self.take_followers(task):
-            self._set(follower, text, tokenized, replace(stats))
+            stats = _reused(made.engine_name, made.model, made.output_tokens)
+            self._set(follower, text, tokenized, stats)
 
     def take_followers(self, task: CompletionTask) -> Iterator[Completion]:
         """One after the other: settling one may make another leave."""
@@ -238,3 +245,7 @@ class Reuse:
         completion.state = CompletionState.DONE
         completion.times.finished = self._clock.now()
         completion.output.set(text, tokenized)
+
+
+def _reused(engine_name: str | None, model: str | None, output_tokens: int) -> RunStats:
+    return RunStats(engine_name, model, output_tokens=output_tokens, is_reused=True)

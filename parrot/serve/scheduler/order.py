@@ -204,15 +204,16 @@ class CriticalPath(_ByApp):
         if not remaining_s and session_id not in self._apps:
             return ()
         account = self._account(session_id)
-        account.remaining_s = remaining_s
+        before_s, account.remaining_s = account.remaining_s, remaining_s
         account.last_active = self._clock.now()
-        return ((session_id, True), (session_id, False))
+        return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
 
     def _account(self, session_id: int) -> _App:
-        account = super()._account(session_id)
-        now = self._clock.now()
-        if not account.is_active and now - account.last_active > _BURST_GAP_S:
-            account.start, account.served_s = now, 0.0
+        account = self._apps.get(session_id)
+        if account is None:
+            account = self._apps[session_id] = _App(self._clock.now())
+        elif not account.is_active and self._clock.now() - account.last_active > _BURST_GAP_S:
+            account.start, account.served_s = self._clock.now(), 0.0
         return account
 
 
