@@ -20,7 +20,6 @@ class Engine:
     id: int
     info: EngineInfo
     client: EngineClient
-    registered_at: float
     last_seen: float
     runtime: RuntimeInfo | None = None
     is_alive: bool = True
@@ -78,8 +77,7 @@ class EngineRegistry:
     def add(self, info: EngineInfo, client: EngineClient) -> Engine:
         """A predecessor at the same address must have been removed. Raises `QuotaExceeded`."""
         self.require_room(info)
-        now = self._clock.now()
-        engine = Engine(self._ids.next(), info, client, now, now)
+        engine = Engine(self._ids.next(), info, client, self._clock.now())
         assert engine.address not in self._by_address, engine.address
         self._engines[engine.id] = self._by_address[engine.address] = engine
         self._known_models.add(info.model)

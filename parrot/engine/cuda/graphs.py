@@ -143,7 +143,6 @@ class StepGraphs:
         self._num_wanted: Counter[tuple[StepSize, Capacity]] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
         self.num_replays = 0
-        self.num_captures = 0
 
     def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
         """The smallest that holds a step."""
@@ -198,7 +197,6 @@ class StepGraphs:
             decoded = decode(self._forward(*arguments))
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self.num_captures += 1
         logger.debug("captured a graph for %s in %s", size, room)
         captured = self._graphs[size][room] = Graph(graph, plan, decoded, work)
         return captured

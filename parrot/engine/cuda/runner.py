@@ -88,7 +88,6 @@ class CudaRunner:
         )
         max_seq_len = min(options.max_seq_len or spec.max_seq_len, spec.max_seq_len)
         self._device = device
-        self._vocab_size = spec.vocab_size
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
         self._info = RunnerInfo(
             num_blocks=num_blocks,
@@ -119,10 +118,6 @@ class CudaRunner:
         self._graphs = self._make_graphs(memory, options) if options.use_graphs else None
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self.shared_tokens_saved = 0
-
-    @property
-    def num_captured_graphs(self) -> int:
-        return 0 if self._graphs is None else self._graphs.num_captures
 
     def _make_graphs(self, memory: torch.Tensor, options: CudaOptions) -> StepGraphs:
         rooms = Rooms(self._shape, self._split)

@@ -62,7 +62,6 @@ class SafetensorsFolder:
     """The tensors of all *.safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._file_of: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
