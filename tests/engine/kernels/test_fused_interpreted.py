@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+FEW_ROWS_SHAPES = [(8, 64), (21, 1500), (16, 2048)]  # outputs, inputs
+
+
 @pytest.mark.parametrize("size", [64, 576, 1000])
 @pytest.mark.parametrize("add", [True, False])
 def test_add_rms_norm(size: int, add: bool) -> None:
@@ -91,10 +94,15 @@ def test_silu_mul(size: int) -> None:
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
 
 
-@pytest.mark.parametrize(("num_out", "size"), [(8, 64), (21, 1500), (16, 2048), (4100, 40)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "size"),
+    [
+        *((rows, *shape) for rows in (1, 2, 17, FEW_ROWS) for shape in FEW_ROWS_SHAPES),
+        *((rows, 4100, 40) for rows in (2, 17, FEW_ROWS)),  # wide tiles; one row has none
+    ],
+)
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 17, FEW_ROWS])
-def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> None:
+def test_few_rows_linear(num_rows: int, num_out: int, size: int, silu: bool) -> None:
     generator = torch.Generator().manual_seed(size)
     outputs = 2 * num_out if silu else num_out
     x, weight = (torch.randn(n, size, generator=generator) for n in (num_rows, outputs))
