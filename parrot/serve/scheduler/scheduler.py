@@ -18,7 +18,7 @@ from parrot.utils.clock import Clock
 _LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per queue
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
 _MAX_PRIORITY = 2**31 - 1
-_PRIORITY_STEPS_PER_S = 50  # enough for a year and more
+_PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
 
 Models = tuple[str, ...]
 
@@ -204,7 +204,7 @@ class Scheduler:
         return Placement(task, load.id, self._priority(task))
 
     def _priority(self, task: CompletionTask) -> int:
-        steps = (self._order.priority_s(task) - self._epoch) * _PRIORITY_STEPS_PER_S
+        steps = (self._order.priority_s(task) - self._epoch) / _PRIORITY_STEP_S
         return int(max(-_MAX_PRIORITY, min(_MAX_PRIORITY, steps)))
 
     def _unload(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
