@@ -5,8 +5,9 @@
 Runs the real ServeCore over one `sim` engine on virtual time, with `eager_fill` off and on. A
 `rag` program has a context of 8k tokens and reads its answer at once; its question comes later, and
 the time to the first token counts from then. Bystanders are readers of streams, each beginning the
-next when one ends; what counts is their mean time per token. In the last rows nobody asks: every
-program goes away instead, and all that was computed ahead was in vain.
+next when one ends, of lengths that differ, so that they do not keep in step; what counts is their
+mean time per token. In the last rows some programs, or all, go away instead of asking: what was
+computed ahead for them was in vain.
 """
 
 import argparse
@@ -29,21 +30,23 @@ from parrot.utils.config import read_json_object
 
 BYSTANDERS = (0, 8, 32)
 DELAYS_S = (0.5, 2.0, 8.0)
+WITHDRAWN = (0.0, 0.2, 1.0)
 SHARES = (0.02, 0.2)
 ENGINE = "sample_configs/engine/sim_llama_3_1_8b.json"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`delay_s`: from a program's beginning to its question, or to its end if it `goes_away`.
-    `background_share`: see the engine's configuration. The sim engine's tokens are bytes."""
+    """`delay_s`: from a program's beginning to its question, or to its end; the latter for the
+    fraction `withdrawn` of them. `background_share`: the engine's limit. `bystander_output`: the
+    mean; from half to one and a half of it. The sim engine's tokens are bytes."""
 
     num_bystanders: int
     delay_s: float
     eager_fill: bool
     background_share: float = 0.02
-    goes_away: bool = False
-    num_programs: int = 16
+    withdrawn: float = 0.0
+    num_programs: int = 24
     interval_s: float = 1.5  # mean time between programs
     context: int = 8192
     question: int = 64
@@ -55,9 +58,11 @@ class Setup:
 
 @dataclass
 class Times:
-    """In seconds: `ttft_s` from the question, `tpot_s` of bystanders' streams."""
+    """In seconds: `ttft_s` from the question, `later_ttft_s` of the second half of the programs,
+    `tpot_s` of bystanders' streams."""
 
     ttft_s: list[float]
+    later_ttft_s: list[float]
     bystander_ttft_s: list[float]
     bystander_tpot_s: list[float]
 
@@ -65,7 +70,7 @@ class Times:
 class Load:
     def __init__(self, setup: Setup, cluster: SimCluster) -> None:
         self.setup = setup
-        self.times = Times([], [], [])
+        self.times = Times([], [], [], [])
         self._cluster = cluster
         self._client: SimClient = cluster.client()
         self._is_over = False
@@ -79,13 +84,15 @@ class Load:
         await asyncio.sleep(2)
         programs = []
         for i in range(self.setup.num_programs):
-            programs.append(asyncio.create_task(self._ask(random.Random(1000 + i))))
+            is_later = 2 * i >= self.setup.num_programs
+            asking = self._ask(random.Random(1000 + i), is_later=is_later)
+            programs.append(asyncio.create_task(asking))
             await asyncio.sleep(random_numbers.expovariate(1 / self.setup.interval_s))
         await asyncio.gather(*programs)
         self._is_over = True
         await asyncio.gather(*bystanders)
 
-    async def _ask(self, text: random.Random) -> None:
+    async def _ask(self, text: random.Random, *, is_later: bool) -> None:
         scope = (await self._client.create_session()).model_dump()
         question = await self._client.create_var(**scope, var_name="question")
         inputs = [
@@ -96,26 +103,29 @@ class Load:
         var_id = await self._call(scope, template, inputs, self.setup.answer)
         reading = asyncio.create_task(self._stream(scope, var_id))
         await asyncio.sleep(self.setup.delay_s)
-        if self.setup.goes_away:
+        if text.random() < self.setup.withdrawn:
             reading.cancel()
         else:
             asked = self._cluster.clock.now()
             content = words(text, self.setup.question)
             await self._client.set_var(**scope, var_id=question, content=content)
-            self.times.ttft_s.append((await reading)[0] - asked)
+            ttft_s = (await reading)[0] - asked
+            self.times.ttft_s.append(ttft_s)
+            if is_later:
+                self.times.later_ttft_s.append(ttft_s)
         await self._client.delete_session(**scope)
 
     async def _bystand(self, text: random.Random) -> None:
         while not self._is_over:
             scope = (await self._client.create_session()).model_dump()
             began = self._cluster.clock.now()
+            mean = self.setup.bystander_output
+            length = text.randint(mean // 2, mean * 3 // 2)
             prompt = {"name": "prompt", "value": words(text, self.setup.bystander_prompt)}
-            var_id = await self._call(
-                scope, "{{prompt}} {{out}}", [prompt], self.setup.bystander_output
-            )
+            var_id = await self._call(scope, "{{prompt}} {{out}}", [prompt], length)
             first, last = await self._stream(scope, var_id)
             self.times.bystander_ttft_s.append(first - began)
-            self.times.bystander_tpot_s.append((last - first) / (self.setup.bystander_output - 1))
+            self.times.bystander_tpot_s.append((last - first) / (length - 1))
             await self._client.delete_session(**scope)
 
     async def _call(
@@ -161,29 +171,34 @@ def _summary(times: Times) -> Iterator[tuple[str, float]]:
 def setups(num_programs: int) -> Iterator[Setup]:
     variants: list[dict[str, Any]] = [{"eager_fill": False}]
     variants += [{"eager_fill": True, "background_share": share} for share in SHARES]
-    for num_bystanders, delay_s, goes_away in product(BYSTANDERS, DELAYS_S, (False, True)):
-        if not goes_away or (num_bystanders and delay_s == DELAYS_S[-1]):
-            for variant in variants[: None if num_bystanders else 2]:
-                setup = Setup(num_bystanders, delay_s, goes_away=goes_away, **variant)
+    for num_bystanders, delay_s, withdrawn in product(BYSTANDERS, DELAYS_S, WITHDRAWN):
+        if not withdrawn or (num_bystanders and delay_s == 2.0):
+            for variant in variants if num_bystanders else variants[::2]:
+                setup = Setup(num_bystanders, delay_s, withdrawn=withdrawn, **variant)
                 yield replace(setup, num_programs=num_programs)
 
 
 def _line(row: dict[str, Any]) -> str:
     state = f"share {row['background_share']}" if row["eager_fill"] else "off"
-    names = {"ttft": "ttft_s", "tpot": "bystander_tpot_s", "their ttft": "bystander_ttft_s"}
+    names = {
+        "ttft": "ttft_s",
+        "later": "later_ttft_s",
+        "tpot": "bystander_tpot_s",
+        "their ttft": "bystander_ttft_s",
+    }
     times = [
         f"{label} {row[f'{name}_mean'] * 1e3:.2f} p99 {row[f'{name}_p99'] * 1e3:.2f} ms"
         for label, name in names.items()
         if f"{name}_mean" in row
     ]
-    end = "withdrawn" if row["goes_away"] else "asked"
-    case = f"{row['num_bystanders']:2} bystanders, {end} after {row['delay_s']:3} s, {state}"
-    return f"{case:50} {', '.join(times)}"
+    end = f"after {row['delay_s']:3} s, {row['withdrawn']:4.0%} withdrawn"
+    case = f"{row['num_bystanders']:2} bystanders, {end}, {state}"
+    return f"{case:56} {', '.join(times)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=10)
+    parser.add_argument("--programs", type=int, default=24)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []
