@@ -1,6 +1,9 @@
 """The engine client's fast encoding says the same as pydantic's."""
 
+from contextlib import suppress
+
 import pytest
+from pydantic import ValidationError
 
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
@@ -57,3 +60,11 @@ def test_every_field_is_sent() -> None:
         *("session_id", "task_id", "priority", "cache_salt", "end_flag"),
         *("background", "background_share"),
     }
+
+
+async def test_the_body_means_the_fill() -> None:
+    request = FillRequest(context_id=7, token_ids=[1], background=True, background_share=0.1)
+    http = Recorder()
+    with suppress(ValidationError):  # what the recorder answers is no answer to a fill
+        await EngineClient(http).fill(request)
+    assert FillRequest.model_validate(http.body) == request
