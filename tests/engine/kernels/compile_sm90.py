@@ -55,6 +55,19 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
+ATTENTION_POINTERS = {
+    "q_ptr": "*bf16",
+    "tables": "*i32",
+    "positions": "*i32",
+    "token_order": "*i32",
+    "items": "*i32",
+    "slot_of": "*i32",
+    "out_ptr": "*bf16",
+    "partial_out": "*fp32",
+    "partial_lse": "*fp32",
+}
+
+
 def attention_variant(
     rows: int,
     *,
@@ -71,17 +84,7 @@ def attention_variant(
 ) -> dict[str, Any]:
     from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
 
-    pointers = {
-        "q_ptr": "*bf16",
-        "tables": "*i32",
-        "positions": "*i32",
-        "token_order": "*i32",
-        "items": "*i32",
-        "slot_of": "*i32",
-        "out_ptr": "*bf16",
-        "partial_out": "*fp32",
-        "partial_lse": "*fp32",
-    }
+    pointers = dict(ATTENTION_POINTERS)
     types = {"scale_log2": "fp32", "stride_q": "i32", "stride_table": "i32"}
     divisible = {*pointers, "stride_q"}
     constants = {
