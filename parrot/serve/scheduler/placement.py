@@ -189,8 +189,12 @@ class PredictedSeconds(Placer):
     def _candidates(self, task: CompletionTask, count: int) -> list[EngineLoad]:
         models = task.models
         found = self._loads.least_loaded(models, count + len(task.avoided))
+        num_open = self._loads.num_open(models)
+        if len(found) == num_open == 1:
+            found[0].refresh()
+            return found
         candidates = {load.id: load for load in found}
-        if len(candidates) < self._loads.num_open(models):
+        if len(candidates) < num_open:
             candidates |= self._proposed(task)
         for engine_id in task.avoided:
             if len(candidates) > 1:
