@@ -66,7 +66,12 @@ class Dispatcher:
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
         self.estimates = Estimates()
         self._eager = EagerFiller(
-            self._ledger, tokenizers, self._preview, self._make_task, self._wake
+            self._ledger,
+            tokenizers,
+            self._preview,
+            self._scheduler.runs_session,
+            self._make_task,
+            self._wake,
         )
         if config.global_scheduler.eager_fill:
             self.anticipation.listen(self._eager)

@@ -76,14 +76,16 @@ class _Ahead:
 
 
 class EagerFiller:
-    """A `PrefixListener`. `choose` says where a task would run now, `make_task` makes one of a
-    beginning, and `wake` has `pump` called soon, after ready work was placed."""
+    """A `PrefixListener`. `choose` says where a task would run now, `runs_session` whether an engine
+    has a call of a session now, `make_task` makes a task of a beginning, and `wake` has `pump` called
+    soon, after ready work was placed."""
 
     def __init__(
         self,
         ledger: ContextLedger,
         tokenizers: TokenizerRegistry,
         choose: Callable[[CompletionTask], Engine | None],
+        runs_session: Callable[[int, int], bool],
         make_task: MakeTask,
         wake: Callable[[], None],
     ) -> None:
@@ -93,6 +95,7 @@ class EagerFiller:
         self._ledger = ledger
         self._tokenizers = tokenizers
         self._choose = choose
+        self._runs_session = runs_session
         self._make_task = make_task
         self._wake = wake
         self._due: dict[Completion, _Prefix] = {}
@@ -176,8 +179,10 @@ class EagerFiller:
         engine = self._choose(task) if ahead is None else ahead.engine
         if engine is None or not (num_missing := self._num_worthwhile(task, engine)):
             return
+        is_sure = prefix.forecast() < inf
+        if is_sure and self._runs_session(engine.id, completion.session_id):
+            return  # it would delay the very calls that this one waits for
         if ahead is None:
-            is_sure = prefix.forecast() < inf
             waste = self._waste_when_sure if is_sure else self._waste
             ahead = self._ahead[completion] = _Ahead(completion, engine, prefix, waste)
         ahead.num_asked += num_missing

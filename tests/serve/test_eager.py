@@ -260,17 +260,22 @@ def test_memory_that_somebody_wants_is_not_taken():
     assert wasted == 0
 
 
-async def share_of(program: Program, *, from_call: bool) -> float:
-    """The share that a fill may take whose completion waits for the program, or for a call."""
-    engine = next(iter(program.cluster.engines.values()))
+async def share_of(program: Program, *, from_call: bool) -> float | None:
+    """The share that a fill may take whose completion waits for the program, or for a call. None:
+    nothing was filled."""
+    links = [engine.link for engine in program.cluster.engines.values()]
+    fills = [link.fill for link in links]
     shares: list[float] = []
-    fill = engine.link.fill
 
-    async def record(request: FillRequest) -> Any:
-        shares.append(request.background_share)
-        return await fill(request)
+    def recording(fill: Any) -> Any:
+        async def record(request: FillRequest) -> Any:
+            shares.append(request.background_share)
+            return await fill(request)
 
-    engine.link.fill = record  # type: ignore[method-assign]
+        return record
+
+    for link, fill in zip(links, fills, strict=True):
+        link.fill = recording(fill)  # type: ignore[method-assign]
     question = await program.var()
     story = await program.var(f"{question} {LONG * 10}")
     if from_call:
@@ -278,17 +283,25 @@ async def share_of(program: Program, *, from_call: bool) -> float:
     answer = await program.call("{{story}} {{question}} {{out}}", story=story, question=question)
     reading = program.reading(answer)
     await asyncio.sleep(0.1)
-    engine.link.fill = fill  # type: ignore[method-assign]
+    for link, fill in zip(links, fills, strict=True):
+        link.fill = fill  # type: ignore[method-assign]
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    return shares[0]
+    return shares[0] if shares else None
 
 
 def test_what_waits_for_calls_alone_may_take_more():
     async def body(program: Program) -> list[float]:
         return [await share_of(program, from_call=from_call) for from_call in (False, True)]
 
-    assert simulate(body) == [pytest.approx(0.02), pytest.approx(0.2)]
+    assert simulate(body, num_engines=2) == [pytest.approx(0.02), pytest.approx(0.2)]
+
+
+def test_a_fill_does_not_delay_the_calls_that_its_completion_waits_for():
+    async def body(program: Program) -> float | None:
+        return await share_of(program, from_call=True)
+
+    assert simulate(body) is None
 
 
 def test_what_is_used_lets_later_fills_take_more_and_what_is_withdrawn_less():

@@ -190,6 +190,13 @@ class Scheduler:
         load = self._placer.choose(task, self._clock.now())
         return None if load is None else load.id
 
+    def runs_session(self, engine_id: int, session_id: int) -> bool:
+        """Whether the engine has a call of this session now."""
+        load = self._loads.get(engine_id)
+        return load is not None and any(
+            task.completion.session_id == session_id for task in load.tasks
+        )
+
     # Loads
 
     def _place(self, task: CompletionTask, load: EngineLoad) -> Placement:
