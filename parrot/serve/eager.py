@@ -76,9 +76,9 @@ class _Ahead:
 
 
 class EagerFiller:
-    """A `PrefixListener`. `choose` says where a task would run now, `runs_session` whether an engine
-    has a call of a session now, `make_task` makes a task of a beginning, and `wake` has `pump` called
-    soon, after ready work was placed."""
+    """A `PrefixListener`. `choose` says where a task would run now, `runs_session` whether an
+    engine has a call of a session now, `make_task` makes a task of a beginning, and `wake` has
+    `pump` called soon, after ready work was placed."""
 
     def __init__(
         self,

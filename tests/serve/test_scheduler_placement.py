@@ -54,6 +54,21 @@ def test_siblings_gather_before_any_cache_is_warm(ctx_group: bool) -> None:
     assert len(set(bench.run().values())) == (1 if ctx_group else 4)
 
 
+def test_each_of_several_blocks_gets_its_share_of_the_engines() -> None:
+    """Alone, either would be split over all four: its prompt is short and its outputs are many."""
+    bench = Bench(graph_group=False)
+    bench.engines(4, slots=64)
+    blocks = {
+        name: [bench.task(name, prefix_len=500, criteria=THROUGHPUT) for _ in range(16)]
+        for name in ("a", "b", "c", "d")
+    }
+    bench.add(*[task for turn in zip(*blocks.values(), strict=True) for task in turn])
+    placed = bench.run()
+    used = {name: {placed[task] for task in tasks} for name, tasks in blocks.items()}
+    assert sorted(map(len, used.values())) == [1, 1, 1, 1]
+    assert len(set().union(*used.values())) == 4
+
+
 @pytest.mark.parametrize("graph_group", [True, False])
 def test_task_groups_gather(graph_group: bool) -> None:
     bench = Bench(graph_group=graph_group)

@@ -79,6 +79,13 @@ def test_the_fewest_engines_that_are_soon_enough() -> None:
     assert len(split(idle, 32, tolerance=0.0)) == 8
 
 
+def test_no_more_engines_than_wanted_unless_they_have_no_room() -> None:
+    idle = [Site(i, 1.0, 0.01, 0.0, 0.0, 20) for i in range(8)]
+    assert len(split(idle, 16, tolerance=0.0, most=1)) == 1
+    assert len(split(idle, 32, tolerance=0.0, most=2)) == 2
+    assert sum(share for _, share in split(idle, 32, tolerance=0.0, most=1)) == 32
+
+
 def test_slower_engines_get_less() -> None:
     shares = dict(split([Site(0, 0.1, 0.1, 0, 0, 99), Site(1, 0.4, 0.4, 0, 0, 99)], 50, 0.0))
     assert shares[0] == pytest.approx(4 * shares[1], rel=0.15)

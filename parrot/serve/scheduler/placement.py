@@ -147,6 +147,7 @@ class PredictedSeconds(Placer):
         self._policies = policies
         self._blocks = blocks
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # engines, and tasks for each
+        self._num_queued: dict[tuple[str, ...], int] = {}  # when this round planned first
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
         if self._loads.num_open(task.models) > 1 and not task.avoided:
@@ -168,6 +169,7 @@ class PredictedSeconds(Placer):
 
     def new_round(self) -> None:
         self._plans.clear()
+        self._num_queued.clear()
 
     def queued(self, task: CompletionTask) -> None:
         self._blocks.add(task)
@@ -250,10 +252,14 @@ class PredictedSeconds(Placer):
         return None
 
     def _plan(self, task: CompletionTask, block: Block, now: float) -> list[tuple[int, int]]:
+        models = task.models
+        num_queued = self._num_queued.setdefault(models, self._blocks.num_tasks(models))
+        # Where other blocks have use for the other engines, each prefix is filled once.
+        most = max(1, round(self._loads.num_open(models) * block.size / num_queued))
         candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size))
         sites = [self._site(task, block, load, now) for load in candidates]
         tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
-        return split(sites, block.size, tolerance)[::-1]
+        return split(sites, block.size, tolerance, most)[::-1]
 
     def _site(self, task: CompletionTask, block: Block, load: EngineLoad, now: float) -> Site:
         cost, output = load.cost, task.expected_output

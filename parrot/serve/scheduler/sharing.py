@@ -90,13 +90,22 @@ class QueuedBlocks:
         self._by_prefix = by_prefix
         self._by_group = by_group
         self._counts: dict[Hashable, tuple[int, int]] = {}  # tasks, and tokens of their prompts
+        self._num_tasks: Counter[tuple[str, ...]] = Counter()
+
+    def num_tasks(self, models: tuple[str, ...]) -> int:
+        """All that are queued for one of these models."""
+        return self._num_tasks[models]
 
     def add(self, task: CompletionTask) -> None:
+        self._num_tasks[task.models] += 1
         for key in self._keys(task):
             count, tokens = self._counts.get(key, (0, 0))
             self._counts[key] = (count + 1, tokens + task.prompt_len)
 
     def remove(self, task: CompletionTask) -> None:
+        self._num_tasks[task.models] -= 1
+        if not self._num_tasks[task.models]:
+            del self._num_tasks[task.models]
         for key in self._keys(task):
             count, tokens = self._counts[key]
             if count == 1:
@@ -132,5 +141,7 @@ class QueuedBlocks:
             yield (task.models, task.group)
 
     def check_integrity(self, tasks: Iterable[CompletionTask]) -> None:
+        tasks = list(tasks)
+        assert self._num_tasks == Counter(task.models for task in tasks), self._num_tasks
         counts = Counter(key for task in tasks for key in self._keys(task))
         assert counts == {key: count for key, (count, _) in self._counts.items()}, counts

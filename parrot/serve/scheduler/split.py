@@ -22,17 +22,20 @@ class Site(NamedTuple):
     room: int
 
 
-def split(sites: Sequence[Site], num_tasks: int, tolerance: float) -> list[tuple[int, int]]:
+def split(
+    sites: Sequence[Site], num_tasks: int, tolerance: float, most: int | None = None
+) -> list[tuple[int, int]]:
     """Shares for engines: (engine, tasks), of all tasks as far as they fit. Of the ways to split,
-    the one over the fewest engines whose cost is within `tolerance` (relative) of the least; the
-    cost is the block's last end, and the harm to others per task of the block."""
+    over at most `most` engines if these hold all, the one over the fewest whose cost is within
+    `tolerance` (relative) of the least; the cost is the block's last end, and the harm to others
+    per task of the block."""
     usable = [site for site in sites if site.room > 0]
     usable.sort(key=lambda s: s.start_s + s.each_s + s.harm_s / num_tasks + s.harm_each_s)
     num_tasks = min(num_tasks, sum(site.room for site in usable))
     if not num_tasks:
         return []
     ways: list[tuple[float, list[tuple[Site, int]]]] = []
-    for count in _counts(min(len(usable), num_tasks)):
+    for count in _counts(min(len(usable), num_tasks, most or len(usable))):
         chosen = usable[:count]
         if sum(site.room for site in chosen) >= num_tasks:
             shares = level(chosen, num_tasks)
