@@ -11,6 +11,7 @@ MAX_GEN_LENGTH = 1_000_000
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
+_StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
 
 
 class SamplingConfig(BaseModel):
@@ -26,7 +27,7 @@ class SamplingConfig(BaseModel):
     max_gen_length: int = Field(512, ge=1, le=MAX_GEN_LENGTH)
     ignore_tokenizer_eos: bool = False
     stop_token_ids: tuple[_TokenId, ...] = Field((), max_length=1024)
-    stop_str: _StopString | tuple[_StopString, ...] | None = Field(None)
+    stop_str: _StopString | _StopStrings | None = Field(None)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(0.0, ge=0.0, le=10.0)

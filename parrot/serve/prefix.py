@@ -35,11 +35,6 @@ class Segment(NamedTuple):
     ends_turn: bool = False
 
 
-def prompt_segments(completion: Completion) -> list[Segment]:
-    """Every segment from the beginning of its context to where it generates. Needs ready inputs."""
-    return [*preceding_segments(completion), *fill_segments(completion)]
-
-
 def preceding_segments(completion: Completion) -> list[Segment]:
     """What it continues: the prompts and outputs of the completions before it, which are done."""
     chain: list[Completion] = []

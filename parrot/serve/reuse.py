@@ -134,10 +134,6 @@ class Reuse:
         self._tasks: dict[bytes, CompletionTask] = {}  # in flight, by result key
         self._following: dict[int, CompletionTask] = {}  # by the follower's id
 
-    @property
-    def num_cached_bytes(self) -> int:
-        return self._cache.num_bytes
-
     def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes | None:
         """Equal for identical calls; None if the call is not one to be shared. The last prompt key
         stands for tenant, chat flag and prompt, and cannot be made by anybody else. A sampling

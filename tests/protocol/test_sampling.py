@@ -30,6 +30,7 @@ def test_defaults_are_those_of_the_public_surface() -> None:
         ("stop_token_ids", [-1]),
         ("stop_str", ""),
         ("stop_str", [""]),
+        ("stop_str", ["x"] * 17),
         ("logit_bias", {"5": 1000.0}),
         ("repetition_penalty", -1.0),
     ],

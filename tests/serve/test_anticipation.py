@@ -15,7 +15,7 @@ from parrot.serve.anticipation import Anticipation
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.next_use import Forecast
-from parrot.serve.prefix import PrefixHasher, Segment, prompt_segments
+from parrot.serve.prefix import PrefixHasher, Segment, fill_segments, preceding_segments
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import (
     FakeRunner,
@@ -104,7 +104,7 @@ class AnticipatingRunner(FakeRunner):
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
             segments, keys = self.anticipation.prompt(task)
-            assert segments == prompt_segments(task)
+            assert segments == [*preceding_segments(task), *fill_segments(task)]
             assert keys == HASHER.keys("tenant", task.options.chat, segments)
         super().start(task)
 

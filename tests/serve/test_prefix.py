@@ -11,8 +11,9 @@ from parrot.serve.prefix import (
     Segment,
     SegmentKind,
     extend_key,
+    fill_segments,
     output_segment,
-    prompt_segments,
+    preceding_segments,
 )
 
 TEXTS = st.sampled_from(["", "a", "b", "ab", "c", "é\u4e2d", "a" * 100])
@@ -71,7 +72,7 @@ def test_segments_of_a_chain() -> None:
     second = Completion(
         1, 0, 0, options, (TextPiece("C"),), SemanticVariable("z", "z", 0), sampling, first
     )
-    segments = prompt_segments(second)
+    segments = [*preceding_segments(second), *fill_segments(second)]
     assert [(s.kind.name, s.text, s.ends_turn) for s in segments] == [
         ("CONSTANT", "A ", False),
         ("VALUE", "value", False),
@@ -80,6 +81,6 @@ def test_segments_of_a_chain() -> None:
         ("CONSTANT", "C", True),
     ]
     assert segments[3].tokenized is y.tokenized
-    assert prompt_segments(first) == segments[:3]
+    assert [*preceding_segments(first), *fill_segments(first)] == segments[:3]
     keys = HASHER.keys("t", False, segments)
     assert extend_key(keys[2], output_segment("answer", None)) == keys[3]
