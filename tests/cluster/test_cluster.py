@@ -37,7 +37,7 @@ def process_is_gone(pid: int) -> bool:
         return subprocess.run(["ps", "-p", str(pid)], capture_output=True).returncode != 0
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -143,9 +143,9 @@ def test_a_stubborn_server_is_killed_with_its_children() -> None:
         log = cluster.log("engine-0")
         grandchild = int(log.partition("grandchild ")[2].split()[0])
         assert not process_is_gone(grandchild)
-        begin = time.monotonic()
-        cluster.process("engine-0").stop(grace_s=0.3)
-        assert time.monotonic() - begin < 5
+        engine = cluster.process("engine-0")
+        engine.stop(grace_s=0.3)
+        assert engine.exit_code == -signal.SIGKILL
         assert eventually(lambda: process_is_gone(grandchild))
 
 

@@ -42,7 +42,7 @@ async def session(slow_cluster: Cluster) -> AsyncIterator[Program]:
 
 async def until_running(engine: EngineClient, num_jobs: int) -> RuntimeInfo:
     """Wait for so many jobs; the engine's state then."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (info := await engine.ping()).num_total_jobs != num_jobs:
             await asyncio.sleep(0.005)
     return info
@@ -57,8 +57,12 @@ async def assert_stops(engine: EngineClient) -> None:
     before = await engine.ping()
     after = await until_running(engine, 0)
     assert after.num_steps - before.num_steps <= MAX_STEPS
-    async with asyncio.timeout(5):  # the order to free follows at once
-        while (await engine.ping()).num_free_blocks < after.num_max_blocks:
+    await until_all_is_free(engine)
+
+
+async def until_all_is_free(engine: EngineClient) -> None:
+    async with asyncio.timeout(60):
+        while (info := await engine.ping()).num_free_blocks < info.num_max_blocks:
             await asyncio.sleep(0.005)
 
 
@@ -80,8 +84,8 @@ async def test_a_stream_that_is_left(session: Program, engine: EngineClient) -> 
 async def test_a_read_that_timed_out(session: Program, engine: EngineClient) -> None:
     with pytest.raises(TimedOut):
         await session.get(await endless(session), timeout_s=0.3)
-    await asyncio.sleep(0.3)  # the grace for those who read again
-    await assert_stops(engine)
+    await until_running(engine, 0)  # when the grace for those who read again is over
+    await until_all_is_free(engine)
 
 
 async def test_a_cancelled_variable_with_what_feeds_it_and_what_it_feeds(

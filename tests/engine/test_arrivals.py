@@ -42,7 +42,7 @@ async def test_forks_wait_for_the_request_that_creates_their_parent(arrivals: Ar
     second = await is_held(arrivals, fill(3, 1))
     grandchild = await is_held(arrivals, fill(4, 3))
     await arrivals.enter([fill(1)])
-    await asyncio.wait_for(asyncio.gather(first, second, grandchild), 1)
+    await asyncio.wait_for(asyncio.gather(first, second, grandchild), 30)
 
 
 async def test_the_engine_decides_when_no_parent_comes(
@@ -51,10 +51,10 @@ async def test_the_engine_decides_when_no_parent_comes(
     task = await is_held(arrivals, fill(2, 1))
     other = await is_held(arrivals, fill(3, 1))
     await clock.advance(GRACE_S)
-    await asyncio.wait_for(asyncio.gather(task, other), 1)
+    await asyncio.wait_for(asyncio.gather(task, other), 30)
     again = await is_held(arrivals, fill(4, 1))
     await arrivals.enter([fill(1)])
-    await asyncio.wait_for(again, 1)
+    await asyncio.wait_for(again, 30)
 
 
 async def test_a_waiting_request_may_be_cancelled(arrivals: Arrivals) -> None:
@@ -62,7 +62,7 @@ async def test_a_waiting_request_may_be_cancelled(arrivals: Arrivals) -> None:
     other = await is_held(arrivals, fill(3, 1))
     task.cancel()
     await arrivals.enter([fill(1)])
-    await asyncio.wait_for(other, 1)
+    await asyncio.wait_for(other, 30)
     assert task.cancelled()
 
 
@@ -87,4 +87,4 @@ async def test_a_reset_forgets_the_last_senders_ids(arrivals: Arrivals) -> None:
     await arrivals.enter([fill(2)])
     task = await is_held(arrivals, fill(3, 1))
     await arrivals.enter([fill(1)])
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 30)

@@ -392,7 +392,7 @@ def test_the_process_says_when_it_is_ready_and_ends_cleanly(tmp_path):
         lines = iter(process.stderr.readline, "")
         assert any("sim:" in line and "is ready" in line for line in lines)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
         assert process.returncode == 0
 
 
@@ -404,7 +404,7 @@ def test_a_process_that_is_loading_its_model_ends_cleanly(tmp_path, delay_s):
         assert any("loading embedded" in line for line in lines)
         time.sleep(delay_s)
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
         assert "Traceback" not in stderr
 

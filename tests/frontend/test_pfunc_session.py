@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -601,11 +600,9 @@ def test_ctrl_c_ends_a_blocking_read(url: str, serve: FakeServe) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         assert serve.reading.wait(10)
-        start = time.monotonic()
         os.kill(process.pid, signal.SIGINT)
         assert process.stdout.read() == "interrupted\n"
     assert process.returncode == 0
-    assert time.monotonic() - start < 3
     assert serve.withdrawn.wait(10)
     assert len(serve.ended) == 1
 

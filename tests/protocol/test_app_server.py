@@ -61,4 +61,4 @@ async def test_idle_connections_stay_open_longer_than_clients_keep_them(idle_s: 
             assert await second.json() == "posted"
         assert set(server.server_state.connections) == connections
     server.should_exit = True
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)

@@ -117,7 +117,7 @@ async def world() -> AsyncIterator[World]:
 
 async def error_of(completion: Completion) -> ParrotError:
     with pytest.raises(ParrotError) as caught:
-        await asyncio.wait_for(completion.output.wait(), 5)
+        await asyncio.wait_for(completion.output.wait(), 30)
     return caught.value
 
 
@@ -287,8 +287,8 @@ async def test_a_long_text_does_not_block_the_loop(world: World) -> None:
     await world.join(engine)
     completion = world.submit("Read: ", value("x" * 20_000))
     again = world.submit("Read: ", value("x" * 20_000), session=2)
-    assert await asyncio.wait_for(completion.output.wait(), 10) == "<20006>"
-    await asyncio.wait_for(again.output.wait(), 10)
+    assert await asyncio.wait_for(completion.output.wait(), 30) == "<20006>"
+    await asyncio.wait_for(again.output.wait(), 30)
     fill = engine.requests[1].fills[-1]
     assert fill.token_ids is not None
     assert len(fill.token_ids) == 1  # it found the first one's context

@@ -65,7 +65,7 @@ class Site:
 
     async def started(self, number: int = 1) -> None:
         """Wait until so many completions are started."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(self.dispatcher.started) != number:  # noqa: ASYNC110 - a fake's state
                 await asyncio.sleep(0.005)
 
