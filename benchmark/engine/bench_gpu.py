@@ -104,7 +104,7 @@ def _graph_ms(runner: CudaRunner) -> float | None:
 
 def bench_prefill(runner: CudaRunner, tokens: int, chunk: int) -> Row:
     times = []
-    for _ in range(5):
+    for _ in range(2 + gpu_http.PREFILL_RUNS):
         case = Decode(f"prefill {tokens}", 1, 0)
         sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
         steps = sequences.fill(tokens, chunk)
@@ -113,7 +113,8 @@ def bench_prefill(runner: CudaRunner, tokens: int, chunk: int) -> Row:
         for step in steps:
             runner.run(StepPlan((step,)))
         times.append((time.perf_counter() - began) * 1e3)
-    return {"ms": statistics.median(times[1:])}
+    measured = sorted(times[2:])
+    return {"ms": statistics.median(measured), "least_ms": measured[0], "most_ms": measured[-1]}
 
 
 def bench_mixed(runner: CudaRunner, chunk: int) -> Row:

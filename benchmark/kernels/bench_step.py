@@ -138,7 +138,7 @@ class Step:
                 first = hidden is residual
                 add_rms_norm(hidden, residual, layer.norms[0], 1e-5, x, add=not first)
                 qkv = linear(x, layer.qkv)
-                q = rope_and_store(qkv, kv, rows, self.cos_sin, model.shape, layer.qk_norm)
+                q, _ = rope_and_store(qkv, kv, rows, self.cos_sin, model.shape, layer.qk_norm)
                 attention.run(q, kv, plan, out)
                 hidden = linear(out.view(batch, -1), layer.o)
                 add_rms_norm(hidden, residual, layer.norms[1], 1e-5, x)

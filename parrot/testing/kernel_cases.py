@@ -31,10 +31,13 @@ class Request:
 
 @dataclass
 class Case:
-    """Tensors of one step, KV pool included, with the expected output and log2-sum-exp."""
+    """Tensors of one step, KV pool included, with the expected output and log2-sum-exp. `k_new`
+    and `v_new` [tokens, kv_heads, head_dim]: what this step adds to the pool."""
 
     step: StepRows
     q: torch.Tensor
+    k_new: torch.Tensor
+    v_new: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     tables: torch.Tensor
@@ -71,9 +74,12 @@ def make_case(
     q = torch.randn(q_size, generator=generator).to(dtype)
     q_parts = torch.split(q, q_lens.tolist())
     answers = [_reference(*a) for a in zip(q_parts, sequences, starts.tolist(), strict=True)]
+    new = [[part[start:] for part in kv] for kv, start in zip(sequences, starts, strict=True)]
     return Case(
         step=StepRows(tables, starts, q_lens),
         q=q.to(device),
+        k_new=torch.cat([k for k, _ in new]).to(device),
+        v_new=torch.cat([v for _, v in new]).to(device),
         k_cache=k_cache.to(device),
         v_cache=v_cache.to(device),
         tables=torch.from_numpy(tables).to(device),

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
-from parrot.engine.kernels.attention import Capacity, KVView, PlanBuffers, TreeAttention
+from parrot.engine.kernels.attention import Capacity, KVView, NewKV, PlanBuffers, TreeAttention
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.work_list import SplitConfig, plan_work
 from parrot.testing.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
@@ -60,7 +60,8 @@ class Run:
         self.lse = torch.full(case.q.shape[:2], float("nan"), device="cuda")
 
     def launch(self) -> None:
-        self.attention.run(self.case.q, self.kv, self.plan, self.out, self.lse)
+        new = NewKV(self.case.k_new, self.case.v_new)
+        self.attention.run(self.case.q, self.kv, self.plan, self.out, self.lse, new=new)
 
     def check(self) -> torch.Tensor:
         torch.cuda.synchronize()
@@ -173,3 +174,17 @@ def test_a_large_step_of_decodes_and_fills() -> None:
     run = Run(case, shape, gate=GateConfig(), split=SplitConfig())
     run.launch()
     run.check()
+
+
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(4, 2, 128), (1, 4, 64), (3, 3, 64)])
+def test_dense_beginnings_of_fills(group: int, kv_heads: int, dim: int) -> None:
+    shape = AttentionShape(group * kv_heads, kv_heads, dim, 64)
+    requests = [*MIXED, Request((), 0, 1500), Request((), 0, 1024)]
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    split = SplitConfig(min_span=(64,) * 3, dense=512, dense_min=1024)
+    runs = [Run(case, shape, split=split) for _ in range(2)]
+    for one in runs:
+        one.launch()
+    torch.cuda.synchronize()
+    assert relative_error(runs[0].out, case.expected) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(runs[0].out, runs[1].out)

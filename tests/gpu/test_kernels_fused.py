@@ -55,13 +55,15 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) ->
     k_cache, v_cache = (cache.to(torch.bfloat16).cuda() for cache in caches)
     norm = HeadNorm(normal(dim), normal(dim), 1e-6) if with_norm else None
     kv = KVView(k_cache, v_cache, tables.cuda(), positions.cuda())
-    q = rope_and_store(qkv, kv, table_rows.cuda(), cos_sin.cuda(), shape, norm)
+    q, new = rope_and_store(qkv, kv, table_rows.cuda(), cos_sin.cuda(), shape, norm, keep_k=True)
 
     q_in, k_in, v_in = before.split([heads, kv_heads, kv_heads], dim=1)
     if norm is not None:
         q_in = rms_norm_reference(q_in, norm.q_weight.cpu(), norm.eps)
         k_in = rms_norm_reference(k_in, norm.k_weight.cpu(), norm.eps)
     assert relative_error(q, rope_reference(q_in, positions, cos_sin)) < 5e-3
+    assert relative_error(new.k, rope_reference(k_in, positions, cos_sin)) < 5e-3
+    assert torch.equal(new.v.cpu().double(), v_in)
     pages = tables[table_rows.long(), positions.long() // page].long()
     slots = positions.long() % page
     assert (

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from parrot.engine.kernels.attention import KVView, PlanBuffers, TreeAttention
+from parrot.engine.kernels.attention import (
+    KVView,
+    NewKV,
+    PlanBuffers,
+    TreeAttention,
+    dense_attention,
+)
 from parrot.engine.kernels.gate import AttentionShape
 
 
@@ -52,10 +58,25 @@ class TritonAttention:
         k, v = self._layers[layer]
         return KVView(k, v, plan.tables, plan.positions)
 
-    def attend(self, layer: int, q: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
-        """q [rows, heads, head_dim], whose KV is in the pool -> [rows, heads * head_dim]."""
+    def attend(
+        self, layer: int, q: torch.Tensor, new: NewKV, plan: TritonPlan, *, only_last: bool = False
+    ) -> torch.Tensor:
+        """q [rows, heads, head_dim], whose KV is in the pool too -> [rows, heads * head_dim].
+        `only_last`: of each sequence only the last row's result is defined."""
+        if plan.work.dense == ((0, len(q)),) and not only_last:
+            return dense_attention(q, new.k, new.v, self.shape.head_dim**-0.5).flatten(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return self._kernels.run(q, self.view(layer, plan), plan.work, out).flatten(1)
+        view = self.view(layer, plan)
+        return self._kernels.run(q, view, plan.work, out, new=new, only_last=only_last).flatten(1)
+
+    def prepare_dense(self, num_tokens: int) -> None:
+        """So that no prompt waits for it."""
+        shape = self.shape
+        heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        size = (num_tokens, sum(heads), shape.head_dim)
+        qkv = torch.zeros(size, dtype=self._layers[0][0].dtype, device=self.device)
+        q, k, v = torch.split(qkv, heads, dim=1)
+        dense_attention(q, k, v, shape.head_dim**-0.5)
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan
@@ -66,4 +87,4 @@ class TritonAttention:
         keys, values = self._layers[layer]
         keys[blocks, :, positions % self._block_size] = k
         values[blocks, :, positions % self._block_size] = v
-        return self.attend(layer, q, plan)
+        return self.attend(layer, q, NewKV(k, v), plan)

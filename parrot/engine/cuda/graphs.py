@@ -104,9 +104,9 @@ class Rooms:
         return Capacity(size.rows, narrow, tiles, tiles, slots)
 
     def of(self, size: StepSize, work: WorkList) -> Capacity | None:
-        """None: larger than any room."""
+        """None: larger than any room, or with what no graph has."""
         largest = self.largest(size)
-        if not largest.holds(work):
+        if work.dense or not largest.holds(work):
             return None
         if size.logits is not None:
             return largest

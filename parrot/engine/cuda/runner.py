@@ -35,6 +35,7 @@ from parrot.protocol.errors import OutOfMemory
 from parrot.protocol.sampling import SamplingConfig
 
 _WARM_UP_LENGTHS = (64, 2048)
+_DENSE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class CudaRunner:
         )
         max_seq_len = min(options.max_seq_len or spec.max_seq_len, spec.max_seq_len)
         self._device = device
+        self._max_tokens = options.max_tokens
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
         self._info = RunnerInfo(
             num_blocks=num_blocks,
@@ -288,6 +290,9 @@ class CudaRunner:
                     self._graphs.prepare(size, work)
                 self._graphs.prepare(size, work, largest=True)
                 self._stage.sent()
+        if self._split.dense is not None:
+            for num_tokens in range(self._split.dense_min, self._max_tokens + 1, self._split.dense):
+                self._attention.prepare_dense(num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -352,4 +357,8 @@ def _with_rows(work: WorkList, rows: IntArray) -> WorkList:
 def _split_config(device: torch.device) -> SplitConfig:
     if device.type != "cuda":
         return SplitConfig()
-    return SplitConfig(num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = properties.major == 9  # elsewhere nobody has measured
+    return SplitConfig(
+        num_sms=properties.multi_processor_count, dense=_DENSE_TOKENS if is_hopper else None
+    )

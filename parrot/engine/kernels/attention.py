@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, merge_partials
@@ -101,6 +103,7 @@ class PlanBuffers:
         self.shared_rows = 0
         self.fill_rows = 0
         self.num_slots = 0
+        self.dense: tuple[tuple[int, int], ...] = ()
         pinned = device.type == "cuda"
         self._host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(starts[-1], dtype=torch.int32, device=device)
@@ -123,6 +126,7 @@ class PlanBuffers:
         self._device.copy_(self._host, non_blocking=True)
         self.shared_rows, self.fill_rows = work.shared_rows, work.fill_rows
         self.num_slots = work.num_slots
+        self.dense = work.dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,15 @@ class KVView:
     v: torch.Tensor
     tables: torch.Tensor
     positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NewKV:
+    """This step's keys and values as they were computed, [tokens, kv_heads, head_dim] each, for
+    attention that does not go through pages."""
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +199,18 @@ class TreeAttention:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
         scale: float | None = None,
+        new: NewKV | None = None,
+        *,
+        only_last: bool = False,
     ) -> torch.Tensor:
         """Attend each token of `q` to the KV at positions up to its own; returns `out`.
 
         q      [tokens, heads, head_dim]; heads contiguous, tokens at any stride
         out    [tokens, heads, head_dim], contiguous
         lse    float32 [tokens, heads] if wanted: log2 of the sum of exponentials
-        scale  of the scores, positive; default head_dim ** -0.5"""
+        scale  of the scores, positive; default head_dim ** -0.5
+        new    needed where the plan has dense spans, whose log-sum-exp is not given
+        only_last  of a request's tokens, none but the last one's output is wanted"""
         scale = self.shape.head_dim**-0.5 if scale is None else scale
         step = _Step(q, kv, plan, out, lse, scale * math.log2(math.e))
         self._check(step)
@@ -211,6 +229,11 @@ class TreeAttention:
             torch.cuda.current_stream().wait_stream(side)
         if plan.capacity.slots:
             self._merge(step)
+        for first, count in plan.dense:
+            assert new is not None
+            span = slice(first, first + count)
+            last = slice(first + count - 1, first + count) if only_last else span
+            out[last] = dense_attention(q[last], new.k[span], new.v[span], scale)
         return out
 
     def _check(self, step: _Step) -> None:
@@ -314,3 +337,21 @@ class TreeAttention:
             WITH_LSE=step.lse is not None,
             num_warps=self.config.merge_warps,
         )
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of tokens to themselves and those before: q [tokens, heads, head_dim], k and v
+    [tokens, kv_heads, head_dim]; or only that of the last token, if q has only one.
+
+    cuDNN's kernel for just this case needs less energy than ours, and energy is what bounds a long
+    prompt. It prepares itself for every number of tokens, which takes some 30 ms."""
+    is_causal = len(q) > 1
+    backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda and is_causal else SDPBackend.MATH
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+    return out[0].transpose(0, 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from parrot.engine.kernels.attention import KVView
+from parrot.engine.kernels.attention import KVView, NewKV
 from parrot.engine.kernels.fused_kernels import (
     add_rms_norm_kernel,
     rope_and_store_kernel,
@@ -67,8 +67,11 @@ def rope_and_store(
     cos_sin: torch.Tensor,
     shape: AttentionShape,
     norm: HeadNorm | None = None,
-) -> torch.Tensor:
-    """Rotate q in place and write k and v to the cache; returns q, a view [tokens, heads, dim].
+    *,
+    keep_k: bool = False,
+) -> tuple[torch.Tensor, NewKV]:
+    """Rotate q in place and write k and v to the cache; returns q, a view [tokens, heads, dim], and
+    views of the new k (rotated in place only if it is to be kept) and v.
 
     qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous
     kv          the layer's cache, block tables and the tokens' positions
@@ -101,10 +104,13 @@ def rope_and_store(
         PAGE=shape.page_size,
         HEADS=_ROPE_HEADS,
         WITH_NORM=norm is not None,
+        KEEP_K=keep_k,
         num_warps=2,
     )
-    q = qkv[:, : shape.num_heads * shape.head_dim]
-    return q.view(len(qkv), shape.num_heads, shape.head_dim)
+    heads = qkv.view(len(qkv), num_heads, shape.head_dim)
+    sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    q, k, v = torch.split(heads, sizes, dim=1)
+    return q, NewKV(k, v)
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -57,9 +57,11 @@ def rope_and_store_kernel(
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     WITH_NORM: tl.constexpr,
+    KEEP_K: tl.constexpr,
 ):
     """Program (token, block of HEADS heads): normalise each head of q and k if asked, rotate it by
-    the token's position, then q back in place, k and v to the token's place in its page.
+    the token's position, then q back in place, k and v to the token's place in its page. KEEP_K: k
+    back in place too.
 
     Rotated are the halves of a head, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     token = tl.program_id(0).to(tl.int64)
@@ -91,9 +93,9 @@ def rope_and_store_kernel(
     kind = qkv_ptr.dtype.element_ty
     r1 = (y1 * cos - y2 * sin).to(kind)
     r2 = (y2 * cos + y1 * sin).to(kind)
-    to_q = inside & (head < H)[:, None]
-    tl.store(at, r1, mask=to_q)
-    tl.store(at + D // 2, r2, mask=to_q)
+    to_qkv = inside & (head < H + HKV if KEEP_K else head < H)[:, None]
+    tl.store(at, r1, mask=to_qkv)
+    tl.store(at + D // 2, r2, mask=to_qkv)
     kv_head = tl.where(is_v, head - H - HKV, head - H)
     place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE).to(tl.int64) * D
     k_at = k_cache + place[:, None] + half[None, :]

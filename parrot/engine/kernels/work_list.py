@@ -10,7 +10,8 @@ covers gets its output directly; the partial results of others are merged by a s
     own KV         |1|2| 3   |      slots 1 3 5 7 9
 
 Three classes of items go to three launches: narrow (few rows, that is tokens times query heads per
-KV head: decodes), shared (nodes with more rows) and fills.
+KV head: decodes), shared (nodes with more rows) and fills. Long beginnings of contexts, which see
+nothing but themselves, can be left to a library ("dense"); they are no items.
 """
 
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ class SplitConfig:
     `narrow_rows`: the most rows of a narrow item. `tile_rows`: heights of the other classes'
     tiles; the lowest that holds an item is taken. `hidden_bytes`: of narrow KV that the device
     reads while one program of a shared item takes a key. The two run side by side, so a shared
-    span that ends before the narrow ones do need not be split for the sake of time."""
+    span that ends before the narrow ones do need not be split for the sake of time.
+    `dense`: of a fill from position 0, as many tokens as are a multiple of this are dense, from
+    `dense_min` tokens on. None: no fill is."""
 
     num_sms: int = 132
     waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
@@ -63,6 +66,8 @@ class SplitConfig:
     narrow_rows: int = 16
     tile_rows: tuple[int, ...] = (64,)
     hidden_bytes: int = 110_000
+    dense: int | None = None
+    dense_min: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class WorkList:
     """Items are int32 [items, ITEM_FIELDS], most work first; `shared_rows` and `fill_rows` are the
     heights of their tiles. `token_order`: a permutation of the rows of q. Token t merges partials
     [slot_indptr[t], slot_indptr[t + 1]); an empty range means that it was written directly.
+    `dense`: (first row of q, tokens) of what no item covers: tokens 0... of one context each.
 
     `num_shared_tokens`: KV tokens whose repeated reading the plan saves."""
 
@@ -98,6 +104,7 @@ class WorkList:
     token_order: IntArray
     slot_indptr: IntArray
     slot_of: IntArray
+    dense: tuple[tuple[int, int], ...]
     num_shared_tokens: int
 
     @property
@@ -133,7 +140,8 @@ def plan_work(
     shared = choose_shared(tree, step.q_lens, shape, gate or GateConfig())
     order = tree.order
     token_order, first_in_order = _order_tokens(step, order)
-    spans = _spans(step, order, shared, first_in_order, shape.page_size)
+    num_dense = _num_dense(step, split)
+    spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
     kinds = _classify(spans, shape, split)
     heights = tuple(_tile_height(spans, kinds == kind, shape, split) for kind in (SHARED, FILL))
     items, item_kinds = _cut(spans, kinds, (split.narrow_rows, *heights), shape, split)
@@ -151,6 +159,7 @@ def plan_work(
         token_order=token_order,
         slot_indptr=indptr,
         slot_of=slot_of,
+        dense=tuple((int(step.q_first[r]), int(num_dense[r])) for r in np.flatnonzero(num_dense)),
         num_shared_tokens=num_shared_pages * shape.page_size,
     )
 
@@ -166,8 +175,18 @@ def _order_tokens(step: StepRows, order: IntArray) -> tuple[IntArray, LongArray]
     return rows.astype(np.int32), first_in_order
 
 
+def _num_dense(step: StepRows, split: SplitConfig) -> LongArray:
+    """Of each request, the tokens that no item has to cover."""
+    q_lens = step.q_lens.astype(np.int64)
+    if split.dense is None:
+        return np.zeros_like(q_lens)
+    is_dense = (step.starts == 0) & (q_lens >= split.dense_min)
+    return np.where(is_dense, q_lens // split.dense * split.dense, 0)
+
+
 def _spans(
     step: StepRows,
+    num_dense: LongArray,
     order: IntArray,
     shared: tuple[TreeNode, ...],
     first_in_order: LongArray,
@@ -178,16 +197,19 @@ def _spans(
         own_first[node.lo : node.hi] = node.end_page * page_size
     nodes = np.array([(n.lo, n.hi, n.first_page, n.end_page) for n in shared], dtype=np.int64)
     lo, hi, first_page, end_page = nodes.reshape(-1, 4).T
-    starts, counts = step.starts[order].astype(np.int64), step.q_lens[order].astype(np.int64)
+    skipped = num_dense[order]
+    starts = step.starts[order].astype(np.int64) + skipped
+    counts = step.q_lens[order].astype(np.int64) - skipped
     node_first, node_end = first_page * page_size, end_page * page_size
+    left = np.flatnonzero(counts)
     return _Spans(
-        q_first=np.concatenate((first_in_order[lo], first_in_order[:-1])),
-        q_count=np.concatenate((first_in_order[hi] - first_in_order[lo], counts)),
-        table_row=np.concatenate((order[lo], order)).astype(np.int64),
-        kv_first=np.concatenate((node_first, own_first)),
-        kv_end=np.concatenate((node_end, np.full(len(order), OPEN_END))),
-        length=np.concatenate((node_end - node_first, starts + counts - own_first)),
-        causal_first=np.concatenate((np.full(len(lo), OPEN_END), starts)),
+        q_first=np.concatenate((first_in_order[lo], (first_in_order[:-1] + skipped)[left])),
+        q_count=np.concatenate((first_in_order[hi] - first_in_order[lo], counts[left])),
+        table_row=np.concatenate((order[lo], order[left])).astype(np.int64),
+        kv_first=np.concatenate((node_first, own_first[left])),
+        kv_end=np.concatenate((node_end, np.full(len(left), OPEN_END))),
+        length=np.concatenate((node_end - node_first, (starts + counts - own_first)[left])),
+        causal_first=np.concatenate((np.full(len(lo), OPEN_END), starts[left])),
     )
 
 

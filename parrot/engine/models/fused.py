@@ -119,7 +119,8 @@ class FusedDecoder:
         for index, layer in enumerate(self._layers):
             norm = layer.attn_norm
             add_rms_norm(x, residual, norm.weight, norm.eps, normed, add=index > 0)
-            attended = self._attend(index, layer, normed, attention, plan)
+            only_last = index == last and sample_rows is not None
+            attended = self._attend(index, layer, normed, attention, plan, only_last)
             if index == last and sample_rows is not None:
                 attended = attended.index_select(0, sample_rows)
                 residual = residual.index_select(0, sample_rows)
@@ -139,13 +140,15 @@ class FusedDecoder:
         x: torch.Tensor,
         attention: TritonAttention,
         plan: TritonPlan,
+        only_last: bool,
     ) -> torch.Tensor:
-        q = rope_and_store(
+        q, new = rope_and_store(
             layer.qkv(x),
             attention.view(index, plan),
             plan.table_rows,
             self._cos_sin,
             attention.shape,
             layer.head_norm,
+            keep_k=bool(plan.work.dense),
         )
-        return attention.attend(index, q, plan)
+        return attention.attend(index, q, new, plan, only_last=only_last)

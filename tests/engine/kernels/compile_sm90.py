@@ -153,7 +153,9 @@ def norm_variant(*, size: int = 4096, warps: int = 4) -> dict[str, Any]:
     )
 
 
-def rope_variant(*, with_norm: bool = False, warps: int = 2) -> dict[str, Any]:
+def rope_variant(
+    *, with_norm: bool = False, keep_k: bool = False, warps: int = 2
+) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
 
     pointers = {
@@ -165,7 +167,8 @@ def rope_variant(*, with_norm: bool = False, warps: int = 2) -> dict[str, Any]:
         "k_cache": "*bf16",
         "v_cache": "*bf16",
     }
-    constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8, "WITH_NORM": with_norm}
+    constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8}
+    constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k}
     if with_norm:
         pointers |= {"q_weight": "*bf16", "k_weight": "*bf16"}
     else:

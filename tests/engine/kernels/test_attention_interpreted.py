@@ -11,6 +11,7 @@ from parrot.engine.kernels.attention import (
     Capacity,
     KernelConfig,
     KVView,
+    NewKV,
     PlanBuffers,
     TileConfig,
     TreeAttention,
@@ -44,6 +45,7 @@ def run(
     split: SplitConfig = SPLITS,
     config: KernelConfig | None = None,
     spare: int = 0,
+    only_last: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Poison every buffer, run twice, and insist on the same bits both times."""
     work = plan_work(case.step, shape, gate, split)
@@ -56,15 +58,16 @@ def run(
     attention = TreeAttention(shape, work.num_slots + spare, CPU, config, upcast=True)
     kv = KVView(case.k_cache, case.v_cache, case.tables, case.positions)
     results = []
+    new = NewKV(case.k_new, case.v_new)
     for _ in range(2):
         attention.partial_out.fill_(float("nan"))
         attention.partial_lse.fill_(float("nan"))
         out = torch.full_like(case.q, float("nan"))
         lse = torch.full(case.q.shape[:2], float("nan"))
-        attention.run(case.q, kv, plan, out, lse)
+        attention.run(case.q, kv, plan, out, lse, new=new, only_last=only_last)
         results.append((out, lse))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    for first, second in zip(*results, strict=True):  # what is left alone stays NaN
+        assert torch.equal(first.nan_to_num(1e9), second.nan_to_num(1e9))
     return results[0]
 
 
@@ -101,6 +104,22 @@ def test_fills_with_cached_prefixes_beside_decodes(group: int, page: int) -> Non
     ]
     case = make_case(requests, shape, dtype=torch.float32)
     check(case, *run(case, shape))
+
+
+@pytest.mark.parametrize("only_last", [False, True])
+def test_dense_beginnings_of_fills(only_last: bool) -> None:
+    shape = AttentionShape(4, 2, 64, 64)
+    requests = [
+        Request((SYSTEM,), 7),
+        Request((), 0, 70),
+        Request((SYSTEM,), 1, 64),
+        Request((), 0, 64),
+    ]
+    case = make_case(requests, shape, dtype=torch.float32)
+    split = SplitConfig(num_sms=8, min_span=(64,) * 3, dense=32, dense_min=64)
+    out, _ = run(case, shape, split=split, only_last=only_last)
+    rows = torch.tensor([0, 70, 134, 198]) if only_last else slice(None)
+    assert relative_error(out[rows], case.expected[rows]) < 1e-5
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 129])

@@ -46,7 +46,8 @@ def test_add_rms_norm(size: int, add: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 64), (8, 8, 32)])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
+@pytest.mark.parametrize("keep_k", [False, True])
+def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool, keep_k: bool) -> None:
     page, tokens = 16, 5
     shape = AttentionShape(heads, kv_heads, dim, page)
     generator = torch.Generator().manual_seed(heads)
@@ -61,7 +62,7 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) ->
     norm = HeadNorm(weights[0], weights[1], 1e-6) if with_norm else None
     before = qkv.clone()
     kv = KVView(k_cache, v_cache, tables, positions)
-    q = rope_and_store(qkv, kv, table_rows, cos_sin, shape, norm)
+    q, new = rope_and_store(qkv, kv, table_rows, cos_sin, shape, norm, keep_k=keep_k)
 
     parts = before.view(tokens, -1, dim).double()
     q_in, k_in, v_in = parts.split([heads, kv_heads, kv_heads], dim=1)
@@ -74,7 +75,11 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) ->
     )
     assert relative_error(q[live], expected_q) < 1e-6
     assert torch.equal(qkv[4], before[4])  # the skipped token
-    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :])
+    assert torch.equal(new.v, v_in.float())
+    if keep_k:
+        assert relative_error(new.k[live], expected_k) < 1e-6
+    else:
+        assert torch.equal(new.k, before.view(tokens, -1, dim)[:, heads : heads + kv_heads])
     for token in range(4):
         position = int(positions[token])
         place = int(tables[table_rows[token], position // page]), position % page

@@ -25,6 +25,8 @@ from parrot.engine.kernels.work_list import (
 PAGE = 16
 FREE_SHARING = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(32,) * 3)
+SOME_DENSE = SplitConfig(num_sms=4, min_span=(32,) * 3, dense=8, dense_min=16)
+SPLITS = st.sampled_from([SMALL_SPLITS, SOME_DENSE])
 
 
 def shape_of(group: int, kv_heads: int = 2) -> AttentionShape:
@@ -81,14 +83,18 @@ def seen_keys(step: StepRows, work: WorkList) -> list[list[tuple[int, int]]]:
         for token in item_tokens(work, item):
             end = min(item[KV_END], position_of[token] + 1) if item[OWN] else item[KV_END]
             seen[token] += [(table[n // PAGE], n % PAGE) for n in range(item[KV_FIRST], end)]
+    for first, count in work.dense:
+        table = step.tables[request_of[first]]
+        for token in range(first, first + count):
+            seen[token] += [(table[n // PAGE], n % PAGE) for n in range(token - first + 1)]
     return seen
 
 
-@given(steps(), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([None, FREE_SHARING]))
+@given(steps(), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([None, FREE_SHARING]), SPLITS)
 def test_every_token_sees_each_of_its_keys_once(
-    step: StepRows, group: int, gate: GateConfig | None
+    step: StepRows, group: int, gate: GateConfig | None, split: SplitConfig
 ) -> None:
-    work = plan_work(step, shape_of(group), gate, SMALL_SPLITS)
+    work = plan_work(step, shape_of(group), gate, split)
     seen = seen_keys(step, work)
     token = 0
     for row, (start, count) in enumerate(zip(step.starts, step.q_lens, strict=True)):
@@ -98,11 +104,13 @@ def test_every_token_sees_each_of_its_keys_once(
             token += 1
 
 
-@given(steps(), st.sampled_from([1, 3, 4]))
-def test_slots_are_unique_and_those_of_a_token_lie_in_its_range(step: StepRows, group: int) -> None:
-    work = plan_work(step, shape_of(group), FREE_SHARING, SMALL_SPLITS)
+@given(steps(), st.sampled_from([1, 3, 4]), SPLITS)
+def test_slots_are_unique_and_those_of_a_token_lie_in_its_range(
+    step: StepRows, group: int, split: SplitConfig
+) -> None:
+    work = plan_work(step, shape_of(group), FREE_SHARING, split)
     owners: dict[int, int] = {}
-    direct: list[int] = []
+    direct = [first + token for first, count in work.dense for token in range(count)]
     for item in items_of(work):
         for member, token in enumerate(item_tokens(work, item)):
             if item[SLOT] < 0:
@@ -118,6 +126,19 @@ def test_slots_are_unique_and_those_of_a_token_lie_in_its_range(step: StepRows, 
     assert merged.isdisjoint(direct)
     assert merged | set(direct) == set(range(int(step.q_lens.sum())))
     assert work.slot_indptr[-1] == work.num_slots
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "dense"),
+    [(0, 15, ()), (0, 16, ((3, 16),)), (0, 31, ((3, 24),)), (1, 31, ())],
+)
+def test_dense_is_the_beginning_of_a_long_fill_from_position_0(
+    start: int, length: int, dense: tuple[tuple[int, int], ...]
+) -> None:
+    tables = np.arange(8, dtype=np.int32).reshape(2, 4)
+    starts, q_lens = (np.array(n, dtype=np.int32) for n in ((9, start), (3, length)))
+    work = plan_work(StepRows(tables, starts, q_lens), shape_of(1), None, SOME_DENSE)
+    assert work.dense == dense
 
 
 @given(steps())
