@@ -25,7 +25,7 @@ from parrot.engine.sampler import sample
 from parrot.protocol.errors import OutOfMemory, ParrotError
 from parrot.protocol.internal import FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.kernel_cases import SHARE_ALL
+from parrot.testing.kernel_cases import SHARE_ALL, relative_error
 from parrot.testing.runner_driver import Driver
 from parrot.testing.tiny_model import make_tiny_model
 from parrot.utils.config import ConfigError
@@ -153,6 +153,32 @@ def test_out_of_memory_ends_the_step_and_not_the_runner(
         with pytest.raises(OutOfMemory):
             driver.step([(driver.context([1, 2, 3]), 3)])
     assert driver.generate([driver.context([1, 2, 3])], 5) == want
+
+
+@pytest.mark.parametrize("length", [5120, 5000])
+def test_a_long_prompt_at_once_gives_the_logits_of_its_chunks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int
+) -> None:
+    sizes = SIZES | {"max_position_embeddings": 8192}
+    folder = make_tiny_model(tmp_path / "long", "llama", overrides=sizes)
+    model = load_decoder(open_checkpoint(str(folder)), torch.bfloat16, torch.device("cuda"))
+    runner = CudaRunner(model, 200, 64, CudaOptions(max_rows=4, max_tokens=8192))
+    runner.warm_up()
+    forward, seen = runner._forward, []
+
+    def watched(token_ids: Any, attention: Any, plan: Any, rows: Any) -> torch.Tensor:
+        logits = forward(token_ids, attention, plan, rows)
+        seen.append((plan.work.dense, logits))
+        return logits
+
+    monkeypatch.setattr(runner, "_forward", watched)
+    driver = Driver(runner)
+    [prompt] = random_prompts(length)
+    for chunk in (length, 1000):
+        driver.generate([driver.context(prompt)], 1, chunk)
+    assert seen[0][0] == ((0, length // 1024 * 1024),)
+    assert not any(dense for dense, _ in seen[1:])
+    assert relative_error(seen[0][1], seen[-1][1].double().cpu()) < 2e-2
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from parrot.engine.cuda.graphs import (
 from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
 from parrot.engine.cuda.stage import Landing, Stage
 from parrot.engine.device import noticing_loss
-from parrot.engine.kernels.attention import Capacity, PlanBuffers
+from parrot.engine.kernels.attention import Capacity, PlanBuffers, can_be_dense
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.planner import WorkPlanner
@@ -53,22 +53,30 @@ class CudaOptions:
     upcast: bool = False
 
 
-# Tokens of an earlier step on the device, and which of them the rows of this one take.
-Sources = tuple[torch.Tensor, IntArray]
-
-
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on the device. `tokens` stay valid until the step after it has run."""
+    """A step on the device. `tokens`, one for each of its inputs' samples, stay valid until the
+    step after it has run."""
 
-    samples: tuple[SampleSpec, ...]
+    inputs: StepInputs
     tokens: torch.Tensor
-    row_of: dict[int, int]
     landing: Landing
 
     def wait(self) -> StepResult:
         with noticing_loss(self.tokens.device):
-            return results(self.samples, self.landing.wait(len(self.samples)))
+            tokens = self.landing.wait(len(self.tokens))
+        pairs = zip(self.inputs.samples, tokens, strict=True)
+        chosen = [(spec, token) for spec, token in pairs if spec is not None]
+        return results(*zip(*chosen, strict=True)) if chosen else StepResult({}, {})
+
+    def rows_of(self, context_ids: Sequence[int]) -> IntArray:
+        """Where these contexts' tokens are."""
+        row_of = {context_id: row for row, context_id in enumerate(self.inputs.sampled)}
+        return np.array([row_of[c] for c in context_ids], dtype=np.int32)
+
+
+# Tokens of the step before on the device, and which of them this one's pending ones are.
+Sources = tuple[torch.Tensor, IntArray]
 
 
 class CudaRunner:
@@ -107,7 +115,7 @@ class CudaRunner:
         room = 4 * options.max_tokens + max_rows * (2 * width + NUM_SETTINGS + 8) + 1024
         self._stage = Stage(room, device)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
-        self._split = _split_config(device)
+        self._split = _split_config(shape, model.dtype, device)
         self._shape = shape
         self._planner = WorkPlanner(shape, options.gate, self._split)
         self._gate = options.gate
@@ -146,7 +154,7 @@ class CudaRunner:
         """Raises `OutOfMemory` when the device has no room for the step; the next may succeed."""
         try:
             with noticing_loss(self._device):
-                return self._run(plan)
+                return self._launch(plan, None).wait()
         except torch.OutOfMemoryError:
             self._inputs.forget()
             torch.cuda.empty_cache()
@@ -172,35 +180,16 @@ class CudaRunner:
         work = self._plan_work(inputs)
         self.shared_tokens_saved += work.num_shared_tokens
         sources = None
-        if previous is not None:
-            assert isinstance(previous, Launched)
-            rows = [previous.row_of[s.context_id] for s in plan.sequences]
-            sources = (previous.tokens, np.array(rows, dtype=np.int32))
+        if inputs.pending:
+            assert isinstance(previous, Launched), "tokens are pending of no step"
+            sources = (previous.tokens, previous.rows_of(inputs.pending))
         tokens = self._compute(inputs, work, sources)
-        row_of = {s.context_id: i for i, s in enumerate(plan.sequences)}
         landing = self._landings[0]
         self._landings.reverse()
         landing.receive(tokens)
-        samples = tuple(spec for spec in inputs.samples if spec is not None)
-        return Launched(samples, tokens, row_of, landing)
+        return Launched(inputs, tokens, landing)
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        self._cache.prepare(plan.copies)
-        inputs = self._inputs.build(plan)
-        if not inputs.num_tokens:
-            return StepResult({}, {})
-        work = self._plan_work(inputs)
-        self.shared_tokens_saved += work.num_shared_tokens
-        tokens = self._compute(inputs, work)
-        if not any(inputs.samples):
-            return StepResult({}, {})
-        pairs = zip(inputs.samples, tokens.tolist(), strict=True)
-        sampled = [(spec, token) for spec, token in pairs if spec is not None]
-        return results(*zip(*sampled, strict=True))
-
-    def _compute(
-        self, inputs: StepInputs, work: WorkList, sources: Sources | None = None
-    ) -> torch.Tensor:
+    def _compute(self, inputs: StepInputs, work: WorkList, sources: Sources | None) -> torch.Tensor:
         """A token for each of the step's samples, on the device; -1: not finite."""
         found = self._run_graph(inputs, work, sources) or self._run_eagerly(inputs, work, sources)
         decoded, settings = found
@@ -260,14 +249,17 @@ class CudaRunner:
     def _send(
         self, parts: Sequence[IntArray], inputs: StepInputs, sources: Sources | None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """`parts` begin with the tokens, which `sources` replace. Also gives the settings."""
+        """`parts` begin with the tokens, of which `sources` are the pending ones. Also gives the
+        settings."""
         known, rows = (None, _NONE) if sources is None else sources
-        extra = (inputs.changed_at, inputs.changed_to, rows, inputs.settings.reshape(-1))
-        *sent, at, to, row, settings = self._stage.send((*parts, *extra))
+        changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
+        extra = (*changes, inputs.settings.reshape(-1))
+        *sent, at, to, pending_at, row, settings = self._stage.send((*parts, *extra))
         if len(at):
             self._tables.view(-1)[at] = to
-        if known is not None:  # -1 marks a job that has failed: its row does not matter
-            sent[0][: len(row)] = known[row].clamp(min=0)
+        if known is not None:
+            where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
+            sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
         return sent, settings
 
     def _bind(self, size: StepSize, work: PlanBuffers) -> Bound:
@@ -354,11 +346,10 @@ def _with_rows(work: WorkList, rows: IntArray) -> WorkList:
     )
 
 
-def _split_config(device: torch.device) -> SplitConfig:
+def _split_config(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> SplitConfig:
     if device.type != "cuda":
         return SplitConfig()
-    properties = torch.cuda.get_device_properties(device)
-    is_hopper = properties.major == 9  # elsewhere nobody has measured
     return SplitConfig(
-        num_sms=properties.multi_processor_count, dense=_DENSE_TOKENS if is_hopper else None
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        dense=_DENSE_TOKENS if can_be_dense(shape, dtype, device) else None,
     )

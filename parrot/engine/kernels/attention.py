@@ -15,6 +15,9 @@ from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.work_list import ITEM_FIELDS, WorkList
 
 
+_HOPPER = 9
+
+
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """How one kernel is compiled. `block_keys` must divide the page size for tiles, and should for
@@ -337,6 +340,16 @@ class TreeAttention:
             WITH_LSE=step.lse is not None,
             num_warps=self.config.merge_warps,
         )
+
+
+def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN has `dense_attention` for these heads, where that was measured to be faster."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return False
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = (torch.empty((1, n, 128, shape.head_dim), dtype=dtype, device=device) for n in sizes)
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def dense_attention(
