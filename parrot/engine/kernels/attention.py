@@ -14,7 +14,6 @@ from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, 
 from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.work_list import ITEM_FIELDS, WorkList
 
-
 _HOPPER = 9
 
 
