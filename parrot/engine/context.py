@@ -19,7 +19,7 @@ got the block. Nobody writes to a published block.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from parrot.engine.block_keys import BlockHasher
@@ -222,6 +222,18 @@ class ContextTree:
         """Keep the KV of the first `num_blocks` blocks at most."""
         self.publish(context)
         self._cut(context, num_blocks)
+
+    def drop_blocks(self, blocks: Set[int]) -> list[Context]:
+        """These blocks do not hold what they should: drop them, and what comes after them, from
+        all contexts. Returns those that lost KV."""
+        self._pool.forget(blocks)
+        changed = []
+        for context in self:
+            held = (index for index, block in enumerate(context.block_ids) if block in blocks)
+            if (first := next(held, None)) is not None:
+                self._cut(context, first)
+                changed.append(context)
+        return changed
 
     def distrust(self, context: Context) -> None:
         """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""

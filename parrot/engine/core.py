@@ -2,16 +2,23 @@
 
     plan = scheduler.schedule();  result = runner.run(plan);  deliver(result)
 
-While all jobs only generate, and the runner can, a step is launched before the tokens of the one
-before it are known. A job that turns out to have ended leaves a row in that step which is ignored;
-what it writes is written before any later step, so its blocks may be given away at once.
+Where the runner can, a step is launched while the one before it still runs, so that the device
+never waits for the host. What a step does is then entered in two parts. Once it is launched: the KV
+that it computes, since whatever is planned next happens after it. Once it has run: its tokens.
+
+    device   | step 1             | step 2             | step 3
+    host       plan, launch 2       tokens of 1, KV of 2, requests, plan, launch 3   tokens of 2 ...
+
+Requests, aborts and frees change what is planned next, never a step on its way. A job that turns
+out to have ended leaves a sequence in that step whose token is ignored; what it writes is written
+before any later step, so its blocks may be given away at once.
 
 Not thread-safe: a driver (driver.py) calls everything here, and only between steps.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parrot.engine.admission import OrderLimits
@@ -32,7 +39,7 @@ from parrot.engine.plan import (
 )
 from parrot.engine.requests import Delivery, RequestDesk
 from parrot.engine.scheduler.policy import POLICIES
-from parrot.engine.scheduler.scheduler import LocalScheduler, Share
+from parrot.engine.scheduler.scheduler import LocalScheduler, Step
 from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
 from parrot.protocol.internal import RuntimeInfo
 from parrot.utils.clock import Clock
@@ -44,6 +51,7 @@ _NO_BACKGROUND_ROOM = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
 _REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
 _MIN_REQUESTS = 1024
+_NONE_BROKEN: Mapping[int, ParrotError] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +64,10 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A launched step whose tokens nobody has waited for."""
+    """A step on its way, whose tokens nobody has waited for."""
 
-    step: LaunchedStep
-    plan: StepPlan
-    planned: list[tuple[Job, Share]]
-    began: float
+    launched: LaunchedStep
+    step: Step
 
 
 class EngineCore:
@@ -77,7 +83,9 @@ class EngineCore:
         self.language = language
         self._runner = runner
         self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self._planned: Step | None = None
         self._flight: _Flight | None = None
+        self._suspects: list[Job] = []
         self._info = info
         self._clock = clock
         hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
@@ -100,8 +108,7 @@ class EngineCore:
         )
         self._num_steps = 0
         self._latency_ns = 0.0
-        self._step_began = 0.0
-        self._landed = 0.0
+        self._last_step_ended = 0.0
 
     @property
     def runner_info(self) -> RunnerInfo:
@@ -113,7 +120,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._desk.num_requests > 0
+        return self._desk.num_requests > 0 or self._flight is not None
 
     def submit(self, order: Order) -> None:
         """Never raises: a refusal goes to the order's sink."""
@@ -140,85 +147,84 @@ class EngineCore:
         return self._desk.take_outcomes()
 
     def step(self) -> bool:
-        """Run one step, or launch the next and finish the last; False when there was nothing to
-        run. `finish_launched` must come before anything else is asked of the core."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            plan = self._plan_ahead(flight)
-            ahead = None if plan is None else self._launch(plan, flight.step)
-            planned = self._scheduler.planned()
-            if not self._land(flight):
-                ahead = None  # it took tokens that have never been
-            if plan is not None and ahead is None:
-                self.deliver(self.run(_with_known_tokens(plan, planned)), planned)
-            self._flight = ahead
-            return True
+        """Run a step; or, where the runner can, launch one and wait for the one before it. False
+        when there was nothing to do."""
+        before, self._flight = self._flight, None
         plan = self.plan()
-        if plan is None:
-            return False
-        if self._scheduler.only_decodes:
-            self._flight = self._launch(plan, None)
-        if self._flight is None:
-            self.deliver(self.run(plan))
-        return True
+        planned = self._planned
+        flight = None if planned is None else self._launch(planned, before)
+        if before is not None and not self._land(before):
+            self._give_up([before.step] if planned is None else [before.step, planned])
+        elif flight is not None:
+            self._enter(flight.step)
+            self._flight = flight
+        elif planned is not None:
+            self._run_planned(planned)
+        return plan is not None or before is not None
 
-    def finish_launched(self) -> None:
-        """Wait for the step that is on its way, if there is one, and deliver it."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._land(flight)
-
-    def _plan_ahead(self, flight: _Flight) -> StepPlan | None:
-        if not self._scheduler.only_decodes:
+    def _launch(self, step: Step, before: _Flight | None) -> _Flight | None:
+        """None: it must be run, once the one before it has landed."""
+        self._suspects = [job for job in self._suspects if not job.has_ended]
+        if self._overlapping is None or self._suspects:
             return None
-        jobs = [job for job, _ in flight.planned if not job.has_ended]
-        return self._scheduler.schedule_ahead(jobs)
-
-    def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> _Flight | None:
-        if self._overlapping is None:
-            return None
-        began = self._clock.now()
         try:
-            step = self._overlapping.launch(plan, previous)
+            previous = None if before is None else before.launched
+            launched = self._overlapping.launch(step.plan, previous)
         except DeviceLost:
             raise
         except Exception:
-            logger.exception("a step of %d sequences could not be launched", len(plan.sequences))
+            logger.exception("a step of %d sequences could not be launched", len(step.jobs))
             return None
-        return None if step is None else _Flight(step, plan, self._scheduler.planned(), began)
+        return None if launched is None else _Flight(launched, step)
 
     def _land(self, flight: _Flight) -> bool:
-        """Deliver a launched step. False: it failed, and was run again with tokens known now."""
-        planned, has_landed = flight.planned, True
+        """Wait for a step and enter its tokens. False: it has failed."""
         try:
-            outcome = StepOutcome(flight.step.wait())
+            result = flight.launched.wait()
         except DeviceLost:
             raise
         except Exception:
-            logger.exception("a launched step of %d sequences failed", len(planned))
-            plan, planned = _unfinished(flight.plan, planned)
-            outcome, has_landed = self.run(_with_known_tokens(plan, planned)), False
-        self._step_began = max(flight.began, self._landed)
-        self._landed = self._clock.now()
-        self.deliver(outcome, planned)
-        return has_landed
+            logger.exception("a launched step of %d sequences failed", len(flight.step.jobs))
+            return False
+        self._take_tokens(flight.step, result)
+        return True
+
+    def _give_up(self, steps: Sequence[Step]) -> None:
+        """The first of these steps has failed, and the second was planned as if it had not. What
+        they were to compute is planned again, and no step launched until their jobs have ended:
+        one of them may be to blame, which shows when steps are run one by one."""
+        written: set[int] = set()
+        for step in steps:
+            for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
+                written.update(sequence.block_ids[sequence.start // self._tree.block_size :])
+                job.awaits_token = False
+                self._suspects.append(job)
+        self._scheduler.lost_kv(self._tree.drop_blocks(written))
+
+    def _run_planned(self, step: Step) -> None:
+        """Run a step that could not be launched, without what has ended since it was planned."""
+        kept = [
+            (job, s._replace(token_ids=job.context.token_ids[s.start : s.end]))
+            for job, s in zip(step.jobs, step.plan.sequences, strict=True)
+            if not job.has_ended
+        ]
+        plan = StepPlan(tuple(s for _, s in kept), step.plan.copies)
+        self._planned = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
+        self.deliver(self.run(plan))
 
     def plan(self) -> StepPlan | None:
         """Decide on the next step. If not None, `run` and `deliver` must follow."""
-        self._desk.open_forks()
-        plan = self._scheduler.schedule()
+        self._planned = self._schedule()
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
                 self._desk.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
-            if plan is None:  # something may have waited for them
-                self._desk.open_forks()
-                plan = self._scheduler.schedule()
-        if plan is not None:
-            self._step_began = self._clock.now()
-            for job, _ in self._scheduler.planned():
-                if job.request.started_at is None:
-                    job.request.started_at = self._step_began
-        return plan
+            if self._planned is None:  # something may have waited for them
+                self._planned = self._schedule()
+        return None if self._planned is None else self._planned.plan
+
+    def _schedule(self) -> Step | None:
+        self._desk.open_forks()
+        return self._scheduler.schedule(self._clock.now())
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Raises `DeviceLost`, and nothing else."""
@@ -253,33 +259,47 @@ class EngineCore:
             errors |= result.errors
         return StepOutcome(StepResult(tokens, errors), broken)
 
-    def deliver(
-        self, outcome: StepOutcome, planned: Sequence[tuple[Job, Share]] | None = None
-    ) -> None:
-        """Enter what a step computed, and answer the requests that it completed. `planned`: what
-        the step consists of, if it is not the last that was planned."""
-        now = self._clock.now()
-        self._count_step(now - self._step_began, was_ahead=planned is not None)
-        tokens, errors = outcome.result.tokens, outcome.result.errors
-        planned = self._scheduler.planned() if planned is None else planned
-        for index, (job, share) in enumerate(planned):
+    def deliver(self, outcome: StepOutcome) -> None:
+        """Enter what the step that was planned last has computed, and answer the requests that it
+        completed."""
+        step = self._planned
+        assert step is not None, "nothing was planned"
+        self._enter(step, outcome.broken)
+        self._take_tokens(step, outcome.result)
+
+    def _enter(self, step: Step, broken: Mapping[int, ParrotError] = _NONE_BROKEN) -> None:
+        """The KV that a step computes is there for all that comes after it."""
+        began = max(step.planned_at, self._last_step_ended)
+        for index, (job, sequence) in enumerate(zip(step.jobs, step.plan.sequences, strict=True)):
             if job.has_ended:
                 continue  # its request failed with another job of this step, or it ended before
-            if index in outcome.broken:
-                self._desk.fail_job(job, outcome.broken[index])
+            if index in broken:
+                self._desk.fail_job(job, broken[index])
                 continue
-            job.context.num_computed += share.num_tokens
-            if job.job_id in errors:
-                self._desk.fail_job(job, errors[job.job_id])
-                continue
-            if share.num_tokens > 1:
-                self._tree.publish(job.context)  # what is generated is published in the end
-            if job.context.num_missing:
-                continue
-            if job.generation is None:
+            if job.request.started_at is None:
+                job.request.started_at = began
+            context = job.context
+            context.num_computed = sequence.end
+            if len(sequence.token_ids) > 1:
+                self._tree.publish(context)  # what is generated is published in the end
+            if sequence.sample is not None:
+                job.awaits_token = True
+                self._scheduler.keep_decoding(job)
+            elif not context.num_missing:
                 self._desk.finish(job)
-            elif job.job_id in tokens:
-                self._take_token(job, tokens[job.job_id], now)
+
+    def _take_tokens(self, step: Step, result: StepResult) -> None:
+        now = self._clock.now()
+        self._count_step(step, now - max(step.planned_at, self._last_step_ended))
+        self._last_step_ended = now
+        for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
+            if sequence.sample is None or job.has_ended:
+                continue
+            job.awaits_token = False
+            if job.job_id in result.errors:
+                self._desk.fail_job(job, result.errors[job.job_id])
+            elif job.job_id in result.tokens:
+                self._take_token(job, result.tokens[job.job_id], now)
             else:
                 self._desk.fail_job(job, EngineFailed("the engine gave no token"))
 
@@ -292,8 +312,9 @@ class EngineCore:
     ) -> None:
         """Enter several steps like the one that was planned last, no more than were sure. `tokens`:
         those of each job, by its id."""
-        num_steps = len(step_seconds)
-        for job, _ in self._scheduler.planned():
+        num_steps, step = len(step_seconds), self._planned
+        assert step is not None, "nothing was planned"
+        for job in step.jobs:
             context, generation = job.context, job.generation
             assert generation is not None, f"job {job.job_id} does not generate"
             copies = self._tree.reserve(context, len(context.token_ids) + num_steps - 1)
@@ -302,12 +323,12 @@ class EngineCore:
             context.token_ids.extend(tokens[job.job_id])
             generation.push_all(tokens[job.job_id])
         for elapsed_s in step_seconds:
-            self._count_step(elapsed_s, was_ahead=False)
+            self._count_step(step, elapsed_s)
 
-    def _count_step(self, elapsed_s: float, *, was_ahead: bool) -> None:
+    def _count_step(self, step: Step, elapsed_s: float) -> None:
         self._num_steps += 1
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
-        self._scheduler.stepped(elapsed_s, was_ahead=was_ahead)
+        self._scheduler.stepped(step, elapsed_s)
 
     def _take_token(self, job: Job, token_id: int, now: float) -> None:
         generation, request = job.generation, job.request
@@ -320,8 +341,6 @@ class EngineCore:
             self._desk.deliver_later(request.sink.chunk, chunk)
         if generation.finish_reason is not None:
             self._desk.finish(job)
-        else:
-            self._scheduler.keep_decoding(job)
 
     def runtime_info(self) -> RuntimeInfo:
         """Plain reads: may be called from any thread, also during a step."""
@@ -343,22 +362,3 @@ class EngineCore:
         self._tree.check_integrity()
         self._scheduler.check_integrity()
         self._desk.check_integrity()
-
-
-def _unfinished(
-    plan: StepPlan, planned: Sequence[tuple[Job, Share]]
-) -> tuple[StepPlan, list[tuple[Job, Share]]]:
-    """Without the jobs that have ended: their blocks may be others' by now."""
-    kept = [i for i, (job, _) in enumerate(planned) if not job.has_ended]
-    sequences = tuple(plan.sequences[i] for i in kept)
-    return StepPlan(sequences, plan.copies), [planned[i] for i in kept]
-
-
-def _with_known_tokens(plan: StepPlan, planned: Sequence[tuple[Job, Share]]) -> StepPlan:
-    """A plan that was made ahead, with the tokens that are known by now; those of jobs that have
-    failed meanwhile do not matter."""
-    sequences = tuple(
-        s._replace(token_ids=job.context.token_ids[s.start : s.end] or (0,))
-        for s, (job, _) in zip(plan.sequences, planned, strict=True)
-    )
-    return StepPlan(sequences, plan.copies)

@@ -131,8 +131,6 @@ class ThreadDriver:
     def _step_or_fail(self, core: EngineCore, inbox: deque[Verb]) -> bool:
         """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
         try:
-            if inbox:
-                core.finish_launched()
             while inbox:
                 inbox.popleft()(core)
             return core.has_work and core.step()

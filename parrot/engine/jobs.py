@@ -103,7 +103,8 @@ class Job:
     """Bring a context's KV up to all its tokens, and with a `generation`, sample after the last.
 
     Jobs of one context run in order of arrival. The first of them is opened when its context's
-    fork is carried out: only then are `token_ids` appended. `key` is its place among all jobs."""
+    fork is carried out: only then are `token_ids` appended. `key` is its place among all jobs.
+    `awaits_token`: a step that samples for it is on its way."""
 
     job_id: int
     request: Request
@@ -115,6 +116,7 @@ class Job:
     is_open: bool = False
     is_admitted: bool = False
     has_begun: bool = False
+    awaits_token: bool = False
     has_ended: bool = False
 
     @property

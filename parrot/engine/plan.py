@@ -37,6 +37,11 @@ SUPPORTED_SAMPLING = frozenset(
 """The sampling fields that an engine built on `Runner` carries out; others are refused by name."""
 
 
+PENDING = -1
+"""Stands in a plan for the token that the step before it samples for the same context, and which
+is not known yet."""
+
+
 class SampleSpec(NamedTuple):
     """Ask for one token after the last position of a sequence.
 
@@ -117,7 +122,9 @@ class DeviceLost(Exception):
 class LaunchedStep(Protocol):
     """A step on its way."""
 
-    def wait(self) -> StepResult: ...
+    def wait(self) -> StepResult:
+        """Return when the step has run."""
+        ...
 
 
 class Runner(Protocol):
@@ -131,11 +138,10 @@ class Runner(Protocol):
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """A runner that can begin a step before the tokens of the one before it are known."""
+    """A runner that can take a step before the tokens of the one before it are known."""
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
-        """Begin a step in which every sequence has one token; None (and nothing done) when it must
-        be `run` instead. With `previous`, the step before, which has not been waited for: the
-        sequences are among its, and their tokens are those that it samples, whatever the plan
-        says. Steps still happen one after the other."""
+        """Take a step without waiting for it; None (and nothing done) when it must be `run`, with
+        all tokens known. `previous`: the step before, if it has not been waited for; only then may
+        tokens be `PENDING`. Steps still happen one after the other."""
         ...

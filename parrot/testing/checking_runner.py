@@ -3,10 +3,18 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parrot.engine.plan import LaunchedStep, RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.plan import (
+    PENDING,
+    LaunchedStep,
+    RunnerInfo,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
 from parrot.protocol.errors import ModelNumerics, ParrotError
 
 EMPTY = 0
+Pair = tuple[SequenceStep, Sequence[int]]
 
 
 def chain(token_ids: Sequence[int]) -> list[int]:
@@ -49,97 +57,120 @@ class CheckingRunner:
         return self._info
 
     def run(self, plan: StepPlan) -> StepResult:
+        return self.run_texts(plan, [self.text_of(s) for s in plan.sequences])
+
+    def text_of(self, sequence: SequenceStep) -> list[int]:
+        """The tokens of its context, up to what the step computes, which only the plan knows."""
+        known = list(self._tokens_of(sequence.context_id)[: sequence.end])
+        text = known[: sequence.start] + list(sequence.token_ids)
+        assert len(text) == sequence.end, f"{sequence} begins beyond its context"
+        assert text == known or text == [*known, PENDING], f"{sequence} computes foreign tokens"
+        return text
+
+    def run_texts(self, plan: StepPlan, texts: Sequence[Sequence[int]]) -> StepResult:
+        """`texts`: for each sequence, the tokens [0, end) of its context."""
         self.plans.append(plan)
         try:
-            return self._run(plan)
+            return self._run(plan, texts)
         except AssertionError as violation:  # the core would take it for a crash and go on
             self.violations.append(violation)
             raise
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, texts: Sequence[Sequence[int]]) -> StepResult:
         for copy in plan.copies:
             assert copy.source != copy.target, copy
             kept = self._slots[copy.source][: copy.num_tokens]
             self._slots[copy.target] = kept + [EMPTY] * (self._info.block_size - copy.num_tokens)
         ids = [sequence.context_id for sequence in plan.sequences]
         assert len(set(ids)) == len(ids), f"a context is twice in a step: {ids}"
-        self._check_reads(plan)
-        self._write_all(plan)
-        self._check_reads(plan)
-        return self._sample(plan)
+        pairs = list(zip(plan.sequences, texts, strict=True))
+        self._check_reads(pairs)
+        self._write_all(pairs)
+        self._check_reads(pairs)
+        return self._sample(pairs)
 
-    def _check_reads(self, plan: StepPlan) -> None:
-        for sequence in plan.sequences:
-            expected = chain(self._tokens_of(sequence.context_id)[: sequence.start])
+    def _check_reads(self, pairs: Sequence[Pair]) -> None:
+        for sequence, text in pairs:
             found = [self._slot(sequence, position) for position in range(sequence.start)]
+            expected = chain(text[: sequence.start])
             assert found == expected, f"context {sequence.context_id} reads foreign KV"
 
     def _slot(self, sequence: SequenceStep, position: int) -> int:
         size = self._info.block_size
         return self._slots[sequence.block_ids[position // size]][position % size]
 
-    def _write_all(self, plan: StepPlan) -> None:
+    def _write_all(self, pairs: Sequence[Pair]) -> None:
         size = self._info.block_size
         writers: dict[int, int] = {}
-        for sequence in plan.sequences:
-            tokens = self._tokens_of(sequence.context_id)
+        for sequence, text in pairs:
             assert sequence.token_ids, f"context {sequence.context_id} computes nothing"
-            assert list(tokens[sequence.start : sequence.end]) == list(sequence.token_ids)
             assert len(sequence.block_ids) == -(-sequence.end // size), sequence
-            if self._crash_token in sequence.token_ids:
+            if self._crash_token in text[sequence.start :]:
                 raise RuntimeError("crash token")
-            values = chain(tokens[: sequence.end])
+            values = chain(text)
             for position in range(sequence.start, sequence.end):
                 block = sequence.block_ids[position // size]
                 writer = writers.setdefault(block, sequence.context_id)
                 assert writer == sequence.context_id, f"block {block} has two writers"
                 self._slots[block][position % size] = values[position]
 
-    def _sample(self, plan: StepPlan) -> StepResult:
+    def _sample(self, pairs: Sequence[Pair]) -> StepResult:
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
-        for sequence in plan.sequences:
+        for sequence, text in pairs:
             if (sample := sequence.sample) is None:
                 continue
-            assert sequence.end == len(sample.context_ids), sequence
-            if self._nan_token in sample.context_ids:
+            assert sequence.end == sample.position, sequence
+            if self._nan_token in text:
                 errors[sample.job_id] = ModelNumerics("logits are not finite")
             else:
-                tokens[sample.job_id] = self._next_token(sample.context_ids)
+                tokens[sample.job_id] = self._next_token(text)
         return StepResult(tokens, errors)
 
 
 class LaunchingRunner(CheckingRunner):
-    """Also launches steps: it does them when they are waited for, with the tokens that the core
-    knows by then. `num_ahead` counts those launched while another was on its way."""
+    """Also launches steps. Like a device, it knows of a launched step what it was told then, and
+    does it later: when it is waited for. `num_ahead` counts those launched while another was on its
+    way, `num_fills_ahead` those of them with more than one token of a sequence."""
 
     num_ahead = 0
+    num_fills_ahead = 0
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
-        if any(len(s.token_ids) != 1 or s.sample is None for s in plan.sequences):
+        if not self.can_launch(plan):
             return None
-        self.num_ahead += previous is not None
-        return _Launched(self, plan)
+        if previous is not None:
+            self.num_ahead += 1
+            self.num_fills_ahead += any(len(s.token_ids) > 1 for s in plan.sequences)
+        assert previous is None or isinstance(previous, Launched)
+        return Launched(self, plan, [self.text_of(s) for s in plan.sequences], previous)
 
-    def with_known_tokens(self, plan: StepPlan) -> StepPlan:
-        """Without the sequences whose job has failed in the step before: they have no token. Those
-        whose job has ended there may have got other tokens behind it since."""
-        known = [self._with_known_tokens(s) for s in plan.sequences]
-        return StepPlan(tuple(s for s in known if s.token_ids), plan.copies)
-
-    def _with_known_tokens(self, sequence: SequenceStep) -> SequenceStep:
-        sample = sequence.sample
-        assert sample is not None
-        return sequence._replace(
-            token_ids=self._tokens_of(sequence.context_id)[sequence.start : sequence.end],
-            sample=sample._replace(context_ids=sample.context_ids[: sequence.end]),
-        )
+    def can_launch(self, plan: StepPlan) -> bool:
+        return not any(s.sample and s.sample.sampling.adjusts_logits for s in plan.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
+@dataclass(slots=True, eq=False)
+class Launched:
     runner: LaunchingRunner
     plan: StepPlan
+    texts: list[list[int]]
+    previous: "Launched | None"
+    result: StepResult | None = None
 
     def wait(self) -> StepResult:
-        return self.runner.run(self.runner.with_known_tokens(self.plan))
+        for sequence, text in zip(self.plan.sequences, self.texts, strict=True):
+            if text[-1] == PENDING:
+                text[-1] = self._token_of(sequence.context_id)
+        self.previous = None
+        self.result = self.runner.run_texts(self.plan, self.texts)
+        return self.result
+
+    def _token_of(self, context_id: int) -> int:
+        """What the step before sampled for the context; any token if that failed."""
+        before = self.previous
+        assert before is not None, f"context {context_id} waits for no step"
+        assert before.result is not None, "steps are not waited for in order"
+        specs = {s.context_id: s.sample for s in before.plan.sequences}
+        spec = specs[context_id]
+        assert spec is not None, f"no token was sampled for context {context_id}"
+        return before.result.tokens.get(spec.job_id, 0)

@@ -120,10 +120,15 @@ async def test_whoever_continues_it_makes_it_normal_work():
     assert fork.text == "z"
 
 
+def step(pace: BackgroundPace, elapsed_s: float, num_tokens: int, share: float) -> None:
+    pace.planned(num_tokens)
+    pace.stepped(elapsed_s, num_tokens, share)
+
+
 def num_pauses(pace: BackgroundPace, share: float) -> int:
     count = 0
     while not pace.num_tokens(1):
-        pace.stepped(5e-3, 0, share)
+        step(pace, 5e-3, 0, share)
         count += 1
     return count
 
@@ -132,34 +137,41 @@ def test_steps_are_launched_ahead_while_it_pauses():
     pace = BackgroundPace(512)
     assert pace.num_tokens(0) == 512
     assert pace.num_tokens(1) == 0  # nothing is known of the steps yet
-    pace.stepped(5e-3, 0, 0.02)
+    step(pace, 5e-3, 0, 0.02)
     assert pace.num_tokens(1) == 32
-    pace.stepped(5.8e-3, 32, 0.02)
+    step(pace, 5.8e-3, 32, 0.02)
     assert 6 <= num_pauses(pace, 0.02) <= 8
 
 
 def test_its_parts_grow_while_they_cost_little():
     pace = BackgroundPace(256)
-    pace.stepped(5e-3, 0, 0.2)
+    step(pace, 5e-3, 0, 0.2)
     for num_tokens in (32, 64, 128, 256, 256):
         assert pace.num_tokens(1) == num_tokens
-        pace.stepped(5.1e-3, num_tokens, 0.2)
+        step(pace, 5.1e-3, num_tokens, 0.2)
         assert pace.num_tokens(1) == 0  # even so: or who knows what the others take alone?
         assert num_pauses(pace, 0.2) == 1
-    pace.stepped(9.9e-3, 256, 0.2)
+    step(pace, 9.9e-3, 256, 0.2)
     assert num_pauses(pace, 0.2) == 3
     assert pace.num_tokens(1) == 128
+
+
+def test_a_step_that_is_not_over_yet_counts_as_one():
+    pace = BackgroundPace(512)
+    step(pace, 5e-3, 0, 0.2)
+    pace.planned(pace.num_tokens(1))
+    assert pace.num_tokens(1) == 0
 
 
 def test_an_empty_batch_is_no_licence():
     """Steps become short when most jobs have ended; that must not pass for room."""
     pace = BackgroundPace(256)
-    pace.stepped(20e-3, 0, 0.2)
+    step(pace, 20e-3, 0, 0.2)
     seconds = num_steps = 0
     while num_steps < 200:
         num_tokens = pace.num_tokens(1)
         elapsed_s = 5e-3 + 25e-6 * num_tokens
-        pace.stepped(elapsed_s, num_tokens, 0.2)
+        step(pace, elapsed_s, num_tokens, 0.2)
         seconds += elapsed_s
         num_steps += 1
     assert seconds <= 1.25 * 5e-3 * num_steps

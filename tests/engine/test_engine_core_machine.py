@@ -101,7 +101,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.sinks.append(sink)
         salt = "" if len(self.sinks) % 4 else "other"
         order = Order(len(self.sinks), tuple(pieces), sink, priority, sampling, stream, salt)
-        self.core.finish_launched()
         self.core.submit(order)
         self.deliver()
 
@@ -150,7 +149,6 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num=st.integers(1, 3))
     def free(self, data, num):
         ids = data.draw(st.lists(st.sampled_from(self.live), max_size=num, unique=True))
-        self.core.finish_launched()
         self.core.free(ids)
         self.live = [context_id for context_id in self.live if context_id not in ids]
         self.deliver()
@@ -159,7 +157,6 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.integers(1, len(self.sinks)))
-        self.core.finish_launched()
         self.core.abort(request_id)
         self.deliver()
         assert self.sinks[request_id - 1].num_ends == 1
@@ -197,7 +194,6 @@ class EngineMachine(RuleBasedStateMachine):
         for sink in self.sinks:
             assert sink.num_ends == 1
             self.check_answer(sink)
-        self.core.finish_launched()
         self.core.free(self.live)
         self.deliver()
         assert not self.runner.violations, self.runner.violations[0]

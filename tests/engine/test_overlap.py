@@ -6,7 +6,7 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core import EngineCore
-from parrot.engine.plan import DeviceLost, LaunchedStep, StepPlan
+from parrot.engine.plan import DeviceLost, LaunchedStep, StepPlan, StepResult
 from parrot.protocol.internal import GenerateResponse
 from parrot.testing.checking_runner import LaunchingRunner
 from parrot.testing.core_harness import LANGUAGE, Harness, piece
@@ -60,7 +60,6 @@ def test_an_abort_meets_a_step_on_its_way():
     second = harness.generate(piece(2, "b"), length=6)
     for _ in range(3):
         harness.step()
-    harness.core.finish_launched()
     harness.core.abort(1)
     harness.free(1)
     third = harness.generate(piece(3, "c"), length=3)
@@ -92,16 +91,16 @@ def test_a_launched_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch
     """And the one that was launched behind it, with tokens that have never been."""
     harness = Overlapping(num_blocks=40)
     short, long = (harness.generate(piece(i, "a"), length=n) for i, n in ((1, 3), (2, 8)))
-    known, calls = harness.launching.with_known_tokens, 0
+    run, calls = harness.launching.run_texts, 0
 
-    def fail(plan: StepPlan) -> StepPlan:
+    def fail(plan: StepPlan, texts: list[list[int]]) -> StepResult:
         nonlocal calls
         calls += 1
         if calls == number:
             raise RuntimeError("lost")
-        return known(plan)
+        return run(plan, texts)
 
-    monkeypatch.setattr(harness.launching, "with_known_tokens", fail)
+    monkeypatch.setattr(harness.launching, "run_texts", fail)
     harness.run()
     assert calls > number
     assert bytes(short.response.generated_ids) == b"bcd"
@@ -115,9 +114,9 @@ def test_a_lost_device_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
     harness.step()
     harness.step()
 
-    def fail(plan: StepPlan) -> StepPlan:
+    def fail(plan: StepPlan, texts: list[list[int]]) -> StepResult:
         raise DeviceLost("gone")
 
-    monkeypatch.setattr(harness.launching, "with_known_tokens", fail)
+    monkeypatch.setattr(harness.launching, "run_texts", fail)
     with pytest.raises(DeviceLost):
-        harness.core.finish_launched()
+        harness.step()

@@ -63,12 +63,10 @@ class World:
         piece = Piece(number, array("i", prompt), parent, len(known) if known else None)
         answer = self.running[number] = Answer()
         self._kinds[number], self.texts[number] = kind, known + prompt
-        self.core.finish_launched()
         self.core.submit(Order(number, (piece,), answer, sampling=kind))
 
     def abort(self) -> None:
         if self.running:
-            self.core.finish_launched()
             self.core.abort(self.rng.choice([*self.running]))
 
     def free(self) -> None:
@@ -78,7 +76,6 @@ class World:
         chosen = self.rng.sample([*self.texts], min(len(self.texts), 4))
         if self.rng.random() < 0.8:
             chosen = [c for c in chosen if c not in self.running]
-        self.core.finish_launched()
         self.core.free(chosen)
         for context in chosen:
             if context not in self.running:
@@ -113,7 +110,6 @@ class World:
     def finish(self) -> None:
         while self.core.has_work and self.core.step():
             pass
-        self.core.finish_launched()
         self.settle()
         assert not self.running
         self.core.free(range(self._next_id + 1))
@@ -137,7 +133,6 @@ def test_random_operations(tmp_path: Path) -> None:
     while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
         world.operate()
         if world.num_operations % 16 == 0:
-            core.finish_launched()
             core.check_integrity()
     world.finish()
     core.check_integrity()

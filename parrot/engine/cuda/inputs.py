@@ -13,7 +13,7 @@ import numpy.typing as npt
 from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.work_list import StepRows
 from parrot.engine.noise_keys import noise_keys
-from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.engine.plan import PENDING, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
 IntArray = npt.NDArray[np.int32]
@@ -43,8 +43,10 @@ class StepInputs:
     become `changed_to`.
 
     `samples[i]` is for the logits of token `logit_rows[i]`: of every sequence's if all have one
-    token (None where none is asked for), else of those that sample. `choice`: what all of them
-    take together. `settings` int32 [samples, NUM_SETTINGS], empty unless some are drawn."""
+    token (None where none is asked for), else of those that sample; `sampled` are their contexts.
+    `choice`: what all of them take together. Tokens `pending_at` are still `PENDING`: those that
+    contexts `pending` get from the step before. `settings` int32 [samples, NUM_SETTINGS], empty
+    unless some are drawn."""
 
     versions: tuple[int, ...]
     rows: IntArray
@@ -54,6 +56,9 @@ class StepInputs:
     table_rows: IntArray
     logit_rows: IntArray
     samples: tuple[SampleSpec | None, ...]
+    sampled: tuple[int, ...]
+    pending_at: IntArray
+    pending: tuple[int, ...]
     settings: IntArray
     choice: int
     changed_at: IntArray
@@ -89,15 +94,17 @@ class InputBuilder:
         self._places.clear()
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Whether each sequence has one token and samples, and the device can do it alone; known
-        only of contexts that have a row."""
-        return all(
-            len(s.token_ids) == 1
-            and s.sample is not None
-            and (place := self._places.get(s.context_id)) is not None
-            and not self._choice(place, s.sample) & ADJUSTED
+        """Whether the device can choose all tokens alone."""
+        return not any(
+            s.sample is not None and self._adjusts(s.context_id, s.sample.sampling)
             for s in plan.sequences
         )
+
+    def _adjusts(self, context_id: int, config: SamplingConfig) -> bool:
+        place = self._places.get(context_id)
+        if place is not None and place.sampling is config:
+            return bool(place.choice & ADJUSTED)
+        return config.adjusts_logits
 
     def build(self, plan: StepPlan) -> StepInputs:
         sequences = [s for s in plan.sequences if len(s.token_ids)]
@@ -117,6 +124,8 @@ class InputBuilder:
         for i, spec in zip(sampled, samples, strict=True):
             if spec is not None:
                 choice |= self._choice(places[i], spec)
+        token_ids = _token_ids(sequences, only_decodes)
+        waiting = np.flatnonzero(token_ids[ends - 1] == PENDING)
         settings = self._settings[:0]
         if choice & DRAWN:
             settings = self._draws(rows[sampled], samples)
@@ -124,11 +133,14 @@ class InputBuilder:
             versions=tuple(place.version for place in places),
             rows=rows,
             step=StepRows(self._table[rows, :width], starts, q_lens),
-            token_ids=_token_ids(sequences, only_decodes),
+            token_ids=token_ids,
             positions=starts if only_decodes else _positions(starts, q_lens, ends),
             table_rows=rows if only_decodes else np.repeat(rows, q_lens),
             logit_rows=ends[sampled] - 1,
             samples=samples,
+            sampled=tuple(sequences[i].context_id for i in sampled),
+            pending_at=ends[waiting] - 1,
+            pending=tuple(sequences[i].context_id for i in waiting.tolist()),
             settings=settings,
             choice=choice,
             changed_at=_concat([np.arange(at, at + len(to)) for at, to in changes]),

@@ -29,7 +29,7 @@ from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.kernels.work_list import TABLE_ROW, SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.plan import LaunchedStep, RunnerInfo, SampleSpec, StepPlan, StepResult
+from parrot.engine.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
 from parrot.engine.sampler import adjust, results
 from parrot.protocol.errors import OutOfMemory
 from parrot.protocol.sampling import SamplingConfig
@@ -154,7 +154,10 @@ class CudaRunner:
         """Raises `OutOfMemory` when the device has no room for the step; the next may succeed."""
         try:
             with noticing_loss(self._device):
-                return self._launch(plan, None).wait()
+                if plan.num_tokens:
+                    return self._launch(plan, None).wait()
+                self._cache.prepare(plan.copies)
+                return StepResult({}, {})
         except torch.OutOfMemoryError:
             self._inputs.forget()
             torch.cuda.empty_cache()

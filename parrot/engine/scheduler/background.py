@@ -25,10 +25,13 @@ class BackgroundPace:
             return self._chunk_size
         return self._num_beside if self._has_paused and self._credit_s > 0.0 else 0
 
+    def planned(self, num_background: int) -> None:
+        """A step in which jobs generate has so many background tokens."""
+        self._has_paused = not num_background  # else nobody would know what steps cost without
+
     def stepped(self, elapsed_s: float, num_background: int, share: float) -> None:
         """A step is over in which jobs generated and so many background tokens were computed, and
         nothing else. `share`: how much longer such steps may become on average."""
-        self._has_paused = not num_background  # else nobody would know what steps cost without
         if not num_background:
             before = elapsed_s if self._decode_s is None else self._decode_s
             self._decode_s = before + _SMOOTHING * (elapsed_s - before)

@@ -4,15 +4,21 @@ There are no prefill and decode phases. Every job has tokens whose KV is missing
 of them from many jobs. Jobs that miss one token (they generate) come first, then the others in
 order of their keys, in chunks, as far as the step's budget goes. Background jobs get what nobody
 else needs.
+
+A step may be planned while the one before it is on its way. Jobs that await a token of that one are
+taken to go on, with the token `PENDING`, unless it is their last. All else is as always: steps
+happen one after the other, so KV that is on its way may be read, and blocks that are in use there
+may be given away.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from parrot.engine.config import SchedulerConfig
 from parrot.engine.context import Context, ContextTree
 from parrot.engine.jobs import Job, JobQueue
-from parrot.engine.plan import BlockCopy, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.plan import PENDING, BlockCopy, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.scheduler.background import BackgroundPace
 from parrot.engine.scheduler.policy import Policy
 from parrot.engine.scheduler.room import IdleContexts, drop_kv
@@ -23,6 +29,19 @@ class Share(NamedTuple):
 
     num_tokens: int
     copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan, and the job behind each of its sequences. `num_decodes` of them generate;
+    `num_fill_tokens` are all others' but for the background's."""
+
+    plan: StepPlan
+    jobs: tuple[Job, ...]
+    num_decodes: int
+    num_fill_tokens: int
+    num_background_tokens: int
+    planned_at: float
 
 
 class LocalScheduler:
@@ -51,7 +70,6 @@ class LocalScheduler:
         self._pace = BackgroundPace(limits.background_chunk_size)
         self._turned_away: list[Job] = []
         self._num_decodes = 0
-        self._num_fill_tokens = 0
         self._num_background_tokens = 0
         self._shares: dict[Job, Share] = {}
         self._begun_blocks: set[bytes] = set()
@@ -68,23 +86,12 @@ class LocalScheduler:
         queues = (self._queue, self._background)
         return len(self._decoding) + sum(job.is_admitted for queue in queues for job in queue)
 
-    def planned(self) -> list[tuple[Job, Share]]:
-        """What the last plan consists of, in the order of its sequences."""
-        return list(self._shares.items())
-
-    @property
-    def only_decodes(self) -> bool:
-        """The next step is one of jobs that generate, and it would not have to make room."""
-        if self._background and self._pace.num_tokens(len(self._decoding)):
-            return False
-        return not self._queue and self._tree.num_free_blocks >= 2 * len(self._decoding)
-
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
         if nothing is asked meanwhile and what is sampled is among `token_ids`."""
-        if not self._decoding or self._background or self._limits.max_total_tokens is not None:
+        if not self._decoding or self._queue or self._background:
             return 0
-        if not self.only_decodes:
+        if self._limits.max_total_tokens is not None:
             return 0
         room = self._tree.num_free_blocks // len(self._decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
@@ -94,22 +101,6 @@ class LocalScheduler:
                 return 0
             num_steps = min(num_steps, generation.num_left - 1)
         return num_steps
-
-    def schedule_ahead(self, jobs: Sequence[Job]) -> StepPlan | None:
-        """The step after one of `jobs` whose tokens are not known yet: each is taken to go on,
-        unless that token is its last. Tokens in the plan mean nothing. Only if `only_decodes`."""
-        last = {job for job in jobs if job.generation and job.generation.num_left <= 1}
-        for job in jobs:
-            job.context.num_computed += 1
-            if job not in last:
-                job.context.token_ids.append(0)
-        try:
-            return self.schedule()
-        finally:
-            for job in jobs:
-                job.context.num_computed -= 1
-                if job not in last:
-                    job.context.token_ids.pop()
 
     def add(self, job: Job) -> None:
         """Take a job whose context misses at least one token's KV."""
@@ -124,7 +115,7 @@ class LocalScheduler:
         job.is_admitted = False
 
     def keep_decoding(self, job: Job) -> None:
-        """The job has got a token and wants another: from now on it misses one token a step."""
+        """The job's prompt is computed: from now on it misses one token a step."""
         if job not in self._decoding:
             self._queue.remove(job)
             self._decoding.add(job)
@@ -146,14 +137,27 @@ class LocalScheduler:
         turned_away, self._turned_away = self._turned_away, []
         return turned_away
 
-    def stepped(self, elapsed_s: float, *, was_ahead: bool) -> None:
-        """The step that was planned last is over, or one that was launched ahead, which is one of
-        jobs that generate."""
-        if was_ahead:
-            self._pace.stepped(elapsed_s, 0, self._background_share())
-        elif self._decoding and not self._num_fill_tokens:
-            num_tokens, share = self._num_background_tokens, self._background_share()
-            self._pace.stepped(elapsed_s, num_tokens, share)
+    def lost_kv(self, contexts: Collection[Context]) -> None:
+        """These contexts have lost KV: their jobs have to be admitted again."""
+        for context in contexts:
+            if not context.block_ids:
+                self.idle.discard(context)
+        for queue in (self._decoding, self._queue, self._background):
+            for job in queue:
+                if job.context in contexts:
+                    self._readmit(job)
+
+    def _readmit(self, job: Job) -> None:
+        if job in self._decoding:
+            self._decoding.remove(job)
+            self._queue.add(job)
+        job.is_admitted = False
+
+    def stepped(self, step: Step, elapsed_s: float) -> None:
+        """A step is over."""
+        if step.num_decodes and not step.num_fill_tokens:
+            share = self._background_share()
+            self._pace.stepped(elapsed_s, step.num_background_tokens, share)
 
     def _background_share(self) -> float:
         """That of the background job whose turn it is."""
@@ -161,8 +165,18 @@ class LocalScheduler:
         first = next(iter(self._background), None)
         return limit if first is None else min(limit, first.request.background_share)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float) -> Step | None:
         """The next step, or None when no job can run."""
+        going_on = [job for job in self._decoding if job.awaits_token and _has_next(job)]
+        for job in going_on:
+            job.context.token_ids.append(PENDING)
+        try:
+            return self._plan(now)
+        finally:
+            for job in going_on:
+                job.context.token_ids.pop()
+
+    def _plan(self, now: float) -> Step | None:
         self._shares = {}
         self._begun_blocks.clear()
         self._tokens_left = self._limits.max_num_batched_tokens
@@ -177,15 +191,19 @@ class LocalScheduler:
             budget = self._fill_budget(job)
             if not budget:
                 break
-            if not job.is_admitted and (is_blocked or self._is_computed_by_another(job)):
+            if not job.is_admitted and (
+                is_blocked or job.awaits_token or self._is_computed_by_another(job)
+            ):
                 continue
             num_tokens = min(job.context.num_missing, budget, self._max_chunk)
             if not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
-        self._num_fill_tokens = self._fill_tokens_taken()
+        num_fill_tokens = self._fill_tokens_taken()
         if self._background and not self._queue:
             self._plan_background()
-        return self._build() if self._shares else None
+        if self._num_decodes and not num_fill_tokens:
+            self._pace.planned(self._num_background_tokens)
+        return self._build(num_fill_tokens, now) if self._shares else None
 
     def _fill_tokens_taken(self) -> int:
         return self._limits.max_num_batched_tokens - self._tokens_left - self._num_decodes
@@ -286,10 +304,7 @@ class LocalScheduler:
             if not context.block_ids:
                 self.idle.discard(context)
             return
-        if job in self._decoding:
-            self._decoding.remove(job)
-            self._queue.add(job)
-        job.is_admitted = False
+        self._readmit(job)
         if job.is_background:
             self._turned_away.append(job)
         if (share := self._shares.pop(job, None)) is not None:
@@ -298,7 +313,7 @@ class LocalScheduler:
             if share.copies:  # its copied block will stay unwritten
                 self._tree.truncate(context, context.num_computed // self._tree.block_size)
 
-    def _build(self) -> StepPlan:
+    def _build(self, num_fill_tokens: int, now: float) -> Step:
         sequences = []
         copies: list[BlockCopy] = []
         for job, share in self._shares.items():
@@ -315,7 +330,14 @@ class LocalScheduler:
                     _sample_spec(job) if end == len(context.token_ids) else None,
                 )
             )
-        return StepPlan(tuple(sequences), tuple(copies))
+        return Step(
+            StepPlan(tuple(sequences), tuple(copies)),
+            tuple(self._shares),
+            self._num_decodes,
+            num_fill_tokens,
+            self._num_background_tokens,
+            now,
+        )
 
     def check_integrity(self) -> None:
         for queue in (self._decoding, self._queue, self._background):
@@ -324,12 +346,20 @@ class LocalScheduler:
             for job in queue:
                 assert job.is_open, f"job {job.job_id} is queued before it is open"
                 assert job.context not in self.idle, f"idle context with job {job.job_id}"
-                assert job.context.num_missing > 0, f"job {job.job_id} has nothing to do"
+                has_work = job.context.num_missing > 0 or job.awaits_token
+                assert has_work, f"job {job.job_id} has nothing to do"
                 assert job.is_background is (queue is self._background), job
         assert not self._turned_away, self._turned_away
         for job in self._decoding:
-            assert job.is_decoding, f"job {job.job_id} misses {job.context.num_missing} tokens"
+            num_missing = job.context.num_missing
+            goes_on = job.is_decoding or (job.awaits_token and not num_missing)
+            assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
             assert job.is_admitted, f"job {job.job_id} generates without room"
+
+
+def _has_next(job: Job) -> bool:
+    """Whether the token that the job awaits may be followed by another."""
+    return job.generation is not None and job.generation.num_left > 1
 
 
 def _sample_spec(job: Job) -> SampleSpec | None:
