@@ -161,18 +161,33 @@ def test_a_cancelled_call_is_gone_and_the_next_one_runs(vm: P.VirtualMachine) ->
         assert about("Something else.").get()
 
 
+PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+
+
+@pytest.fixture(scope="module")
+def started(cluster: Cluster) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All examples at once: together they take few more of the engine's steps than the longest."""
+    processes = {
+        program: subprocess.Popen(
+            [sys.executable, str(EXAMPLES / program), "--core", cluster.core_url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for program in PROGRAMS
+    }
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
-)
-def test_example_programs_run_to_their_end(program: str, cluster: Cluster) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / program), "--core", cluster.core_url],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "---" in done.stdout
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_example_programs_run_to_their_end(
+    program: str, started: dict[str, subprocess.Popen[str]]
+) -> None:
+    stdout, stderr = started[program].communicate(timeout=110)
+    assert started[program].returncode == 0, stderr
+    assert "---" in stdout
+    assert "Traceback" not in stderr

@@ -576,8 +576,9 @@ class TestThreads:
 
 
 CTRL_C = """
-import sys, threading
+import signal, sys
 from parrot import P
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
 @P.semantic_function()
 def hang(answer: P.Output):
     '''Q {{answer}}'''
@@ -599,11 +600,11 @@ def test_ctrl_c_ends_a_blocking_read(url: str, serve: FakeServe) -> None:
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
-        assert serve.reading.wait(10)
+        assert serve.reading.wait(30)
         os.kill(process.pid, signal.SIGINT)
         assert process.stdout.read() == "interrupted\n"
     assert process.returncode == 0
-    assert serve.withdrawn.wait(10)
+    assert serve.withdrawn.wait(30)
     assert len(serve.ended) == 1
 
 
