@@ -152,13 +152,22 @@ class ContextTree:
         return context.num_computed - before
 
     def publish(self, context: Context) -> None:
-        """Let the context's full computed blocks be adopted."""
+        """Let the context's full computed blocks be adopted. Where others hold the same, these
+        take their places: so contexts that share a block share all that comes before it."""
         num_full = context.num_computed // self.block_size
         if self._hasher is None or num_full <= context.num_published:
             return
         self._extend_keys(context, num_full)
-        for block in range(context.num_published, num_full):
-            self._pool.publish(context.block_ids[block], context.keys[block])
+        for index in range(context.num_published, num_full):
+            own, key = context.block_ids[index], context.keys[index]
+            published = self._pool.find(key)
+            if published is None:
+                self._pool.publish(own, key)
+            elif published != own:
+                self._pool.adopt((published,))
+                self._pool.release((own,))
+                context.block_ids[index] = published
+                context.owned_from = max(context.owned_from, index + 1)
         context.num_published = num_full
 
     def _extend_keys(self, context: Context, num_blocks: int) -> None:

@@ -161,3 +161,15 @@ def test_keys_name_all_tokens_up_to_their_block(salt):
     hasher.extend(other, hasher.root(salt), array("i", [0, 2, 3, 4]), 2)
     assert len({*keys, *other}) == 4
     assert hasher.root("x") != hasher.root(salt)
+
+
+def test_what_was_computed_twice_is_kept_once():
+    """Or a context could have blocks of its own before shared ones: none of these could be freed
+    while both wait for the other's."""
+    engine = Harness(block_size=1, fill_chunk_size=1)
+    for context_id in (1, 2):
+        engine.fill(piece(context_id, "abcd"))
+    engine.run()
+    assert engine.runner.plans[0].num_tokens == 2
+    assert engine.context(1).block_ids == engine.context(2).block_ids
+    assert engine.num_free == 12
