@@ -146,6 +146,11 @@ class EngineCore:
     def take_outcomes(self) -> list[Delivery]:
         return self._desk.take_outcomes()
 
+    def wait_until_due(self) -> None:
+        """Return when the next step should be planned; requests that come later miss it."""
+        if self._flight is not None:
+            self._flight.launched.wait_until_due()
+
     def step(self) -> bool:
         """Run a step; or, where the runner can, launch one and wait for the one before it. False
         when there was nothing to do."""

@@ -114,25 +114,21 @@ class ThreadDriver:
             return
         _tell(loop, _settle_result, loaded, core)
         may_step = False
-        while True:
+        while not self._is_closing:
             with self._wake:
                 while not (self._inbox or may_step or self._is_closing):
                     self._wake.wait()
-                inbox, self._inbox = self._inbox, deque()
-                is_closing = self._is_closing
-            if is_closing:
-                core.fail_everything(Unavailable("the engine is shutting down"))
-            may_step = self._step_or_fail(core, inbox)
-            if outcomes := core.take_outcomes():
-                _tell(loop, deliver, outcomes)
-            if is_closing:
-                return
+            may_step = self._step_or_fail(core)
+            self._deliver(core, loop)
+        self._apply_inbox(core)
+        core.fail_everything(Unavailable("the engine is shutting down"))
+        self._deliver(core, loop)
 
-    def _step_or_fail(self, core: EngineCore, inbox: deque[Verb]) -> bool:
+    def _step_or_fail(self, core: EngineCore) -> bool:
         """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
         try:
-            while inbox:
-                inbox.popleft()(core)
+            core.wait_until_due()
+            self._apply_inbox(core)
             return core.has_work and core.step()
         except DeviceLost as error:
             if not self.is_lost:
@@ -142,9 +138,16 @@ class ThreadDriver:
         except Exception:
             logger.exception("the engine core failed; its requests are given up")
             core.fail_everything(EngineFailed("internal error of the engine"))
-        with self._wake:
-            self._inbox.extendleft(reversed(inbox))
         return False
+
+    def _apply_inbox(self, core: EngineCore) -> None:
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft()(core)
+
+    @staticmethod
+    def _deliver(core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
+        if outcomes := core.take_outcomes():
+            _tell(loop, deliver, outcomes)
 
 
 class AsyncDriver:

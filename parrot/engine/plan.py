@@ -122,6 +122,11 @@ class DeviceLost(Exception):
 class LaunchedStep(Protocol):
     """A step on its way."""
 
+    def wait_until_due(self) -> None:
+        """Return when it is time to launch the next step: late enough for that to take in what
+        arrives meanwhile, and early enough for it to be there when this one ends."""
+        ...
+
     def wait(self) -> StepResult:
         """Return when the step has run."""
         ...

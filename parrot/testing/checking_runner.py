@@ -157,6 +157,9 @@ class Launched:
     previous: "Launched | None"
     result: StepResult | None = None
 
+    def wait_until_due(self) -> None:
+        """A device that is due as soon as it begins."""
+
     def wait(self) -> StepResult:
         for sequence, text in zip(self.plan.sequences, self.texts, strict=True):
             if text[-1] == PENDING:

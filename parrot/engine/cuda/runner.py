@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.cuda.due import WatchedAttention
 from parrot.engine.cuda.forward import make_forward
 from parrot.engine.cuda.graphs import (
     Bound,
@@ -19,7 +20,7 @@ from parrot.engine.cuda.graphs import (
     mixed_sizes,
 )
 from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
-from parrot.engine.cuda.stage import Landing, Stage
+from parrot.engine.cuda.stage import Landing, Mark, Stage
 from parrot.engine.device import noticing_loss
 from parrot.engine.kernels.attention import Capacity, PlanBuffers, can_be_dense
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
@@ -56,11 +57,15 @@ class CudaOptions:
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step on the device. `tokens`, one for each of its inputs' samples, stay valid until the
-    step after it has run."""
+    step after it has run; `due` until that is launched."""
 
     inputs: StepInputs
     tokens: torch.Tensor
     landing: Landing
+    due: Mark
+
+    def wait_until_due(self) -> None:
+        self.due.wait()
 
     def wait(self) -> StepResult:
         with noticing_loss(self.tokens.device):
@@ -124,7 +129,7 @@ class CudaRunner:
         self._forward = make_forward(model, max_seq_len)
         self._layer_weights = spec.num_layer_weights
         memory = self._cache.pool.transpose(2, 3)
-        self._attention = TritonAttention(memory, spec.num_heads, 1, upcast=options.upcast)
+        self._attention = WatchedAttention(memory, spec.num_heads, 1, upcast=options.upcast)
         self._graphs = self._make_graphs(memory, options) if options.use_graphs else None
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self.shared_tokens_saved = 0
@@ -186,11 +191,13 @@ class CudaRunner:
         if inputs.pending:
             assert isinstance(previous, Launched), "tokens are pending of no step"
             sources = (previous.tokens, previous.rows_of(inputs.pending))
+        due = self._attention.due
+        due.put()  # of a graph, now; of kernels that are launched one by one, later
         tokens = self._compute(inputs, work, sources)
         landing = self._landings[0]
         self._landings.reverse()
         landing.receive(tokens)
-        return Launched(inputs, tokens, landing)
+        return Launched(inputs, tokens, landing, due)
 
     def _compute(self, inputs: StepInputs, work: WorkList, sources: Sources | None) -> torch.Tensor:
         """A token for each of the step's samples, on the device; -1: not finite."""

@@ -10,21 +10,37 @@ from parrot.engine.cuda.inputs import IntArray
 _ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
 
 
+class Mark:
+    """A place in the stream of work: the device has passed it, or not yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def put(self) -> None:
+        """Behind all that was launched up to now."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the device has passed where it was put last."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Stage:
     """`send` puts arrays one after the other at the beginning of a device buffer, so arrays of the
     same lengths always arrive at the same addresses, which are multiples of 128 bytes."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numbers = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._done = Mark(device)
 
     def send(self, parts: Sequence[IntArray]) -> list[torch.Tensor]:
         """Valid on the current stream until the next `send`. `sent` must follow."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         starts = _starts([len(part) for part in parts])
         for start, part in zip(starts, parts, strict=False):
             self._numbers[start : start + len(part)] = part
@@ -40,8 +56,7 @@ class Stage:
 
     def sent(self) -> None:
         """All copies from pinned memory that belong to this step are under way."""
-        if self._done is not None:
-            self._done.record()
+        self._done.put()
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
@@ -54,17 +69,14 @@ class Landing:
     """Pinned memory in which one step's tokens arrive."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=is_cuda)
-        self._done = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._done = Mark(device)
 
     def receive(self, tokens: torch.Tensor) -> None:
         self._host[: len(tokens)].copy_(tokens, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
+        self._done.put()
 
     def wait(self, count: int) -> list[int]:
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         numbers: list[int] = self._host[:count].tolist()
         return numbers
