@@ -14,7 +14,12 @@ from parrot.engine.kernels.fused import (
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape
-from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
+from parrot.engine.kernels.linear import (
+    FEW_ROWS,
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_linear,
+)
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.gpu
@@ -98,6 +103,36 @@ def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> 
         gate, up = expected.split(num_out, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     assert relative_error(out, expected) < 1e-2
-    if num_rows > 2:  # the same row, whoever is beside it
-        alone = few_rows_linear(x[:2], weight, torch.empty_like(out[:2]), silu=silu)
-        assert torch.equal(alone, out[:2])
+    again = few_rows_linear(x, weight, torch.full_like(out, float("nan")), silu=silu)
+    assert torch.equal(again, out)
+    if num_rows > 1:  # the same row, whoever is beside it
+        alone = few_rows_linear(x[:1], weight, torch.empty_like(out[:1]), silu=silu)
+        assert torch.equal(alone, out[:1])
+
+
+@pytest.mark.parametrize(("inner", "size"), [(576, 576), (4096, 4096), (13824, 5120)])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, FEW_ROWS])
+def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> None:
+    """One product adds to the residual stream, and the next one reads that normed; then the same
+    many times in a row, so that each kernel starts while the one before ends."""
+    torch.manual_seed(inner)
+    x, weight, residual = normal(num_rows, inner), normal(size, inner), normal(num_rows, size)
+    gain, second = normal(size), normal(5120, size)
+    weight *= inner**-0.5
+    second *= size**-0.5
+    out = torch.full((num_rows, 5120), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+    def run(rows: int) -> tuple[torch.Tensor, UndividedRows]:
+        total = residual[:rows].clone()
+        return total, few_rows_add_and_norm(x[:rows], weight, total, gain, 1e-5)
+
+    total, normed = run(num_rows)
+    expected = (residual.double() + x.double() @ weight.double().T).cpu()
+    assert relative_error(total, expected) < 5e-3
+    few_rows_linear(normed, second, out)
+    expected = rms_norm_reference(total.cpu(), gain.cpu(), 1e-5) @ second.double().T.cpu()
+    assert relative_error(out, expected) < 5e-3
+    for rows in (1, num_rows):
+        for _ in range(20):
+            again = few_rows_linear(run(rows)[1], second, torch.full_like(out[:rows], float("nan")))
+        assert torch.equal(again, out[:rows])

@@ -12,6 +12,7 @@ from parrot.engine.kernels.fused_kernels import (
     silu_mul_kernel,
 )
 from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.launch import starts_early
 
 _SILU_BLOCK = 1024
 _ROPE_HEADS = 8
@@ -84,6 +85,7 @@ def rope_and_store(
     assert kv.v.is_contiguous()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
+    early = starts_early(qkv.device)
     rope_and_store_kernel[(len(qkv), triton.cdiv(num_heads, _ROPE_HEADS))](
         qkv,
         kv.positions,
@@ -105,7 +107,9 @@ def rope_and_store(
         HEADS=_ROPE_HEADS,
         WITH_NORM=norm is not None,
         KEEP_K=keep_k,
+        DEPENDENT=early,
         num_warps=2,
+        **({"launch_pdl": True} if early else {}),
     )
     heads = qkv.view(len(qkv), num_heads, shape.head_dim)
     sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]

@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -58,15 +59,18 @@ def rope_and_store_kernel(
     HEADS: tl.constexpr,
     WITH_NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (token, block of HEADS heads): normalise each head of q and k if asked, rotate it by
     the token's position, then q back in place, k and v to the token's place in its page. KEEP_K: k
-    back in place too.
+    back in place too. DEPENDENT: the kernel before may still run, which wrote qkv.
 
     Rotated are the halves of a head, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     token = tl.program_id(0).to(tl.int64)
     table_row = tl.load(table_rows + token)
     position = tl.load(positions + token)
+    if DEPENDENT:
+        gdc_wait()
     if table_row < 0:  # padding of a captured grid
         return
     page = tl.load(tables + table_row * stride_table + position // PAGE)

@@ -1,71 +1,133 @@
 """Launch the matrix products of few rows."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
-from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel, one_row_linear_kernel
+from parrot.engine.kernels.launch import starts_early
+from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
 
 FEW_ROWS = 32
 """With more rows, cuBLAS is as fast."""
 
-_ONE_ROW_OUTPUTS = 4
-_ONE_ROW_COLUMNS = 2048
-_ONE_ROW_WARPS = 4
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
 _MIN_DOT = 16
 
 
+@dataclass(frozen=True, slots=True)
+class UndividedRows:
+    """RMS-normed rows but for their division by the root mean square, which whoever multiplies them
+    with a matrix does afterwards.
+
+    rows     [tokens, size]: values times the norm's weight
+    squares  float32 [tokens, parts]: sums of the squares of the values' parts"""
+
+    rows: torch.Tensor
+    squares: torch.Tensor
+    eps: float
+
+
 def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, silu: bool = False
+    x: torch.Tensor | UndividedRows,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu: bool = False,
 ) -> torch.Tensor:
-    """out [rows, n] = x [rows, k] weight^T, weight [n, k], for up to `FEW_ROWS` rows, nearly at the
-    rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
-    out = silu(gate) * up. A row's result does not depend on how many others there are, but for
-    the case of one row alone."""
-    num_rows, num_out, size = len(x), out.shape[1], x.shape[1]
-    assert len(out) == num_rows <= FEW_ROWS, (x.shape, out.shape)
-    assert weight.shape == (2 * num_out if silu else num_out, size), (weight.shape, out.shape)
+    """out [rows, n] = x [rows, k] weight^T + bias, weight [n, k], for up to `FEW_ROWS` rows, nearly
+    at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
+    out = silu(gate) * up. A row's result does not depend on how many others there are."""
+    assert weight.shape[0] == (2 if silu else 1) * out.shape[1], (weight.shape, out.shape)
+    if isinstance(x, UndividedRows):
+        _launch(x.rows, weight, bias, out, silu=silu, squares=x.squares, eps=x.eps)
+    else:
+        _launch(x, weight, bias, out, silu=silu)
+    return out
+
+
+def few_rows_add_and_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+) -> UndividedRows:
+    """residual [rows, n] += x weight^T + bias, in place; returns rms_norm(residual) * norm_weight.
+
+    Not for float16: a residual times the norm's weight may be too large for it."""
+    num_rows, num_out = residual.shape
+    assert weight.shape[0] == num_out == len(norm_weight), (weight.shape, residual.shape)
+    assert residual.is_contiguous()
+    assert residual.dtype != torch.float16
+    parts = triton.cdiv(num_out, _tile(num_rows, num_out, x.shape[1], silu=False)["BN"])
+    squares = torch.empty((num_rows, parts), dtype=torch.float32, device=x.device)
+    rows = torch.empty_like(residual)
+    _launch(x, weight, bias, rows, residual=residual, gain=norm_weight, squares_out=squares)
+    return UndividedRows(rows, squares, eps)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    silu: bool = False,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    squares_out: torch.Tensor | None = None,
+) -> None:
+    (num_rows, num_out), size = out.shape, x.shape[1]
+    assert len(x) == num_rows <= FEW_ROWS, (x.shape, out.shape)
+    assert weight.shape[1] == size, (weight.shape, x.shape)
     assert weight.is_contiguous()
     assert out.is_contiguous()
     assert x.stride(1) == 1
-    if num_rows == 1:  # 0.1 ms a step faster for an 8B model than the matrix unit
-        return _one_row(x, weight, out, silu=silu)
-    # Tuned on an H200 (docs/kernels.md). Short outputs need more programs than wide tiles give.
-    wide = num_out >= _MANY_OUTPUTS
-    block_n = 64 if wide else 16
-    deep = not silu and num_out <= 2 * _MANY_OUTPUTS
-    block_k = min(256 if deep else 128, max(_MIN_DOT, triton.next_power_of_2(size)))
-    few_rows_linear_kernel[(triton.cdiv(num_out, block_n),)](
+    tile = _tile(num_rows, num_out, size, silu=silu)
+    early = starts_early(x.device)
+    few_rows_linear_kernel[(triton.cdiv(num_out, tile["BN"]),)](
         x,
         weight,
+        bias,
         out,
+        squares,
+        residual,
+        gain,
+        squares_out,
+        eps,
         num_rows,
         x.stride(0),
         N=num_out,
         K=size,
-        BM=max(_MIN_DOT, triton.next_power_of_2(num_rows)),
-        BN=block_n,
-        BK=block_k,
-        STAGES=3 if silu else 4,
+        BIAS=bias is not None,
+        PARTS=0 if squares is None else squares.shape[1],
         SILU=silu,
-        num_warps=4 if wide else 2,
+        ADD=residual is not None,
+        DEPENDENT=early,
+        **tile,
+        **({"launch_pdl": True} if early else {}),
     )
-    return out
 
 
-def _one_row(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, silu: bool
-) -> torch.Tensor:
-    num_out, size = out.shape[1], x.shape[1]
-    one_row_linear_kernel[(triton.cdiv(num_out, _ONE_ROW_OUTPUTS),)](
-        x,
-        weight,
-        out,
-        N=num_out,
-        K=size,
-        BN=_ONE_ROW_OUTPUTS,
-        BK=min(_ONE_ROW_COLUMNS, triton.next_power_of_2(size)),
-        SILU=silu,
-        num_warps=_ONE_ROW_WARPS,
-    )
-    return out
+def _tile(num_rows: int, num_out: int, size: int, *, silu: bool) -> dict[str, int]:
+    """Tuned on an H200 (docs/kernels.md). Short outputs need more programs than wide tiles give;
+    the fewer programs, the more of the weights must each have on its way."""
+    wide = num_out >= _MANY_OUTPUTS
+    columns, stages = 128, 3
+    if wide and not silu:
+        stages = 4 if num_out > 2 * _MANY_OUTPUTS else 6 if num_out > 5120 else 8
+    elif not silu:
+        columns, stages = 256, 4
+    return {
+        "BM": max(_MIN_DOT, triton.next_power_of_2(num_rows)),
+        "BN": (128 if silu and num_out > 2 * _MANY_OUTPUTS else 64) if wide else 16,
+        "BK": min(columns, max(_MIN_DOT, triton.next_power_of_2(size))),
+        "STAGES": stages,
+        "num_warps": 4 if wide else 2,
+    }

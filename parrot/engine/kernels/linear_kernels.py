@@ -3,57 +3,12 @@
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _rows_dot(at, x_ptr, inside, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Inner products of BN rows of a matrix with one vector, in float32."""
-    total = tl.zeros([BN, BK], dtype=tl.float32)
-    offset = tl.arange(0, BK)
-    for first in tl.range(0, K, BK):
-        column = first + offset
-        # Weights are read once: they leave the cache to what is read again.
-        weight = tl.load(
-            at + column[None, :],
-            mask=inside[:, None] & (column < K)[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        x = tl.load(x_ptr + column, mask=column < K, other=0.0)
-        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    return tl.sum(total, 1)
-
-
-@triton.jit
-def one_row_linear_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """Program (block of BN outputs): out = weight x. SILU: weight is [gate | up], 2 N rows, and
-    out = silu(gate x) * (up x)."""
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = row < N
-    at = weight_ptr + row.to(tl.int64)[:, None] * K
-    result = _rows_dot(at, x_ptr, inside, K, BN, BK)
-    if SILU:
-        # Rounded between, as the two kernels that this one replaces would.
-        kind = out_ptr.dtype.element_ty
-        gate = result.to(kind).to(tl.float32)
-        up_at = at + tl.full([], N, tl.int64) * K
-        up = _rows_dot(up_at, x_ptr, inside, K, BN, BK).to(kind).to(tl.float32)
-        result = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + row, result.to(out_ptr.dtype.element_ty), mask=inside)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def _load_weight(at, inside, WHOLE: tl.constexpr):
-    """A tile of what is read once, see above."""
+    """A tile. Weights are read once: they leave the cache to what is read again."""
     if WHOLE:
         tile = tl.load(at, eviction_policy="evict_first")
     else:
@@ -62,10 +17,21 @@ def _load_weight(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _load_bias(at, inside):
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
 def few_rows_linear_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     out_ptr,
+    squares_ptr,
+    residual_ptr,
+    gain_ptr,
+    squares_out_ptr,
+    eps,
     num_rows,
     stride_x,
     N: tl.constexpr,
@@ -74,33 +40,74 @@ def few_rows_linear_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
     SILU: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (block of BN outputs): out^T = weight x^T for up to BM rows. The weights are the tall
-    operand of the matrix unit, so few rows of x waste little of it. SILU as above."""
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    """Program (block of BN outputs): out = x weight^T (+ bias) for up to BM rows. The weights are
+    the tall operand of the matrix unit, so few rows of x waste little of it.
+
+    PARTS      x is first divided by its root mean square; squares [rows, PARTS]
+    SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
+    ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
+    DEPENDENT  the kernel before, which wrote all but the parameters, may still run"""
+    program = tl.program_id(0)
+    row = program * BN + tl.arange(0, BN)
     member = tl.arange(0, BM)
-    offset = tl.arange(0, BK)
     inside = row < N
     live = member < num_rows
-    whole: tl.constexpr = (N % BN == 0) & (K % BK == 0)
-    at = weight_ptr + row.to(tl.int64)[:, None] * K + offset[None, :]
-    up_at = at + tl.full([], N, tl.int64) * K
-    x_at = x_ptr + member.to(tl.int64)[:, None] * stride_x + offset[None, :]
+    both = inside[:, None] & live[None, :]
+    row_at = weight_ptr + row.to(tl.int64)[:, None] * K
+    up_row_at = row_at + tl.full([], N, tl.int64) * K
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    if DEPENDENT:
+        gdc_wait()
+    if PARTS > 0:
+        part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
+        is_part = live[:, None] & (part < PARTS)
+        squares_at = squares_ptr + member[:, None] * PARTS + part
+        squares = tl.load(squares_at, mask=is_part, other=0.0)  # nobody waits for them yet
+    if ADD:
+        place = member.to(tl.int64)[None, :] * N + row[:, None]
+        before = tl.load(residual_ptr + place, mask=both, other=0.0)
+        gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
     result = tl.zeros([BN, BM], dtype=tl.float32)
     up = tl.zeros([BN, BM], dtype=tl.float32)
+    offset = tl.arange(0, BK)[None, :]
+    whole: tl.constexpr = (N % BN == 0) & (K % BK == 0)
     for first in tl.range(0, K, BK, num_stages=STAGES):
-        column = (first + offset < K)[None, :]
-        x = tl.load(x_at + first, mask=live[:, None] & column, other=0.0)
-        weight = _load_weight(at + first, inside[:, None] & column, whole)
+        column = first + offset
+        x = tl.load(x_row_at + column, mask=live[:, None] & (column < K), other=0.0)
+        tile = inside[:, None] & (column < K)
+        weight = _load_weight(row_at + column, tile, whole)
         result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
         if SILU:
-            weight = _load_weight(up_at + first, inside[:, None] & column, whole)
+            weight = _load_weight(up_row_at + column, tile, whole)
             up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if PARTS > 0:
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        result *= scale[None, :]
+        up *= scale[None, :]
+    if BIAS:
+        result += _load_bias(bias_ptr + row, inside)
+    if BIAS and SILU:
+        up += _load_bias(bias_ptr + N + row, inside)
     kind = out_ptr.dtype.element_ty
     if SILU:
-        # Rounded between, as the two kernels that this one replaces would.
+        # Rounded between, as separate kernels would.
         gate = result.to(kind).to(tl.float32)
         result = gate * tl.sigmoid(gate) * up.to(kind).to(tl.float32)
+    if ADD:
+        # Rounded as it is stored: what the next layer adds to is in memory.
+        total = (result + before.to(tl.float32)).to(kind)
+        tl.store(residual_ptr + place, total, mask=both)
+        result = total.to(tl.float32)
+        part_squares = tl.sum(tl.where(both, result * result, 0.0), 0)
+        tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares, mask=live)
+        result *= gain.to(tl.float32)[:, None]
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
-    tl.store(out_at, result.to(kind), mask=inside[:, None] & live[None, :])
+    tl.store(out_at, result.to(kind), mask=both)

@@ -1,7 +1,8 @@
 """A decoder's forward pass in fused kernels, for the models that they fit.
 
 Between the matrix products there are three kernels a layer besides attention: residual sum with
-RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul."""
+RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul. Of few
+rows the products do the first and the last themselves."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,12 @@ from parrot.engine.kernels.fused import (
     rope_and_store,
     silu_mul,
 )
-from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
+from parrot.engine.kernels.linear import (
+    FEW_ROWS,
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_linear,
+)
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
 from parrot.engine.models.rope import angle_table
@@ -35,6 +41,9 @@ def can_fuse(spec: DecoderSpec) -> bool:
     )
 
 
+Normed = torch.Tensor | UndividedRows
+
+
 @dataclass(frozen=True, slots=True)
 class _Weight:
     weight: torch.Tensor
@@ -45,17 +54,35 @@ class _Weight:
         assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
         return cls(linear.weight, linear.bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if 0 < len(x) <= FEW_ROWS and self.bias is None:
-            return few_rows_linear(x, self.weight, x.new_empty(len(x), len(self.weight)))
+    def __call__(self, x: Normed) -> torch.Tensor:
+        if isinstance(x, UndividedRows) or _is_few(x):
+            out = _rows(x).new_empty(len(_rows(x)), len(self.weight))
+            return few_rows_linear(x, self.weight, out, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: Normed) -> torch.Tensor:
         """silu(gate) * up, where the weight is [gate | up]."""
-        out = x.new_empty(len(x), len(self.weight) // 2)
-        if 0 < len(x) <= FEW_ROWS and self.bias is None:
-            return few_rows_linear(x, self.weight, out, silu=True)
+        out = _rows(x).new_empty(len(_rows(x)), len(self.weight) // 2)
+        if isinstance(x, UndividedRows) or _is_few(x):
+            return few_rows_linear(x, self.weight, out, bias=self.bias, silu=True)
         return silu_mul(F.linear(x, self.weight, self.bias), out)
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Normed:
+        """residual += the product, in place; returns it normed."""
+        if _is_few(x) and x.dtype != torch.float16:
+            return few_rows_add_and_norm(
+                x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
+            )
+        out = torch.empty_like(residual)
+        return add_rms_norm(self(x), residual, norm.weight, norm.eps, out)
+
+
+def _rows(x: Normed) -> torch.Tensor:
+    return x.rows if isinstance(x, UndividedRows) else x
+
+
+def _is_few(x: torch.Tensor) -> bool:
+    return 0 < len(x) <= FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +140,27 @@ class FusedDecoder:
         """Logits [sampled rows, vocab] in the model's dtype; `sample_rows` None: of all rows.
 
         Of the last layer, the other rows need nothing but their KV: a prompt saves most of it."""
-        x = F.embedding(token_ids, self._embed)
-        residual, normed = torch.empty_like(x), torch.empty_like(x)
+        residual = F.embedding(token_ids, self._embed)
+        norm, out = self._layers[0].attn_norm, torch.empty_like(residual)
+        normed: Normed = add_rms_norm(residual, residual, norm.weight, norm.eps, out, add=False)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            norm = layer.attn_norm
-            add_rms_norm(x, residual, norm.weight, norm.eps, normed, add=index > 0)
             only_last = index == last and sample_rows is not None
             attended = self._attend(index, layer, normed, attention, plan, only_last)
             if index == last and sample_rows is not None:
                 attended = attended.index_select(0, sample_rows)
                 residual = residual.index_select(0, sample_rows)
-                normed = torch.empty_like(residual)
-            x = layer.out(attended)
-            norm = layer.mlp_norm
-            add_rms_norm(x, residual, norm.weight, norm.eps, normed)
-            x = layer.down(layer.gate_up.gated(normed))
-        out = torch.empty_like(x)
-        add_rms_norm(x, residual, self._norm.weight, self._norm.eps, out)
-        return self._lm_head(out)
+            normed = layer.out.add_and_norm(attended, residual, layer.mlp_norm)
+            next_norm = self._norm if index == last else self._layers[index + 1].attn_norm
+            hidden = layer.gate_up.gated(normed)
+            normed = layer.down.add_and_norm(hidden, residual, next_norm)
+        return self._lm_head(normed)
 
     def _attend(
         self,
         index: int,
         layer: _FusedLayer,
-        x: torch.Tensor,
+        x: Normed,
         attention: TritonAttention,
         plan: TritonPlan,
         only_last: bool,

@@ -168,7 +168,7 @@ def rope_variant(
         "v_cache": "*bf16",
     }
     constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8}
-    constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k}
+    constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k, "DEPENDENT": True}
     if with_norm:
         pointers |= {"q_weight": "*bf16", "k_weight": "*bf16"}
     else:
@@ -196,30 +196,27 @@ def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
     )
 
 
-def linear_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
-    from parrot.engine.kernels.linear_kernels import one_row_linear_kernel
-
-    pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
-    return compile_kernel(
-        one_row_linear_kernel,
-        pointers,
-        {"N": 4096, "K": 4096, "BN": 4, "BK": 2048, "SILU": silu},
-        divisible=tuple(pointers),
-        num_warps=warps,
-    )
-
-
-def few_rows_variant(*, silu: bool = False, warps: int = 4) -> dict[str, Any]:
+def linear_variant(
+    *, rows: int = 32, outputs: int = 64, silu: bool = False, add: bool = False, stages: int = 4
+) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
 
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
-    sizes = {"N": 5120, "K": 5120, "BM": 32, "BN": 64, "BK": 128 if silu else 256}
+    constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "SILU": silu, "ADD": add}
+    added = {"residual_ptr": "*bf16", "gain_ptr": "*bf16", "squares_out_ptr": "*fp32"}
+    if add:
+        pointers |= added
+        constants |= {"squares_ptr": None, "PARTS": 0}
+    else:
+        pointers["squares_ptr"] = "*fp32"
+        constants |= {**dict.fromkeys(added), "PARTS": 80}
+    constants |= {"N": 5120, "K": 5120, "BM": rows, "BN": outputs, "BK": 128, "STAGES": stages}
     return compile_kernel(
         few_rows_linear_kernel,
-        {**pointers, "num_rows": "i32", "stride_x": "i32"},
-        {**sizes, "STAGES": 3 if silu else 4, "SILU": silu},
+        {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
+        {**constants, "DEPENDENT": True},
         divisible=(*pointers, "stride_x"),
-        num_warps=warps,
+        num_warps=4,
     )
 
 
@@ -283,7 +280,6 @@ VARIANTS = {
     "rope": rope_variant,
     "silu": silu_variant,
     "linear": linear_variant,
-    "few rows": few_rows_variant,
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,

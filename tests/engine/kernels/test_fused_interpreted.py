@@ -15,7 +15,7 @@ from parrot.engine.kernels.fused import (
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape
-from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
+from parrot.engine.kernels.linear import FEW_ROWS, few_rows_add_and_norm, few_rows_linear
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.skipif(
@@ -103,19 +103,56 @@ def test_silu_mul(size: int) -> None:
     ("num_rows", "num_out", "size"),
     [
         *((rows, *shape) for rows in (1, 2, 17, FEW_ROWS) for shape in FEW_ROWS_SHAPES),
-        *((rows, 4100, 40) for rows in (2, 17, FEW_ROWS)),  # wide tiles; one row has none
+        *((rows, 4100, 140) for rows in (2, 17, FEW_ROWS)),  # wide tiles
+        (2, 4100, 40),
     ],
 )
 @pytest.mark.parametrize("silu", [False, True])
-def test_few_rows_linear(num_rows: int, num_out: int, size: int, silu: bool) -> None:
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_rows_linear(
+    num_rows: int, num_out: int, size: int, silu: bool, with_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(size)
     outputs = 2 * num_out if silu else num_out
-    x, weight = (torch.randn(n, size, generator=generator) for n in (num_rows, outputs))
+    x, weight, bias = (
+        torch.randn(n, generator=generator) for n in ((num_rows, size), (outputs, size), (outputs,))
+    )
     weight *= size**-0.5
     out = torch.full((num_rows, num_out), float("nan"))
-    assert few_rows_linear(x, weight, out, silu=silu) is out
-    expected = x.double() @ weight.double().T
+    bias_or_none = bias if with_bias else None
+    assert few_rows_linear(x, weight, out, bias=bias_or_none, silu=silu) is out
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
     if silu:
         gate, up = expected.split(num_out, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "inner", "size"),
+    [(1, 64, 40), (2, 100, 576), (17, 64, 200), (FEW_ROWS, 2048, 64), (3, 40, 4100)],
+)
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_that_add_and_norm(
+    num_rows: int, inner: int, size: int, silu: bool, with_bias: bool
+) -> None:
+    """One product adds to the residual stream, and the next one reads that normed."""
+    generator = torch.Generator().manual_seed(size)
+    sizes = ((num_rows, inner), (size, inner), (num_rows, size), (size,), (size,))
+    x, weight, residual, gain, bias = (torch.randn(n, generator=generator) for n in sizes)
+    bias_or_none = bias if with_bias else None
+    expected = residual.double() + x.double() @ weight.double().T
+    if with_bias:
+        expected += bias.double()
+    normed = few_rows_add_and_norm(x, weight, residual, gain, 1e-5, bias=bias_or_none)
+    assert relative_error(residual, expected) < 1e-5
+
+    second = torch.randn(42, size, generator=generator) * size**-0.5
+    out = torch.full((num_rows, 21 if silu else 42), float("nan"))
+    few_rows_linear(normed, second, out, silu=silu)
+    expected = rms_norm_reference(expected, gain, 1e-5) @ second.double().T
+    if silu:
+        gate, up = expected.split(21, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     assert relative_error(out, expected) < 1e-5
