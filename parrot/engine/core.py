@@ -26,7 +26,7 @@ from parrot.engine.block_keys import BlockHasher
 from parrot.engine.block_pool import BlockPool
 from parrot.engine.config import EngineConfig
 from parrot.engine.context import ContextTree
-from parrot.engine.jobs import Job, Order
+from parrot.engine.jobs import Job, Order, StepTotals
 from parrot.engine.output import Language
 from parrot.engine.plan import (
     DeviceLost,
@@ -97,16 +97,17 @@ class EngineCore:
             POLICIES[config.scheduler.policy](),
         )
         self.max_context_len = min(info.max_seq_len, num_blocks * info.block_size)
+        self._totals = StepTotals()
         self._desk = RequestDesk(
             self._tree,
             self._scheduler,
             language,
             OrderLimits(self.max_context_len, info.vocab_size),
             clock,
+            self._totals,
             max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
             random_seed=config.random_seed,
         )
-        self._num_steps = 0
         self._latency_ns = 0.0
         self._last_step_ended = 0.0
 
@@ -282,7 +283,7 @@ class EngineCore:
                 self._desk.fail_job(job, broken[index])
                 continue
             if job.request.started_at is None:
-                job.request.started_at = began
+                job.request.start(began, self._totals)
             context = job.context
             context.num_computed = sequence.end
             if len(sequence.token_ids) > 1:
@@ -331,7 +332,7 @@ class EngineCore:
             self._count_step(step, elapsed_s)
 
     def _count_step(self, step: Step, elapsed_s: float) -> None:
-        self._num_steps += 1
+        self._totals.add(len(step.jobs), step.num_fill_tokens + step.num_background_tokens)
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.stepped(step, elapsed_s)
 
@@ -360,7 +361,7 @@ class EngineCore:
             cache_mem=self._info.cache_mem,
             model_mem=self._info.model_mem,
             recent_average_latency=self._latency_ns,
-            num_steps=self._num_steps,
+            num_steps=self._totals.num_steps,
         )
 
     def check_integrity(self) -> None:

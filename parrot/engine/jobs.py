@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Protocol
 
@@ -64,10 +64,24 @@ class Order:
     background_share: float = 1.0
 
 
+@dataclass(slots=True)
+class StepTotals:
+    """Of an engine's steps so far: their number, their sequences and prompt tokens added up."""
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    num_prompt_tokens: int = 0
+
+    def add(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_sequences += num_sequences
+        self.num_prompt_tokens += num_prompt_tokens
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """An accepted order: the account that its jobs share. Times are the clock's seconds; each is
-    stamped once, and None until then."""
+    stamped once, and None until then. `before`: the engine's totals when it started."""
 
     request_id: int
     sink: Sink
@@ -81,13 +95,19 @@ class Request:
     prompt_len: int = 0
     started_at: float | None = None
     prompt_done_at: float | None = None
+    before: StepTotals | None = None
     has_ended: bool = False
 
-    def usage(self, num_output_tokens: int, now: float) -> Usage:
+    def start(self, now: float, totals: StepTotals) -> None:
+        """Its first step begins."""
+        self.started_at, self.before = now, replace(totals)
+
+    def usage(self, num_output_tokens: int, now: float, totals: StepTotals) -> Usage:
         """`num_missing` counted each prompt token without KV once, when its job's first step was
         planned."""
         started = now if self.started_at is None else self.started_at
         prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
+        before = totals if self.before is None else self.before
         return Usage.model_construct(
             cached_tokens=max(0, self.prompt_len - self.num_missing),
             computed_tokens=self.num_missing,
@@ -95,6 +115,9 @@ class Request:
             queue_s=started - self.submitted_at,
             prefill_s=prompt_done - started,
             decode_s=now - prompt_done,
+            steps=totals.num_steps - before.num_steps,
+            step_sequences=totals.num_sequences - before.num_sequences,
+            step_prompt_tokens=totals.num_prompt_tokens - before.num_prompt_tokens,
         )
 
 

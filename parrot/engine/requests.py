@@ -7,7 +7,7 @@ from typing import Any
 
 from parrot.engine.admission import OrderLimits, check_order, fork_too_long
 from parrot.engine.context import Context, ContextTree, Fork
-from parrot.engine.jobs import Job, JobLines, Order, Piece, Request
+from parrot.engine.jobs import Job, JobLines, Order, Piece, Request, StepTotals
 from parrot.engine.output import Generation, Language
 from parrot.engine.scheduler.scheduler import LocalScheduler
 from parrot.protocol.errors import (
@@ -37,6 +37,7 @@ class RequestDesk:
         language: Language,
         limits: OrderLimits,
         clock: Clock,
+        totals: StepTotals,
         *,
         max_requests: int,
         random_seed: int,
@@ -46,6 +47,7 @@ class RequestDesk:
         self._language = language
         self._limits = limits
         self._clock = clock
+        self._totals = totals
         self._max_requests = max_requests
         self._random_seed = random_seed
         self._outbox: list[Delivery] = []
@@ -257,7 +259,8 @@ class RequestDesk:
         if request.num_unfinished == 0:
             del self._requests[request.request_id]
             request.has_ended = True
-            self._outbox.append((request.sink.done, _response(request, self._clock.now())))
+            response = _response(request, self._clock.now(), self._totals)
+            self._outbox.append((request.sink.done, response))
 
     def _settle_lengths(self, job: Job) -> None:
         """Forks that want all tokens up to the end of `job` now know how many these are."""
@@ -374,7 +377,7 @@ class RequestDesk:
         assert num_open == self._scheduler.num_jobs, (num_open, self._scheduler.num_jobs)
 
 
-def _response(request: Request, now: float) -> FillResponse | GenerateResponse:
+def _response(request: Request, now: float, totals: StepTotals) -> FillResponse | GenerateResponse:
     generation = next((job.generation for job in request.jobs if job.generation), None)
     if generation is None:
         return FillResponse(
@@ -387,5 +390,5 @@ def _response(request: Request, now: float) -> FillResponse | GenerateResponse:
         generated_text=generation.text(),
         generated_ids=generation.output_ids,
         finish_reason=generation.finish_reason,
-        usage=request.usage(len(generation.output_ids), now),
+        usage=request.usage(len(generation.output_ids), now, totals),
     )

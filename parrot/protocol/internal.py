@@ -89,12 +89,18 @@ class GenerateRequest(JobRequest):
 
 
 class Usage(InternalPayload):
+    """What a request took, and (`steps`; zero: unknown) what the engine did from its first step to
+    its last."""
+
     cached_tokens: int = Field(0, description="prompt tokens whose KV was already there")
     computed_tokens: int = Field(0, description="prompt tokens computed for this request")
     output_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    steps: int = 0
+    step_sequences: int = Field(0, description="of these steps, added up")
+    step_prompt_tokens: int = Field(0, description="computed by these steps, for any request")
 
 
 class FinishReason(StrEnum):

@@ -343,6 +343,23 @@ async def test_usage_divides_the_time_of_a_request():
     assert (info.model_mem, info.cache_mem) == (1.0, 2.0)
 
 
+def test_usage_tells_what_the_engine_did_meanwhile():
+    engine = Harness(scheduler={"max_num_batched_tokens": 8})
+    engine.generate(piece(1, "before"), length=1)
+    engine.run()
+    long = engine.generate(piece(2, "abcd"), length=5)
+    engine.step()
+    late = engine.generate(piece(3, "efghijkl"), length=2)
+    engine.run()
+    steps = [len(plan.sequences) for plan in engine.runner.plans]
+    assert steps == [1, 1, 2, 2, 2, 1]
+    assert (long.response.usage.steps, late.response.usage.steps) == (5, 3)
+    assert long.response.usage.step_sequences == 1 + 2 + 2 + 2 + 1
+    assert late.response.usage.step_sequences == 2 + 2 + 2
+    assert long.response.usage.step_prompt_tokens == 4 + 8
+    assert late.response.usage.step_prompt_tokens == 8
+
+
 def test_runtime_info_counts_blocks_and_jobs():
     engine = Harness()
     engine.generate(piece(1, "abcdef"), length=9)
