@@ -47,7 +47,8 @@ from parrot.utils.timers import TimerQueue
 
 
 class ServeCore:
-    """One service. Use from one event loop; `close` when done.
+    """One service. Use from one event loop; `close` when done. Its sessions' ids are
+    `first_session_id` and up.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -59,12 +60,13 @@ class ServeCore:
         clock: Clock | None = None,
         dispatcher: Dispatcher | None = None,
         sandbox: Sandbox | None = None,
+        first_session_id: int = 0,
     ) -> None:
         self.config = config
         self.is_closing = False
         self._clock = clock or MonotonicClock()
         self._timers = TimerQueue(self._clock)
-        self._sessions = SessionRegistry(config.max_sessions_num, self._clock)
+        self._sessions = SessionRegistry(config.max_sessions_num, self._clock, first_session_id)
         self._dispatcher = dispatcher or Dispatcher(config, self._clock)
         self._native = NativeRunner(config, self._clock, sandbox)
         self._metrics = CoreMetrics()

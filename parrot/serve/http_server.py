@@ -8,6 +8,7 @@ import gc
 import ipaddress
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -142,7 +143,11 @@ async def serve(config: CoreConfig) -> None:
             config.host,
         )
     trace = None if config.trace_path is None else TraceFile(config.trace_path)
-    core = ServeCore(config) if trace is None else TracingCore(config, sink=trace)
+    first_id = _first_session_id()
+    if trace is None:
+        core = ServeCore(config, first_session_id=first_id)
+    else:
+        core = TracingCore(config, first_session_id=first_id, sink=trace)
 
     async def end_requests() -> None:
         core.shut_down()
@@ -152,6 +157,13 @@ async def serve(config: CoreConfig) -> None:
     finally:
         if trace is not None:
             trace.close()
+
+
+def _first_session_id() -> int:
+    """Milliseconds since 1970: above every id that an earlier process gave out, unless that made
+    more than a thousand sessions a second for all of its life. So a program that outlives a restart
+    never names a session of another's."""
+    return time.time_ns() // 1_000_000
 
 
 def _is_loopback(host: str) -> bool:

@@ -37,11 +37,11 @@ class Session:
 class SessionRegistry:
     """The live sessions. Ids only grow, so an id that was given out and is not live is gone."""
 
-    def __init__(self, max_sessions: int, clock: Clock) -> None:
+    def __init__(self, max_sessions: int, clock: Clock, first_id: int = 0) -> None:
         self._max_sessions = max_sessions
         self._clock = clock
-        self._ids = IdCounter()
-        self._next_id = 0
+        self._ids = IdCounter(first_id)
+        self._first_id = self._next_id = first_id
         self._sessions: dict[int, Session] = {}
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class SessionRegistry:
         `AuthenticationFailed`."""
         session = self._sessions.get(session_id)
         if session is None:
-            if 0 <= session_id < self._next_id:
+            if self._first_id <= session_id < self._next_id:
                 raise SessionGone(f"session {session_id} has expired or was deleted")
             raise NotFound(f"no session {session_id}")
         if not tokens_equal(session_auth or "", session.auth):

@@ -17,7 +17,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def registry(clock: ManualClock) -> SessionRegistry:
-    return SessionRegistry(3, clock)
+    return SessionRegistry(3, clock, first_id=100)
 
 
 def create(registry: SessionRegistry, graph: SessionGraph | None = None) -> Session:
@@ -34,7 +34,7 @@ def test_ids_are_never_reused_and_the_past_is_told_from_the_unknown(
     assert second.auth != first.auth
     with pytest.raises(SessionGone):
         registry.authenticate(first.id, first.auth)
-    for unknown in (second.id + 1, -1, 10**30):
+    for unknown in (second.id + 1, 99, -1, 10**30):
         with pytest.raises(NotFound):
             registry.authenticate(unknown, second.auth)
 
