@@ -1,8 +1,7 @@
 """Contexts, and the index that finds one by the prompt it begins with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from parrot.serve.pauses import Source
@@ -69,15 +68,9 @@ class PrefixIndex:
                 return Match(i + 1, *found)
         return None
 
-    def holders(self, keys: Sequence[bytes], limit: int) -> Iterator[int]:
-        """Up to `limit` engines with a beginning of the prompt, longest first, perhaps repeated."""
-        for key in reversed(keys):
-            holders = self._entries.get(key)
-            if holders is not None:
-                yield from islice(holders, limit)
-                limit -= len(holders)
-                if limit <= 0:
-                    return
+    def holders(self, key: bytes) -> Collection[int] | None:
+        """The engines that have the prompt of this key."""
+        return self._entries.get(key)
 
     def publish(self, context: Context, boundary: Boundary) -> None:
         context.boundaries.append(boundary)

@@ -40,8 +40,9 @@ def test_the_longest_match_wins(book: Book) -> None:
     assert book.index.match(7, [b"a", b"x"]) == (1, a, Boundary(b"a", 10, 0))
     assert book.index.match(7, [b"x"]) is None
     assert book.index.match(8, keys) is None
-    assert list(book.index.holders(keys, 5)) == [7, 7]
-    assert list(book.index.holders(keys, 1)) == [7]
+    assert [*map(book.index.is_held, keys)] == [True, True, False]
+    assert list(book.index.holders(b"ab") or ()) == [7]
+    assert book.index.holders(b"abc") is None
 
 
 def test_shared_tokens_count_once(book: Book) -> None:

@@ -1,16 +1,24 @@
 """Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
+from itertools import chain, islice
+from operator import itemgetter
 
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.scheduler.load import EngineLoad, LoadIndex, weight_of
-from parrot.serve.scheduler.sharing import Block, QueuedBlocks, RunningPrefixes
+from parrot.serve.scheduler.sharing import (
+    Beginnings,
+    Block,
+    QueuedBlocks,
+    RunningPrefixes,
+    find_beginnings,
+)
 from parrot.serve.scheduler.split import Site, split
 from parrot.serve.scheduler.task import CompletionTask
 
 _LEAST_LOADED = 4  # engines considered for their load alone
 _MAX_SITES = 16  # the same for a block, or twice its size
-_MAX_HOLDERS = 8  # engines proposed per policy; a warm prefix may be on all of them
+_MAX_HOLDERS = 16  # engines considered for what they have; a warm prefix may be on all of them
 _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
 _GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
@@ -18,67 +26,20 @@ _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may 
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.02
 
 
-class PlacementPolicy:
-    """What a policy may say about a task; by default nothing. The candidates of all policies and
-    the least loaded engines are considered, with the most tokens that any policy counts on reusing,
-    and with every policy's extra."""
-
-    def candidates(self, task: CompletionTask) -> Iterable[int]:
-        """Engines worth considering, of any model."""
-        return ()
-
-    def reused_len(self, task: CompletionTask, engine: EngineLoad) -> int:
-        """Prompt tokens that the engine would not have to compute."""
-        return 0
-
-    def extra_s(self, task: CompletionTask, engine: EngineLoad) -> float:
-        """Predicted seconds on top of the task's own time; negative for an advantage."""
-        return 0.0
-
-    def placed(self, task: CompletionTask, engine_id: int) -> None: ...
-
-    def ended(self, task: CompletionTask, engine_id: int) -> None: ...
-
-
-class ContextAware(PlacementPolicy):
-    """Prefixes that are in the ledger, whether or not a task uses them now."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-
-    def candidates(self, task: CompletionTask) -> Iterable[int]:
-        return self._index.holders(task.keys, _MAX_HOLDERS)
-
-    def reused_len(self, task: CompletionTask, engine: EngineLoad) -> int:
-        match = self._index.match(engine.id, task.keys)
-        return 0 if match is None else sum(task.lengths[: match.num_covered])
-
-
-class ContextGroup(PlacementPolicy):
-    """Prefixes of tasks that were placed, even if no context of them exists yet."""
-
-    def __init__(self, running: RunningPrefixes) -> None:
-        self._running = running
-
-    def candidates(self, task: CompletionTask) -> Iterable[int]:
-        return self._running.holders(task.keys, _MAX_HOLDERS)
-
-    def reused_len(self, task: CompletionTask, engine: EngineLoad) -> int:
-        return self._running.shared_len(task, engine.id)
-
-
-class GraphGroup(PlacementPolicy):
+class GraphGroups:
     """Tasks of a group that come one by one go where the others are: they share a batch, and leave
     the other engines to others. The pull is weaker than a real difference in load."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[int, str], dict[int, int]] = {}
 
-    def candidates(self, task: CompletionTask) -> Iterable[int]:
-        return () if task.group is None else tuple(self._running.get(task.group, ()))[:_MAX_HOLDERS]
+    def engines(self, task: CompletionTask) -> Collection[int]:
+        """Where others of its group run."""
+        return () if task.group is None else self._running.get(task.group, ())
 
     def extra_s(self, task: CompletionTask, engine: EngineLoad) -> float:
-        if task.group is None or engine.id not in self._running.get(task.group, ()):
+        """Predicted seconds on top of the task's own time; negative for an advantage."""
+        if engine.id not in self.engines(task):
             return 0.0
         return -_GROUP_PULL * task.expected_output * engine.cost.step_s
 
@@ -134,38 +95,52 @@ class Placer:
 class PredictedSeconds(Placer):
     """The least sum of the seconds that the task takes, and of those that it takes from the tasks
     already there, each weighted by what a second is worth to it. Queued tasks that belong together
-    are dealt out as a block, in the first of their turns."""
+    are dealt out as a block, in the first of their turns.
+
+    The least loaded engines are considered, those that need not compute a beginning of the prompt
+    (since `index` has it, or, if `with_running`, a prompt that runs there) and those where `groups`
+    has others of the task's group."""
 
     def __init__(
         self,
         loads: LoadIndex,
         running: RunningPrefixes,
-        policies: list[PlacementPolicy],
         blocks: QueuedBlocks,
+        *,
+        index: PrefixIndex | None,
+        with_running: bool,
+        groups: GraphGroups | None,
     ) -> None:
         super().__init__(loads, running)
-        self._policies = policies
+        self._index = index
+        self._with_running = with_running
+        self._groups = groups
         self._blocks = blocks
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # engines, and tasks for each
         self._num_queued: dict[tuple[str, ...], int] = {}  # when this round planned first
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
-        if self._loads.num_open(task.models) > 1 and not task.avoided:
-            block = self._blocks.find(task)
-            if block is not None and (load := self._next_planned(task, block, now)) is not None:
-                return load
-        candidates = self._candidates(task, _LEAST_LOADED)
-        if len(candidates) == 1:  # nothing to compare
-            return None if self._growth_s(task, candidates[0]) is None else candidates[0]
+        num_open = self._loads.num_open(task.models)
+        if num_open == 1:  # nothing to compare
+            (load,) = self._loads.least_loaded(task.models, 1)
+            load.refresh()
+            new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+            return None if self._growth_s(task, load, new_prompt) is None else load
+        known = self._find(task)
+        block = None if task.avoided else self._blocks.find(task)
+        if block is not None:
+            planned = self._next_planned(task, block, now, known)
+            if planned is not None:
+                return planned
         best, best_cost = None, float("inf")
-        for load in candidates:
-            cost = self._cost_s(task, load, now)
+        for load in self._candidates(task, _LEAST_LOADED, num_open, known):
+            cost = self._cost_s(task, load, now, known)
             if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
                 best, best_cost = load, cost
         return best
 
     def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
-        return max([policy.reused_len(task, load) for policy in self._policies], default=0)
+        return self._find(task).reused_len(load.id)
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -178,26 +153,30 @@ class PredictedSeconds(Placer):
         self._blocks.remove(task)
 
     def placed(self, task: CompletionTask, load: EngineLoad) -> None:
-        for policy in self._policies:
-            policy.placed(task, load.id)
+        if self._groups is not None:
+            self._groups.placed(task, load.id)
 
     def ended(self, task: CompletionTask, load: EngineLoad) -> None:
-        for policy in self._policies:
-            policy.ended(task, load.id)
+        if self._groups is not None:
+            self._groups.ended(task, load.id)
 
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None:
         self._blocks.check_integrity(queued)
 
-    def _candidates(self, task: CompletionTask, count: int) -> list[EngineLoad]:
-        models = task.models
-        found = self._loads.least_loaded(models, count + len(task.avoided))
-        num_open = self._loads.num_open(models)
-        if len(found) == num_open == 1:
-            found[0].refresh()
-            return found
+    def _find(self, task: CompletionTask) -> Beginnings:
+        running = find_beginnings(task, self._running.holders)
+        cached = [] if self._index is None else find_beginnings(task, self._index.holders)
+        if not (running and self._with_running):
+            return Beginnings(running, cached)
+        return Beginnings(running, sorted(cached + running, key=itemgetter(1), reverse=True))
+
+    def _candidates(
+        self, task: CompletionTask, count: int, num_open: int, known: Beginnings
+    ) -> list[EngineLoad]:
+        found = self._loads.least_loaded(task.models, count + len(task.avoided))
         candidates = {load.id: load for load in found}
         if len(candidates) < num_open:
-            candidates |= self._proposed(task)
+            candidates |= self._proposed(task, known)
         for engine_id in task.avoided:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
@@ -205,31 +184,36 @@ class PredictedSeconds(Placer):
             load.refresh()
         return list(candidates.values())
 
-    def _proposed(self, task: CompletionTask) -> dict[int, EngineLoad]:
+    def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
         models, proposed = task.models, {}
-        for policy in self._policies:
-            for engine_id in policy.candidates(task):
-                load = self._loads.get(engine_id)
-                if load is not None and load.is_open and (not models or load.model in models):
-                    proposed[engine_id] = load
+        group = () if self._groups is None else self._groups.engines(task)
+        for engine_id in chain(known.engines(_MAX_HOLDERS), islice(group, _MAX_HOLDERS)):
+            load = self._loads.get(engine_id)
+            if load is not None and load.is_open and (not models or load.model in models):
+                proposed[engine_id] = load
         return proposed
 
     # One task
 
-    def _cost_s(self, task: CompletionTask, load: EngineLoad, now: float) -> float | None:
+    def _cost_s(
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
+    ) -> float | None:
         """None: not there, not now."""
-        output = task.expected_output
-        growth_s = self._growth_s(task, load)
+        growth_s = self._growth_s(task, load, task.prompt_len - known.shared_len(load.id))
         if growth_s is None:
             return None
-        prefill_s = (task.prompt_len - self.reused_len(task, load)) * load.cost.prefill_s
-        own_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s + output * (load.step_s + growth_s)
-        harm_s = _harm_s(load, now, prefill_s, output, growth_s) / weight_of(task)
-        return own_s + harm_s + sum([policy.extra_s(task, load) for policy in self._policies])
+        output = task.expected_output
+        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.cost.prefill_s
+        cost_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s + output * (load.step_s + growth_s)
+        if load.num_tasks:
+            cost_s += _harm_s(load, now, prefill_s, output, growth_s) / weight_of(task)
+        if self._groups is not None and task.group is not None:
+            cost_s += self._groups.extra_s(task, load)
+        return cost_s
 
-    def _growth_s(self, task: CompletionTask, load: EngineLoad) -> float | None:
-        """By how much it lengthens a step; None: it may not be there now."""
-        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+    def _growth_s(self, task: CompletionTask, load: EngineLoad, new_prompt: int) -> float | None:
+        """By how much it lengthens a step; None: it may not be there now. `new_prompt`: tokens of
+        its prompt that no running one there has."""
         if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
             return None
         num_read = new_prompt + task.expected_output // 2
@@ -238,34 +222,42 @@ class PredictedSeconds(Placer):
 
     # Blocks
 
-    def _next_planned(self, task: CompletionTask, block: Block, now: float) -> EngineLoad | None:
+    def _next_planned(
+        self, task: CompletionTask, block: Block, now: float, known: Beginnings
+    ) -> EngineLoad | None:
         plan = self._plans.get(block.key)
         if not plan:
-            plan = self._plans[block.key] = self._plan(task, block, now)
+            plan = self._plans[block.key] = self._plan(task, block, now, known)
         while plan:
             engine_id, count = plan.pop()
             load = self._loads.get(engine_id)
-            if load is not None and load.is_open and self._cost_s(task, load, now) is not None:
+            if load is None or not load.is_open:
+                continue
+            if self._cost_s(task, load, now, known) is not None:
                 if count > 1:
                     plan.append((engine_id, count - 1))
                 return load
         return None
 
-    def _plan(self, task: CompletionTask, block: Block, now: float) -> list[tuple[int, int]]:
-        models = task.models
+    def _plan(
+        self, task: CompletionTask, block: Block, now: float, known: Beginnings
+    ) -> list[tuple[int, int]]:
+        models, num_open = task.models, self._loads.num_open(task.models)
         num_queued = self._num_queued.setdefault(models, self._blocks.num_tasks(models))
         # Where other blocks have use for the other engines, each prefix is filled once.
-        most = max(1, round(self._loads.num_open(models) * block.size / num_queued))
-        candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size))
-        sites = [self._site(task, block, load, now) for load in candidates]
+        most = max(1, round(num_open * block.size / num_queued))
+        candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), num_open, known)
+        sites = [self._site(task, block, load, now, known) for load in candidates]
         tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
         return split(sites, block.size, tolerance, most)[::-1]
 
-    def _site(self, task: CompletionTask, block: Block, load: EngineLoad, now: float) -> Site:
+    def _site(
+        self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: Beginnings
+    ) -> Site:
         cost, output = load.cost, task.expected_output
-        new_shared = max(0, block.shared - self._running.shared_len(task, load.id))
+        new_shared = max(0, block.shared - known.shared_len(load.id))
         own = max(0.0, block.prompt_len - block.shared)
-        fill_s = max(0, block.shared - self.reused_len(task, load)) * cost.prefill_s
+        fill_s = max(0, block.shared - known.reused_len(load.id)) * cost.prefill_s
         own_fill_s = own * cost.prefill_s
         growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
         shared_growth_s = new_shared * cost.token_s

@@ -4,14 +4,7 @@ from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.scheduler.load import LoadIndex
 from parrot.serve.scheduler.order import AppFifo, CriticalPath, LeastAttainedService, OrderPolicy
-from parrot.serve.scheduler.placement import (
-    ContextAware,
-    ContextGroup,
-    GraphGroup,
-    PlacementPolicy,
-    Placer,
-    PredictedSeconds,
-)
+from parrot.serve.scheduler.placement import GraphGroups, Placer, PredictedSeconds
 from parrot.serve.scheduler.routers import PrefixAware, RoundRobin
 from parrot.serve.scheduler.sharing import QueuedBlocks, RunningPrefixes
 from parrot.utils.clock import Clock
@@ -36,21 +29,15 @@ def build_placer(
     match config.placement:
         case "predicted":
             blocks = QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group)
-            return PredictedSeconds(loads, running, _policies(config, index, running), blocks)
+            return PredictedSeconds(
+                loads,
+                running,
+                blocks,
+                index=index if config.ctx_aware else None,
+                with_running=config.ctx_group,
+                groups=GraphGroups() if config.graph_group else None,
+            )
         case "round_robin":
             return RoundRobin(loads, running)
         case "prefix_aware":
             return PrefixAware(loads, running)
-
-
-def _policies(
-    config: GlobalSchedulerConfig, index: PrefixIndex, running: RunningPrefixes
-) -> list[PlacementPolicy]:
-    policies: list[PlacementPolicy] = []
-    if config.ctx_aware:
-        policies.append(ContextAware(index))
-    if config.ctx_group:
-        policies.append(ContextGroup(running))
-    if config.graph_group:
-        policies.append(GraphGroup())
-    return policies

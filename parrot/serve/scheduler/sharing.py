@@ -1,7 +1,9 @@
 """Prompts that begin alike: of the tasks that run, and of those that are queued."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 from parrot.serve.scheduler.task import CompletionTask
@@ -63,14 +65,47 @@ class RunningPrefixes:
             shared += length
         return shared
 
-    def holders(self, keys: Sequence[bytes], limit: int) -> Iterator[int]:
-        """Up to `limit` engines that run a task with a beginning of this prompt, longest first."""
-        for key in reversed(keys):
-            for engine_id in self._running.get(key, ()):
-                if limit <= 0:
-                    return
-                limit -= 1
-                yield engine_id
+    def holders(self, key: bytes) -> Collection[int] | None:
+        """The engines that run a task whose prompt begins with the one of this key."""
+        return self._running.get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginnings:
+    """Engines that have a beginning of a task's prompt, and its tokens, the longest first:
+    `running` in prompts that run there, `reusable` where it would not have to be computed."""
+
+    running: list[tuple[Collection[int], int]]
+    reusable: list[tuple[Collection[int], int]]
+
+    def shared_len(self, engine_id: int) -> int:
+        return _length(self.running, engine_id)
+
+    def reused_len(self, engine_id: int) -> int:
+        return _length(self.reusable, engine_id)
+
+    def engines(self, limit: int) -> Iterator[int]:
+        """The first of `reusable`, perhaps repeated."""
+        return islice(chain.from_iterable(holders for holders, _ in self.reusable), limit)
+
+
+def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> int:
+    for holders, length in beginnings:
+        if engine_id in holders:
+            return length
+    return 0
+
+
+def find_beginnings(
+    task: CompletionTask, holders: Callable[[bytes], Collection[int] | None]
+) -> list[tuple[Collection[int], int]]:
+    """Where the beginnings of its prompt are, by the engines that have the prompt of a key."""
+    found, length = [], task.prompt_len
+    for key, own in zip(reversed(task.keys), reversed(task.lengths), strict=True):
+        if (there := holders(key)) is not None:
+            found.append((there, length))
+        length -= own
+    return found
 
 
 class Block(NamedTuple):
