@@ -1,7 +1,8 @@
 """Who runs the engine core's loop: a thread for real models, the event loop for simulation.
 
 Both keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox and are
-applied between steps, so they take effect within one step and never meet a step half done.
+applied before a step is planned, so they take effect within one step and never meet a step half
+planned. One that was launched before goes on as it is.
 Outcomes are delivered on the event loop, all those of a step at once."""
 
 import asyncio

@@ -18,6 +18,7 @@ from parrot.engine.cuda.runner import CudaRunner
 from parrot.engine.jobs import Order, Piece
 from parrot.engine.model_runner import load_runner
 from parrot.engine.output import Language
+from parrot.engine.plan import LaunchedStep, StepPlan
 from parrot.protocol.internal import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.core_harness import Answer
@@ -115,7 +116,7 @@ class World:
         self.core.free(range(self._next_id + 1))
 
 
-def test_random_operations(tmp_path: Path) -> None:
+def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a greedy request got is what an undisturbed runner gives."""
     config = BuiltinConfig.model_validate(
         {
@@ -128,6 +129,14 @@ def test_random_operations(tmp_path: Path) -> None:
     )
     runner, tokenizer = load_runner(config)
     assert isinstance(runner, CudaRunner)
+    launch, prompts_ahead = runner.launch, []
+
+    def watched(plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+        if previous is not None and plan.num_tokens > len(plan.sequences):
+            prompts_ahead.append(plan.num_tokens)
+        return launch(plan, previous)
+
+    monkeypatch.setattr(runner, "launch", watched)
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
     world = World(core, random.Random(3))
     while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
@@ -138,6 +147,7 @@ def test_random_operations(tmp_path: Path) -> None:
     core.check_integrity()
     assert core.runtime_info().num_free_blocks == NUM_BLOCKS
     assert len(world.greedy_answers) > world.num_operations // 50
+    assert len(prompts_ahead) > world.num_operations // 50
     driver = Driver(runner)
     for prompt, output in world.rng.sample(
         world.greedy_answers, min(20, len(world.greedy_answers))

@@ -129,7 +129,9 @@ class CudaRunner:
         self._forward = make_forward(model, max_seq_len)
         self._layer_weights = spec.num_layer_weights
         memory = self._cache.pool.transpose(2, 3)
-        self._attention = WatchedAttention(memory, spec.num_heads, 1, upcast=options.upcast)
+        self._attention = WatchedAttention(
+            memory, spec.num_heads, 1, spec.num_layer_weights, upcast=options.upcast
+        )
         self._graphs = self._make_graphs(memory, options) if options.use_graphs else None
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self.shared_tokens_saved = 0
@@ -234,6 +236,7 @@ class CudaRunner:
         buffers.upload(work)
         self._stage.sent()
         self._attention.ensure_slots(work.num_slots)
+        self._attention.expect(len(token_ids))
         plan = TritonPlan(buffers, self._tables, positions, table_rows)
         return decode(self._forward(token_ids, self._attention, plan, logit_rows))
 

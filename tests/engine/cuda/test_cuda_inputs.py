@@ -16,7 +16,7 @@ from parrot.engine.cuda.inputs import (
 )
 from parrot.engine.kernels.draw_settings import INVERSE_TEMPERATURE, TOP_K
 from parrot.engine.noise_keys import noise_keys
-from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.engine.plan import PENDING, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0)
@@ -63,6 +63,26 @@ def test_arrays_of_a_mixed_step():
     assert inputs.choice == 0
     assert len(inputs.settings) == 0
     assert not inputs.only_decodes
+
+
+def test_pending_tokens_and_whose_they_are():
+    device = Device(InputBuilder(4, 8, SIZE), 4)
+    before = device.step(
+        sequence(7, 5, [10], [3, 1], job=70),
+        sequence(8, 2, [20, 21], [4], job=80),
+        sequence(9, 0, [30, 31], [5]),
+    )
+    assert before.sampled == (7, 8)
+    assert before.pending == ()
+    inputs = device.step(
+        sequence(9, 2, [32, 33, 34], [5, 6], job=90),
+        sequence(8, 4, [PENDING], [4, 7], job=80),
+        sequence(10, 0, [40], [8]),
+        sequence(7, 6, [PENDING], [3, 1], job=70),
+    )
+    assert inputs.pending == (8, 7)
+    assert inputs.pending_at.tolist() == [3, 5]
+    assert inputs.sampled == (9, 8, 7)
 
 
 def test_a_decode_that_stays_in_its_block_sends_no_entries():

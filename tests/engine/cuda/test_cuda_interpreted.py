@@ -105,9 +105,10 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
 
 
 def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
-    """Of requests of different lengths, all at once."""
+    """Of requests of different lengths, of which the last comes when the others generate."""
     language = Language.of(plain_byte_tokenizer(259))
-    core = EngineCore(BuiltinConfig(), runner, language, MonotonicClock())
+    config = BuiltinConfig(fill_chunk_size=16)
+    core = EngineCore(config, runner, language, MonotonicClock())
     answers = [Answer() for _ in samplings]
     prompts = random_prompts(5, 40, 17)
     for number, (sampling, answer) in enumerate(zip(samplings, answers, strict=True)):
@@ -118,6 +119,9 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
             answer,
             sampling=sampling.model_copy(update=limits),
         )
+        if number == len(samplings) - 1:
+            for _ in range(4):
+                core.step()
         core.submit(order)
     while core.has_work and core.step():
         pass
