@@ -26,7 +26,12 @@ from parrot.engine.kernels.fused import (
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
-from parrot.engine.kernels.linear import FEW_ROWS, few_rows_linear
+from parrot.engine.kernels.linear import (
+    FEW_ROWS,
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_linear,
+)
 from parrot.engine.kernels.work_list import SplitConfig, plan_work
 
 PAGE = 64
@@ -76,16 +81,28 @@ def normal(*size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if len(x) > FEW_ROWS:
-        return F.linear(x, weight)
-    return few_rows_linear(x, weight, x.new_empty(len(x), len(weight)))
+def linear(x: torch.Tensor | UndividedRows, weight: torch.Tensor) -> torch.Tensor:
+    rows = x.rows if isinstance(x, UndividedRows) else x
+    if len(rows) > FEW_ROWS:
+        return F.linear(rows, weight)
+    return few_rows_linear(x, weight, rows.new_empty(len(rows), len(weight)))
 
 
-def gated(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def add_and_norm(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+) -> torch.Tensor | UndividedRows:
     if len(x) > FEW_ROWS:
-        return silu_mul(F.linear(x, gate_up), out)
-    return few_rows_linear(x, gate_up, out, silu=True)
+        out = torch.empty_like(residual)
+        return add_rms_norm(F.linear(x, weight), residual, norm, 1e-5, out)
+    return few_rows_add_and_norm(x, weight, residual, norm, 1e-5)
+
+
+def gated(
+    x: torch.Tensor | UndividedRows, gate_up: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    if isinstance(x, UndividedRows):
+        return few_rows_linear(x, gate_up, out, silu=True)
+    return silu_mul(F.linear(x, gate_up), out)
 
 
 class Layer:
@@ -133,19 +150,18 @@ class Step:
 
         def run() -> None:
             torch.index_select(self.embedding, 0, tokens, out=residual)
-            hidden = residual
-            for layer, kv in zip(self.layers, kvs, strict=True):
-                first = hidden is residual
-                add_rms_norm(hidden, residual, layer.norms[0], 1e-5, x, add=not first)
-                qkv = linear(x, layer.qkv)
+            norm = self.layers[0].norms[0]
+            normed = add_rms_norm(residual, residual, norm, 1e-5, x, add=False)
+            norms = [*(layer.norms[0] for layer in self.layers[1:]), self.norm]
+            for layer, kv, norm in zip(self.layers, kvs, norms, strict=True):
+                qkv = linear(normed, layer.qkv)
                 q, _ = rope_and_store(qkv, kv, rows, self.cos_sin, model.shape, layer.qk_norm)
                 attention.run(q, kv, plan, out)
-                hidden = linear(out.view(batch, -1), layer.o)
-                add_rms_norm(hidden, residual, layer.norms[1], 1e-5, x)
-                gated(x, layer.gate_up, half)
-                hidden = linear(half, layer.down)
-            add_rms_norm(hidden, residual, self.norm, 1e-5, x)
-            torch.argmax(linear(x, self.head), dim=-1, out=tokens)
+                normed = add_and_norm(out.view(batch, -1), layer.o, residual, layer.norms[1])
+                normed = add_and_norm(
+                    gated(normed, layer.gate_up, half), layer.down, residual, norm
+                )
+            torch.argmax(linear(normed, self.head), dim=-1, out=tokens)
 
         micros = time_graph(run, replays=15)
         weights = sum(layer.nbytes for layer in self.layers) + self.head.nbytes

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, merge_partials
 from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.launch import early_launch, starts_early
 from parrot.engine.kernels.work_list import ITEM_FIELDS, WorkList
 
 _HOPPER = 9
@@ -165,6 +166,7 @@ class _Step:
     out: torch.Tensor
     lse: torch.Tensor | None
     scale_log2: float
+    early: bool
 
 
 class TreeAttention:
@@ -214,9 +216,10 @@ class TreeAttention:
         new    needed where the plan has dense spans, whose log-sum-exp is not given
         only_last  of a request's tokens, none but the last one's output is wanted"""
         scale = self.shape.head_dim**-0.5 if scale is None else scale
-        step = _Step(q, kv, plan, out, lse, scale * math.log2(math.e))
-        self._check(step)
         side = self._side if len(plan.narrow) and len(plan.shared) + len(plan.fills) else None
+        early = side is None and starts_early(q.device)
+        step = _Step(q, kv, plan, out, lse, scale * math.log2(math.e), early)
+        self._check(step)
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
         if len(plan.shared):
@@ -279,6 +282,7 @@ class TreeAttention:
             STRIDE_HEAD=kv.k.stride(1),
             STRIDE_TOKEN=kv.k.stride(2),
             ALL_MASKED=rows == 16,
+            **early_launch(step.early),
             **self._constants(step, rows, tile),
         )
 
@@ -338,6 +342,7 @@ class TreeAttention:
             SLOTS=self.config.merge_slots,
             WITH_LSE=step.lse is not None,
             num_warps=self.config.merge_warps,
+            **early_launch(step.early),
         )
 
 

@@ -7,6 +7,7 @@ and for fills. `merge_partials` combines what several items found for one token.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Finite stand-ins for minus infinity. A masked score lies far under the running maximum's start,
 # so a row with no visible key sums to zero instead of NaN.
@@ -179,6 +180,7 @@ def attend_items(
     ALL_MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (kv head, item): softmax(q k^T) v over the item's span, for its tokens' heads.
 
@@ -186,7 +188,8 @@ def attend_items(
     position of its tokens, read here, so a plan outlives the growth of its sequences. Loads that
     wait for loads are what a short item spends its time on: all of an item at once, then pages,
     positions and tokens side by side, and each page id a turn before its tile.
-    ALL_MASKED: one loop with masks, for short spans; else whole tiles first, then the rest."""
+    ALL_MASKED: one loop with masks, for short spans; else whole tiles first, then the rest.
+    DEPENDENT: the kernel before, which wrote q and the newest KV, may still run."""
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
     q_first = tl.load(item)
@@ -197,6 +200,8 @@ def attend_items(
     slot_first = tl.load(item + 5)
     own = tl.load(item + 6) != 0
     if q_count == 0:  # padding of a captured grid
+        if DEPENDENT:
+            gdc_wait()
         return
     table = tables + table_row * stride_table
     offs_m = tl.arange(0, BM)
@@ -210,6 +215,9 @@ def attend_items(
     row_end = tl.minimum(kv_end, position + 1 + member)
     end = tl.minimum(kv_end, position + q_count)
     slot = _row_slots(slot_of, slot_first, member, live, q_count)
+    pages = _page_ids(table, kv_first, offs_n, PAGE, BN)
+    if DEPENDENT:
+        gdc_wait()
     q = _load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     keys = k_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
     values = v_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
@@ -218,7 +226,6 @@ def attend_items(
     maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
     total = tl.zeros([BM], dtype=tl.float32)
     whole = kv_first
-    pages = _page_ids(table, kv_first, offs_n, PAGE, BN)
     if not ALL_MASKED:
         shortest = tl.minimum(kv_end, position + 1)
         whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
@@ -242,6 +249,8 @@ def attend_items(
             q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
         )
         pages = next_pages
+    if DEPENDENT:
+        gdc_launch_dependents()
     _store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
                 out_ptr, lse_ptr, partial_out, partial_lse, H, D, WITH_LSE)  # fmt: skip
 
@@ -358,13 +367,18 @@ def merge_partials(
     D: tl.constexpr,
     SLOTS: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (token, head): the log-sum-exp weighted mean of the token's partial results, which
-    lie in a row, SLOTS at a time. Tokens without slots were written directly and are left alone."""
+    lie in a row, SLOTS at a time. Tokens without slots were written directly and are left alone.
+    DEPENDENT: the kernel before, which wrote the partial results, may still run."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(slot_indptr + token)
     end = tl.load(slot_indptr + token + 1)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     if start >= end:
         return
     offs_d = tl.arange(0, D)

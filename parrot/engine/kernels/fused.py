@@ -12,7 +12,7 @@ from parrot.engine.kernels.fused_kernels import (
     silu_mul_kernel,
 )
 from parrot.engine.kernels.gate import AttentionShape
-from parrot.engine.kernels.launch import starts_early
+from parrot.engine.kernels.launch import early_launch, starts_early
 
 _SILU_BLOCK = 1024
 _ROPE_HEADS = 8
@@ -85,7 +85,6 @@ def rope_and_store(
     assert kv.v.is_contiguous()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
-    early = starts_early(qkv.device)
     rope_and_store_kernel[(len(qkv), triton.cdiv(num_heads, _ROPE_HEADS))](
         qkv,
         kv.positions,
@@ -107,9 +106,8 @@ def rope_and_store(
         HEADS=_ROPE_HEADS,
         WITH_NORM=norm is not None,
         KEEP_K=keep_k,
-        DEPENDENT=early,
         num_warps=2,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(starts_early(qkv.device)),
     )
     heads = qkv.view(len(qkv), num_heads, shape.head_dim)
     sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from parrot.engine.kernels.launch import starts_early
+from parrot.engine.kernels.launch import early_launch, starts_early
 from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
 
 FEW_ROWS = 32
@@ -90,7 +90,6 @@ def _launch(
     assert out.is_contiguous()
     assert x.stride(1) == 1
     tile = _tile(num_rows, num_out, size, silu=silu)
-    early = starts_early(x.device)
     few_rows_linear_kernel[(triton.cdiv(num_out, tile["BN"]),)](
         x,
         weight,
@@ -109,9 +108,8 @@ def _launch(
         PARTS=0 if squares is None else squares.shape[1],
         SILU=silu,
         ADD=residual is not None,
-        DEPENDENT=early,
         **tile,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(starts_early(x.device)),
     )
 
 
@@ -119,14 +117,16 @@ def _tile(num_rows: int, num_out: int, size: int, *, silu: bool) -> dict[str, in
     """Tuned on an H200 (docs/kernels.md). Short outputs need more programs than wide tiles give;
     the fewer programs, the more of the weights must each have on its way."""
     wide = num_out >= _MANY_OUTPUTS
-    columns, stages = 128, 3
-    if wide and not silu:
+    if wide and silu:
+        outputs, columns, stages = (128 if num_out > 2 * _MANY_OUTPUTS else 64), 128, 3
+    elif wide:
+        outputs, columns = 64, 128
         stages = 4 if num_out > 2 * _MANY_OUTPUTS else 6 if num_out > 5120 else 8
-    elif not silu:
-        columns, stages = 256, 4
+    else:
+        outputs, columns, stages = (32, 256, 4) if silu else (16, 512, 4)
     return {
         "BM": max(_MIN_DOT, triton.next_power_of_2(num_rows)),
-        "BN": (128 if silu and num_out > 2 * _MANY_OUTPUTS else 64) if wide else 16,
+        "BN": outputs,
         "BK": min(columns, max(_MIN_DOT, triton.next_power_of_2(size))),
         "STAGES": stages,
         "num_warps": 4 if wide else 2,

@@ -110,6 +110,7 @@ def attention_variant(
             "STRIDE_HEAD": page * dim,
             "STRIDE_TOKEN": dim,
             "ALL_MASKED": rows == 16 if all_masked is None else all_masked,
+            "DEPENDENT": True,
         }
     return compile_kernel(
         attend_tiles if tiles else attend_items,
@@ -134,7 +135,7 @@ def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str
     return compile_kernel(
         merge_partials,
         pointers,
-        {"lse_ptr": None, "H": 32, "D": dim, "SLOTS": slots, "WITH_LSE": False},
+        {"lse_ptr": None, "H": 32, "D": dim, "SLOTS": slots, "WITH_LSE": False, "DEPENDENT": True},
         divisible=tuple(pointers),
         num_warps=warps,
     )
