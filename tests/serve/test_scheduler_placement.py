@@ -112,6 +112,21 @@ def test_latency_tasks_bound_the_batch_they_sit_in() -> None:
     assert len(bench.run()) == 500 - placed
 
 
+def test_nobody_waits_for_latency_tasks_for_longer_than_it_takes() -> None:
+    """Else work that fits only where nobody chats would starve where somebody always does."""
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    bench.add(bench.task(session=1))
+    bench.run()
+    bench.add(*[bench.task(session=2, criteria=THROUGHPUT, path=5.0) for _ in range(500)])
+    num_left = 500 - len(bench.run())
+    assert num_left > 300
+    bench.later(4.9)
+    assert not bench.run()
+    bench.later(0.2)
+    assert len(bench.run()) == num_left
+
+
 def test_engines_that_failed_with_a_task_are_avoided() -> None:
     bench = Bench()
     bench.engines(3)

@@ -125,7 +125,7 @@ class PredictedSeconds(Placer):
             (load,) = self._loads.least_loaded(task.models, 1)
             load.refresh()
             new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
-            return None if self._growth_s(task, load, new_prompt) is None else load
+            return None if self._growth_s(task, load, new_prompt, now) is None else load
         known = self._find(task)
         block = None if task.avoided else self._blocks.find(task)
         if block is not None:
@@ -199,7 +199,8 @@ class PredictedSeconds(Placer):
         self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
     ) -> float | None:
         """None: not there, not now."""
-        growth_s = self._growth_s(task, load, task.prompt_len - known.shared_len(load.id))
+        new_prompt = task.prompt_len - known.shared_len(load.id)
+        growth_s = self._growth_s(task, load, new_prompt, now)
         if growth_s is None:
             return None
         output = task.expected_output
@@ -211,14 +212,16 @@ class PredictedSeconds(Placer):
             cost_s += self._groups.extra_s(task, load)
         return cost_s
 
-    def _growth_s(self, task: CompletionTask, load: EngineLoad, new_prompt: int) -> float | None:
+    def _growth_s(
+        self, task: CompletionTask, load: EngineLoad, new_prompt: int, now: float
+    ) -> float | None:
         """By how much it lengthens a step; None: it may not be there now. `new_prompt`: tokens of
         its prompt that no running one there has."""
         if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
             return None
         num_read = new_prompt + task.expected_output // 2
         growth_s = load.cost.sequence_s + num_read * load.cost.token_s
-        return None if _growth_limit_s(task, load) < growth_s else growth_s
+        return None if _growth_limit_s(task, load, now) < growth_s else growth_s
 
     # Blocks
 
@@ -264,7 +267,7 @@ class PredictedSeconds(Placer):
         each = own + min(task.max_output, load.max_tokens)
         free = load.max_tokens - load.num_tokens - new_shared
         room = min(load.max_tasks - load.num_tasks, int(free / each))
-        spare_s = _growth_limit_s(task, load) - shared_growth_s
+        spare_s = _growth_limit_s(task, load, now) - shared_growth_s
         if spare_s < room * growth_s:
             room = int(spare_s / growth_s)
         weight = weight_of(task)
@@ -278,9 +281,12 @@ class PredictedSeconds(Placer):
         )
 
 
-def _growth_limit_s(task: CompletionTask, load: EngineLoad) -> float:
-    """By how much a newcomer may lengthen a step: latency tasks bound the batch they sit in."""
-    if task.is_latency or not load.num_latency:
+def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float:
+    """By how much a newcomer may lengthen a step: latency tasks bound the batch they sit in. What
+    has waited for as long as it will take comes in all the same: where there are always latency
+    tasks it would starve, and its queue with it."""
+    has_waited = now - task.arrived > task.remaining_path_s
+    if task.is_latency or not load.num_latency or has_waited:
         return float("inf")
     return _LATENCY_STEP_GROWTH * load.cost.step_s - load.step_s
 
