@@ -1,12 +1,12 @@
 """When to launch the next step: while the device still has a little to do for this one."""
 
 import math
+from typing import Any
 
 import torch
 
-from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.attention.triton_backend import TritonAttention
 from parrot.engine.cuda.stage import Mark
-from parrot.engine.kernels.attention import NewKV
 
 _LEAD_S = 1e-3
 _MATRIX_RATE = 790e12
@@ -36,9 +36,7 @@ class WatchedAttention(TritonAttention):
         layers_left = 1 + math.ceil(self._lead_tokens / num_tokens)
         self._due_layer = max(0, self._num_layers - layers_left)
 
-    def attend(
-        self, layer: int, q: torch.Tensor, new: NewKV, plan: TritonPlan, *, only_last: bool = False
-    ) -> torch.Tensor:
+    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         if layer == self._due_layer:
             self.due.put()
-        return super().attend(layer, q, new, plan, only_last=only_last)
+        return super().attend(layer, *args, **kwargs)

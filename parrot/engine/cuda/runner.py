@@ -1,6 +1,7 @@
 """Runs the steps of the builtin engine with the Triton kernels."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,8 @@ from parrot.engine.cuda.graphs import (
     mixed_sizes,
 )
 from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
-from parrot.engine.cuda.stage import Landing, Mark, Stage
+from parrot.engine.cuda.launched import Launched, Sources
+from parrot.engine.cuda.stage import Landing, Stage
 from parrot.engine.device import noticing_loss
 from parrot.engine.kernels.attention import Capacity, PlanBuffers, can_be_dense
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
@@ -31,7 +33,7 @@ from parrot.engine.kernels.work_list import TABLE_ROW, SplitConfig, StepRows, Wo
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
-from parrot.engine.sampler import adjust, results
+from parrot.engine.sampler import adjust
 from parrot.protocol.errors import OutOfMemory
 from parrot.protocol.sampling import SamplingConfig
 
@@ -54,39 +56,11 @@ class CudaOptions:
     upcast: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on the device. `tokens`, one for each of its inputs' samples, stay valid until the
-    step after it has run; `due` until that is launched."""
-
-    inputs: StepInputs
-    tokens: torch.Tensor
-    landing: Landing
-    due: Mark
-
-    def wait_until_due(self) -> None:
-        self.due.wait()
-
-    def wait(self) -> StepResult:
-        with noticing_loss(self.tokens.device):
-            tokens = self.landing.wait(len(self.tokens))
-        pairs = zip(self.inputs.samples, tokens, strict=True)
-        chosen = [(spec, token) for spec, token in pairs if spec is not None]
-        return results(*zip(*chosen, strict=True)) if chosen else StepResult({}, {})
-
-    def rows_of(self, context_ids: Sequence[int]) -> IntArray:
-        """Where these contexts' tokens are."""
-        row_of = {context_id: row for row, context_id in enumerate(self.inputs.sampled)}
-        return np.array([row_of[c] for c in context_ids], dtype=np.int32)
-
-
-# Tokens of the step before on the device, and which of them this one's pending ones are.
-Sources = tuple[torch.Tensor, IntArray]
-
-
 class CudaRunner:
     """`OverlappingRunner` over a decoder and a paged KV pool. Steps in which every sequence has one
-    token, and small ones with prompts in them, run as CUDA graphs."""
+    token, and small ones with prompts in them, run as CUDA graphs. Kernels of others are launched
+    one by one, which takes milliseconds: in a thread, so that the tokens of the step before need
+    not wait for it."""
 
     def __init__(
         self,
@@ -134,6 +108,9 @@ class CudaRunner:
         )
         self._graphs = self._make_graphs(memory, options) if options.use_graphs else None
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        self._launching: Future[torch.Tensor] = Future()
+        self._launching.set_result(torch.empty(0))
         self.shared_tokens_saved = 0
 
     def _make_graphs(self, memory: torch.Tensor, options: CudaOptions) -> StepGraphs:
@@ -185,6 +162,8 @@ class CudaRunner:
             raise
 
     def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched:
+        if self._launching.exception() is not None:  # of the step before, now that it is launched
+            self._inputs.forget()
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
         work = self._plan_work(inputs)
@@ -192,19 +171,31 @@ class CudaRunner:
         sources = None
         if inputs.pending:
             assert isinstance(previous, Launched), "tokens are pending of no step"
-            sources = (previous.tokens, previous.rows_of(inputs.pending))
-        due = self._attention.due
-        due.put()  # of a graph, now; of kernels that are launched one by one, later
-        tokens = self._compute(inputs, work, sources)
-        landing = self._landings[0]
+            sources = previous.tokens_of(inputs.pending)
+        landing, due = self._landings[0], self._attention.due
         self._landings.reverse()
-        landing.receive(tokens)
-        return Launched(inputs, tokens, landing, due)
+        due.put()  # of a graph, now; of kernels that are launched one by one, later
+        size = self._graph_size(inputs)
+        arguments = (inputs, work, sources, size, landing)
+        if size is None:
+            self._launching = self._launcher.submit(self._compute, *arguments)
+        else:
+            self._launching = Future()
+            self._launching.set_result(self._compute(*arguments))
+        return Launched(inputs, self._launching, landing, due, self._device)
 
-    def _compute(self, inputs: StepInputs, work: WorkList, sources: Sources | None) -> torch.Tensor:
+    @torch.inference_mode()
+    def _compute(
+        self,
+        inputs: StepInputs,
+        work: WorkList,
+        sources: Sources | None,
+        size: StepSize | None,
+        landing: Landing,
+    ) -> torch.Tensor:
         """A token for each of the step's samples, on the device; -1: not finite."""
-        found = self._run_graph(inputs, work, sources) or self._run_eagerly(inputs, work, sources)
-        decoded, settings = found
+        found = None if size is None else self._run_graph(inputs, work, sources, size)
+        decoded, settings = found or self._run_eagerly(inputs, work, sources)
         count = len(inputs.samples)
         tokens, logits = decoded.tokens[:count], decoded.logits[:count]
         if inputs.choice & ADJUSTED:
@@ -214,6 +205,7 @@ class CudaRunner:
         if inputs.choice & DRAWN:
             limited = bool(inputs.choice & LIMITED)
             draw_tokens(logits, tokens, settings.view(count, NUM_SETTINGS), limited=limited)
+        landing.receive(tokens)
         return tokens
 
     def _plan_work(self, inputs: StepInputs) -> WorkList:
@@ -241,15 +233,10 @@ class CudaRunner:
         return decode(self._forward(token_ids, self._attention, plan, logit_rows))
 
     def _run_graph(
-        self, inputs: StepInputs, work: WorkList, sources: Sources | None
+        self, inputs: StepInputs, work: WorkList, sources: Sources | None, size: StepSize
     ) -> tuple[Decoded, torch.Tensor] | None:
         """None: no graph is large enough."""
-        if self._graphs is None:
-            return None
-        num_logits = None if inputs.only_decodes else len(inputs.logit_rows)
-        size = self._graphs.size(inputs.num_tokens, num_logits)
-        if size is None:
-            return None
+        assert self._graphs is not None, "there are no graphs"
         parts = [_pad(inputs.token_ids, size.rows, 0), _pad(inputs.positions, size.rows, 0)]
         parts.append(_pad(inputs.table_rows, size.rows, -1))
         if size.logits is not None:
@@ -258,6 +245,13 @@ class CudaRunner:
         graph = self._graphs.find(size, work)
         self._stage.sent()
         return None if graph is None else (self._graphs.replay(graph), settings)
+
+    def _graph_size(self, inputs: StepInputs) -> StepSize | None:
+        """That of the graphs for such a step; None: there are none."""
+        if self._graphs is None:
+            return None
+        num_logits = None if inputs.only_decodes else len(inputs.logit_rows)
+        return self._graphs.size(inputs.num_tokens, num_logits)
 
     def _send(
         self, parts: Sequence[IntArray], inputs: StepInputs, sources: Sources | None
@@ -287,7 +281,8 @@ class CudaRunner:
         """Compile kernels and capture graphs, so that no request waits for them. No context's
         block is written."""
         for num_tokens in (1, 16, 256):
-            self._run_padding(num_tokens, self._synthetic(1, num_tokens, num_tokens))
+            work = self._synthetic(1, num_tokens, num_tokens)
+            self._launcher.submit(self._run_padding, num_tokens, work).result()
         if self._graphs is not None:
             for size in reversed(self._graphs.sizes):
                 self._stage_padding(size.rows, size.logits or 0)
@@ -324,6 +319,7 @@ class CudaRunner:
         step = StepRows(tables, starts, np.full(rows, q_len, dtype=np.int32))
         return plan_work(step, self._shape, gate, self._split)
 
+    @torch.inference_mode()
     def _run_padding(self, num_tokens: int, work: WorkList) -> None:
         decoded = self._forward_eagerly(self._stage_padding(num_tokens, 1), work)
         settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)

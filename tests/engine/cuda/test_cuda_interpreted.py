@@ -145,6 +145,27 @@ def test_steps_launched_ahead_under_the_engine_core(
     assert [len(output) for output in want] == [4, 6, 8]
 
 
+def test_a_step_that_fails_while_its_kernels_are_launched(
+    make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor may have been launched before that is known."""
+    plain, own = make_runners("llama")
+    samplings = [SamplingConfig(temperature=0)] * 3
+    want = core_outputs(plain, samplings)
+    forward, calls = own._forward, 0
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 9):
+            raise torch.OutOfMemoryError("no room")
+        return forward(*arguments)
+
+    monkeypatch.setattr(own, "_forward", fail)
+    assert core_outputs(own, samplings) == want
+    assert calls > 9
+
+
 SAMPLINGS = [
     SamplingConfig(),
     SamplingConfig(temperature=0.7, top_p=0.8),
