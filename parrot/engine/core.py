@@ -6,8 +6,8 @@ Where the runner can, a step is launched while the one before it still runs, so 
 never waits for the host. What a step does is then entered in two parts. Once it is launched: the KV
 that it computes, since whatever is planned next happens after it. Once it has run: its tokens.
 
-    device   | step 1             | step 2             | step 3
-    host       plan, launch 2       tokens of 1, KV of 2, requests, plan, launch 3   tokens of 2 ...
+    device  | step 1                        | step 2                                  | step 3
+    host      requests, plan and launch 2 ... tokens of 1, requests, plan and launch 3 ... tokens
 
 Requests, aborts and frees change what is planned next, never a step on its way. A job that turns
 out to have ended leaves a sequence in that step whose token is ignored; what it writes is written
