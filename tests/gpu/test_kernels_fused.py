@@ -19,6 +19,7 @@ from parrot.engine.kernels.linear import (
     UndividedRows,
     few_rows_add_and_norm,
     few_rows_linear,
+    few_rows_qkv,
 )
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
@@ -136,3 +137,38 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
         for _ in range(20):
             again = few_rows_linear(run(rows)[1], second, torch.full_like(out[:rows], float("nan")))
         assert torch.equal(again, out[:rows])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "size"), [(32, 8, 128, 4096), (9, 3, 64, 576), (40, 40, 128, 5120)]
+)
+@pytest.mark.parametrize("num_rows", [1, 9, 16, FEW_ROWS])
+def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, size: int, num_rows: int) -> None:
+    """As the product, the rotation and the write one after the other."""
+    torch.manual_seed(heads)
+    shape = AttentionShape(heads, kv_heads, dim, 64)
+    num_out = (heads + 2 * kv_heads) * dim
+    x, weight = normal(num_rows, size), normal(num_out, size) * size**-0.5
+    squares = torch.rand(num_rows, 80, device="cuda") * size / 40
+    read = UndividedRows(x, squares, 1e-5)
+    positions = torch.randint(500, (num_rows,), dtype=torch.int32, device="cuda")
+    table_rows = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    tables = torch.randperm(10 * num_rows, device="cuda").view(num_rows, 10).to(torch.int32)
+    angles = torch.outer(torch.arange(512.0), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).cuda()
+    pool = (10 * num_rows, kv_heads, 64, dim)
+    nan = float("nan")
+    ours, theirs = (
+        KVView(
+            *(torch.full(pool, nan, dtype=x.dtype, device="cuda") for _ in "kv"), tables, positions
+        )
+        for _ in range(2)
+    )
+    qkv = few_rows_linear(read, weight, x.new_empty(num_rows, num_out))
+    expected, _ = rope_and_store(qkv, theirs, table_rows, cos_sin, shape)
+    for _ in range(2):
+        q = few_rows_qkv(read, weight, ours, table_rows, cos_sin, shape)
+        assert relative_error(q, expected.cpu().double()) < 1e-3
+        assert torch.equal(ours.k.isnan(), theirs.k.isnan())
+        assert relative_error(ours.k.nan_to_num(), theirs.k.nan_to_num().cpu().double()) < 1e-3
+        assert torch.equal(ours.v.nan_to_num(7.0), theirs.v.nan_to_num(7.0))

@@ -59,11 +59,19 @@ class TritonAttention:
         return KVView(k, v, plan.tables, plan.positions)
 
     def attend(
-        self, layer: int, q: torch.Tensor, new: NewKV, plan: TritonPlan, *, only_last: bool = False
+        self,
+        layer: int,
+        q: torch.Tensor,
+        new: NewKV | None,
+        plan: TritonPlan,
+        *,
+        only_last: bool = False,
     ) -> torch.Tensor:
         """q [rows, heads, head_dim], whose KV is in the pool too -> [rows, heads * head_dim].
-        `only_last`: of each sequence only the last row's result is defined."""
+        `new` may be None for a plan without dense spans. `only_last`: of each sequence only the
+        last row's result is defined."""
         if plan.work.dense == ((0, len(q)),) and not only_last:
+            assert new is not None
             return dense_attention(q, new.k, new.v, self.shape.head_dim**-0.5).flatten(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         view = self.view(layer, plan)

@@ -3,7 +3,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -71,7 +71,6 @@ def rope_and_store_kernel(
     position = tl.load(positions + token)
     if DEPENDENT:
         gdc_wait()
-        gdc_launch_dependents()
     if table_row < 0:  # padding of a captured grid
         return
     page = tl.load(tables + table_row * stride_table + position // PAGE)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from parrot.engine.kernels.attention import KVView
+from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.launch import early_launch, starts_early
-from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
+from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 
 FEW_ROWS = 32
 """With more rows, cuBLAS is as fast."""
@@ -68,6 +70,63 @@ def few_rows_add_and_norm(
     rows = torch.empty_like(residual)
     _launch(x, weight, bias, rows, residual=residual, gain=norm_weight, squares_out=squares)
     return UndividedRows(rows, squares, eps)
+
+
+def few_rows_qkv(
+    x: torch.Tensor | UndividedRows,
+    weight: torch.Tensor,
+    kv: KVView,
+    table_rows: torch.Tensor,
+    cos_sin: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`few_rows_linear` and `rope_and_store` (which see) in one, for heads that `can_rotate`:
+    returns q [rows, heads, dim]; that of rows with a negative `table_rows` is not written."""
+    rows, squares, eps = (
+        (x.rows, x.squares, x.eps) if isinstance(x, UndividedRows) else (x, None, 0.0)
+    )
+    num_rows, size = rows.shape
+    num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    assert weight.shape == (num_out, size), (weight.shape, shape)
+    assert can_rotate(shape)
+    q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
+    tile = _tile(num_rows, num_out, size, silu=False)
+    few_rows_qkv_kernel[(num_out // tile["BN"],)](
+        rows,
+        weight,
+        bias,
+        squares,
+        q,
+        kv.positions,
+        table_rows,
+        kv.tables,
+        cos_sin,
+        kv.k,
+        kv.v,
+        eps,
+        num_rows,
+        rows.stride(0),
+        kv.k.stride(0),
+        kv.tables.stride(0),
+        K=size,
+        H=shape.num_heads,
+        HKV=shape.num_kv_heads,
+        D=shape.head_dim,
+        PAGE=shape.page_size,
+        BIAS=bias is not None,
+        PARTS=0 if squares is None else squares.shape[1],
+        **tile,
+        **early_launch(starts_early(rows.device)),
+    )
+    return q
+
+
+def can_rotate(shape: AttentionShape) -> bool:
+    """Whether `few_rows_qkv` takes such heads."""
+    num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return shape.head_dim % _tile(1, num_out, shape.head_dim, silu=False)["BN"] == 0
 
 
 def _launch(

@@ -22,6 +22,46 @@ def _load_bias(at, inside):
 
 
 @triton.jit
+def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
+    is_part = live[:, None] & (part < PARTS)
+    return tl.load(squares_ptr + member[:, None] * PARTS + part, mask=is_part, other=0.0)
+
+
+@triton.jit
+def _products(
+    row_at,
+    up_row_at,
+    x_row_at,
+    inside,
+    live,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BOTH: tl.constexpr,
+    ALL_INSIDE: tl.constexpr,
+):
+    """BN rows of weights times BM of x, [BN, BM] in float32; BOTH: and BN others. The weights are
+    the tall operand of the matrix unit, so few rows of x waste little of it."""
+    result = tl.zeros([BN, BM], dtype=tl.float32)
+    other = tl.zeros([BN, BM], dtype=tl.float32)
+    offset = tl.arange(0, BK)[None, :]
+    whole: tl.constexpr = ALL_INSIDE & (K % BK == 0)
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        column = first + offset
+        x = tl.load(x_row_at + column, mask=live[:, None] & (column < K), other=0.0)
+        tile = inside[:, None] & (column < K)
+        weight = _load_weight(row_at + column, tile, whole)
+        result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
+        if BOTH:
+            weight = _load_weight(up_row_at + column, tile, whole)
+            other = tl.dot(weight, tl.trans(x), other, input_precision="ieee")
+    return result, other
+
+
+@triton.jit
 def few_rows_linear_kernel(
     x_ptr,
     weight_ptr,
@@ -46,8 +86,7 @@ def few_rows_linear_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (block of BN outputs): out = x weight^T (+ bias) for up to BM rows. The weights are
-    the tall operand of the matrix unit, so few rows of x waste little of it.
+    """Program (block of BN outputs): out = x weight^T (+ bias) for up to BM rows.
 
     PARTS      x is first divided by its root mean square; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
@@ -65,27 +104,14 @@ def few_rows_linear_kernel(
     if DEPENDENT:
         gdc_wait()
     if PARTS > 0:
-        part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
-        is_part = live[:, None] & (part < PARTS)
-        squares_at = squares_ptr + member[:, None] * PARTS + part
-        squares = tl.load(squares_at, mask=is_part, other=0.0)  # nobody waits for them yet
+        squares = _load_squares(squares_ptr, member, live, PARTS)  # nobody waits for them yet
     if ADD:
         place = member.to(tl.int64)[None, :] * N + row[:, None]
         before = tl.load(residual_ptr + place, mask=both, other=0.0)
         gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
-    result = tl.zeros([BN, BM], dtype=tl.float32)
-    up = tl.zeros([BN, BM], dtype=tl.float32)
-    offset = tl.arange(0, BK)[None, :]
-    whole: tl.constexpr = (N % BN == 0) & (K % BK == 0)
-    for first in tl.range(0, K, BK, num_stages=STAGES):
-        column = first + offset
-        x = tl.load(x_row_at + column, mask=live[:, None] & (column < K), other=0.0)
-        tile = inside[:, None] & (column < K)
-        weight = _load_weight(row_at + column, tile, whole)
-        result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
-        if SILU:
-            weight = _load_weight(up_row_at + column, tile, whole)
-            up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+    result, up = _products(
+        row_at, up_row_at, x_row_at, inside, live, K, BM, BN, BK, STAGES, SILU, N % BN == 0
+    )
     if DEPENDENT:
         gdc_launch_dependents()
     if PARTS > 0:
@@ -111,3 +137,90 @@ def few_rows_linear_kernel(
         result *= gain.to(tl.float32)[:, None]
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
     tl.store(out_at, result.to(kind), mask=both)
+
+
+@triton.jit
+def few_rows_qkv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    squares_ptr,
+    q_ptr,
+    positions,
+    table_rows,
+    tables,
+    cos_sin,
+    k_cache,
+    v_cache,
+    eps,
+    num_rows,
+    stride_x,
+    stride_page,
+    stride_table,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (head, BN of its D outputs): as above, with `rope_and_store_kernel` behind it.
+
+    The outputs are BN // 2 of the head's first half and those of its second half that are rotated
+    with them. q [rows, H, D]; k and v go to the cache, but those of rows without a table."""
+    HALF: tl.constexpr = BN // 2
+    head = tl.program_id(0) // (D // BN)
+    dim = tl.program_id(0) % (D // BN) * HALF + tl.arange(0, HALF)
+    index = tl.arange(0, BN)
+    row = head * D + tl.program_id(0) % (D // BN) * HALF + index % HALF + index // HALF * (D // 2)
+    member = tl.arange(0, BM)
+    inside = index < BN
+    live = member < num_rows
+    table_row = tl.load(table_rows + member, mask=live, other=-1)
+    placed = table_row >= 0
+    position = tl.load(positions + member, mask=placed, other=0)
+    angle_at = cos_sin + position[None, :] * D + dim[:, None]
+    cos = tl.load(angle_at, mask=placed[None, :], other=0.0)
+    sin = tl.load(angle_at + D // 2, mask=placed[None, :], other=0.0)
+    page = tl.load(tables + table_row * stride_table + position // PAGE, mask=placed, other=0)
+    if DEPENDENT:
+        gdc_wait()
+    if PARTS > 0:
+        squares = _load_squares(squares_ptr, member, live, PARTS)
+    row_at = weight_ptr + row.to(tl.int64)[:, None] * K
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    result, _ = _products(
+        row_at, row_at, x_row_at, inside, live, K, BM, BN, BK, STAGES, False, True
+    )
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if PARTS > 0:
+        result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+    if BIAS:
+        result += _load_bias(bias_ptr + row, inside)
+    # Rounded between, as separate kernels would.
+    kind = q_ptr.dtype.element_ty
+    halves = tl.reshape(result.to(kind).to(tl.float32), [2, HALF, BM])
+    y1, y2 = tl.split(tl.permute(halves, (1, 2, 0)))
+    r1 = y1 * cos - y2 * sin
+    r2 = y2 * cos + y1 * sin
+    if head < H:
+        q_at = q_ptr + (member.to(tl.int64)[None, :] * H + head) * D + dim[:, None]
+        tl.store(q_at, r1.to(kind), mask=placed[None, :])
+        tl.store(q_at + D // 2, r2.to(kind), mask=placed[None, :])
+    else:
+        kv_head = (head - H) % HKV
+        place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE) * D
+        offset = place[None, :] + dim[:, None]
+        if head < H + HKV:
+            tl.store(k_cache + offset, r1.to(kind), mask=placed[None, :])
+            tl.store(k_cache + offset + D // 2, r2.to(kind), mask=placed[None, :])
+        else:
+            tl.store(v_cache + offset, y1.to(kind), mask=placed[None, :])
+            tl.store(v_cache + offset + D // 2, y2.to(kind), mask=placed[None, :])

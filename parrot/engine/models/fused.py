@@ -2,7 +2,7 @@
 
 Between the matrix products there are three kernels a layer besides attention: residual sum with
 RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul. Of few
-rows the products do the first and the last themselves."""
+rows the products do all of this themselves."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,10 @@ from parrot.engine.kernels.fused import (
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,
+    can_rotate,
     few_rows_add_and_norm,
     few_rows_linear,
+    few_rows_qkv,
 )
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
@@ -165,13 +167,12 @@ class FusedDecoder:
         plan: TritonPlan,
         only_last: bool,
     ) -> torch.Tensor:
-        q, new = rope_and_store(
-            layer.qkv(x),
-            attention.view(index, plan),
-            plan.table_rows,
-            self._cos_sin,
-            attention.shape,
-            layer.head_norm,
-            keep_k=bool(plan.work.dense),
-        )
+        view, shape, weight = attention.view(index, plan), attention.shape, layer.qkv
+        is_dense = bool(plan.work.dense)
+        where = (view, plan.table_rows, self._cos_sin, shape)
+        new = None
+        if _is_few(_rows(x)) and layer.head_norm is None and can_rotate(shape) and not is_dense:
+            q = few_rows_qkv(x, weight.weight, *where, bias=weight.bias)
+        else:
+            q, new = rope_and_store(weight(x), *where, layer.head_norm, keep_k=is_dense)
         return attention.attend(index, q, new, plan, only_last=only_last)

@@ -221,6 +221,27 @@ def linear_variant(
     )
 
 
+def qkv_variant(*, rows: int = 32) -> dict[str, Any]:
+    from parrot.engine.kernels.linear_kernels import few_rows_qkv_kernel
+
+    values = ("x_ptr", "weight_ptr", "q_ptr", "k_cache", "v_cache")
+    pointers = {
+        **dict.fromkeys(values, "*bf16"),
+        **dict.fromkeys(("positions", "table_rows", "tables"), "*i32"),
+        **dict.fromkeys(("cos_sin", "squares_ptr"), "*fp32"),
+    }
+    numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
+    shape = {"K": 5120, "H": 40, "HKV": 40, "D": 128, "PAGE": 64}
+    tile = {"BM": rows, "BN": 64, "BK": 128, "STAGES": 4, "PARTS": 80}
+    return compile_kernel(
+        few_rows_qkv_kernel,
+        {**pointers, **numbers, "eps": "fp32"},
+        {**shape, **tile, "bias_ptr": None, "BIAS": False, "DEPENDENT": True},
+        divisible=(*pointers, "stride_x", "stride_page"),
+        num_warps=4,
+    )
+
+
 def best_variant(*, warps: int = 4) -> dict[str, Any]:
     from parrot.engine.kernels.sampling_kernels import best_of_chunks_kernel
 
@@ -281,6 +302,7 @@ VARIANTS = {
     "rope": rope_variant,
     "silu": silu_variant,
     "linear": linear_variant,
+    "qkv": qkv_variant,
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,

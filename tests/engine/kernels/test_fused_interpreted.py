@@ -15,7 +15,13 @@ from parrot.engine.kernels.fused import (
     silu_mul,
 )
 from parrot.engine.kernels.gate import AttentionShape
-from parrot.engine.kernels.linear import FEW_ROWS, few_rows_add_and_norm, few_rows_linear
+from parrot.engine.kernels.linear import (
+    FEW_ROWS,
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_linear,
+    few_rows_qkv,
+)
 from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.skipif(
@@ -156,3 +162,37 @@ def test_products_that_add_and_norm(
         gate, up = expected.split(21, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (2, 2, 16), (30, 2, 128)])
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+@pytest.mark.parametrize("undivided", [False, True])
+def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, num_rows: int, undivided: bool) -> None:
+    """As the product, the rotation and the write one after the other."""
+    page, size = 16, 72
+    shape = AttentionShape(heads, kv_heads, dim, page)
+    generator = torch.Generator().manual_seed(heads)
+    num_out = (heads + 2 * kv_heads) * dim
+    sizes = ((num_rows, size), (num_out, size), (num_out,))
+    x, weight, bias = (torch.randn(n, generator=generator) for n in sizes)
+    squares = torch.rand(num_rows, 3, generator=generator) + 0.1
+    positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
+    table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
+    table_rows[-1] = -1 if num_rows > 1 else 2  # padding
+    tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
+    angles = torch.outer(torch.arange(64.0), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    read = UndividedRows(x, squares, 1e-5) if undivided else x
+
+    caches = [torch.full((13, kv_heads, page, dim), float("nan")) for _ in range(4)]
+    kv = KVView(caches[0], caches[1], tables, positions)
+    q = few_rows_qkv(read, weight, kv, table_rows, cos_sin, shape, bias=bias)
+    qkv = few_rows_linear(read, weight, torch.empty(num_rows, num_out), bias=bias)
+    kv = KVView(caches[2], caches[3], tables, positions)
+    expected, _ = rope_and_store(qkv, kv, table_rows, cos_sin, shape)
+    live = table_rows >= 0
+    assert relative_error(q[live], expected[live].double()) < 1e-6
+    for ours, theirs in ((caches[0], caches[2]), (caches[1], caches[3])):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert int((~ours.isnan()).sum()) > 0
+        assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-6
