@@ -36,7 +36,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from parrot.engine.kernels.attention import Capacity, KernelConfig, PlanBuffers, TreeAttention
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
-from parrot.engine.kernels.linear import few_rows_linear
+from parrot.engine.kernels.linear import (
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_linear,
+)
 from parrot.engine.kernels.work_list import SplitConfig, WorkList, plan_work
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -202,37 +206,70 @@ def bench_fused() -> Rows:
     return rows
 
 
-def bench_linear() -> Rows:
-    """The matrix products of small batches, over weights that no cache holds: ours and cuBLAS."""
+# hidden, outputs of qkv, inputs of the output projection, inner size of the MLP
+LAYER_SHAPES = {
+    "Llama-2-13B": (5120, 15360, 5120, 13824),
+    "Llama-3.1-8B": (4096, 6144, 4096, 14336),
+    "Llama-2-7B": (4096, 12288, 4096, 11008),
+    "Qwen3-0.6B": (1024, 4096, 2048, 3072),
+}
+
+
+class LayerProducts:
+    """The matrix products of layers, one after the other, with norms, residual and SiLU, but
+    without attention: ours, and cuBLAS with a kernel for what lies between. More weights than the
+    cache holds."""
+
+    def __init__(self, shape: tuple[int, int, int, int], rows: int, num_layers: int) -> None:
+        hidden, qkv, heads, inner = shape
+        sizes = ((qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner))
+        self.layers = [
+            (*(_normal(*size) * 0.02 for size in sizes), _normal(hidden), _normal(hidden))
+            for _ in range(num_layers)
+        ]
+        self.x, self.normed = _normal(rows, hidden), _normal(rows, hidden)
+        self.residual, self.qkv = _normal(rows, hidden), _normal(rows, qkv)
+        self.attended, self.inner = _normal(rows, heads), _normal(rows, inner)
+
+    def floor_us(self) -> float:
+        return sum(weight.nbytes for weight in self.layers[0]) / MEMORY_RATE * 1e6
+
+    def ours(self) -> None:
+        first = self.layers[0][4]
+        x = add_rms_norm(self.x, self.residual, first, 1e-5, self.normed, add=False)
+        normed: torch.Tensor | UndividedRows = x
+        following = [layer[4] for layer in (*self.layers[1:], self.layers[0])]
+        for (qkv, out, gate_up, down, _, norm), next_norm in zip(
+            self.layers, following, strict=True
+        ):
+            few_rows_linear(normed, qkv, self.qkv)
+            normed = few_rows_add_and_norm(self.attended, out, self.residual, norm, 1e-5)
+            few_rows_linear(normed, gate_up, self.inner, silu=True)
+            normed = few_rows_add_and_norm(self.inner, down, self.residual, next_norm, 1e-5)
+
+    def cublas(self) -> None:
+        x = self.x
+        for qkv, out, gate_up, down, first, second in self.layers:
+            F.linear(add_rms_norm(x, self.residual, first, 1e-5, self.normed), qkv)
+            x = F.linear(self.attended, out)
+            add_rms_norm(x, self.residual, second, 1e-5, self.normed)
+            x = F.linear(silu_mul(F.linear(self.normed, gate_up), self.inner), down)
+
+
+def bench_layers() -> Rows:
     rows = []
-    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "head": (128256, 4096)}
-    for name, (num_out, size) in {**shapes, "gate_up with silu": (14336, 4096)}.items():
-        silu = name.startswith("gate_up")
-        weights = [_normal(2 * num_out if silu else num_out, size) for _ in range(4)]
-        floor = weights[0].nbytes / MEMORY_RATE * 1e6
+    for name, shape in LAYER_SHAPES.items():
+        num_layers = 6 if shape[0] > 1024 else 28
         for num_rows in (1, 8, 16, 32):
-            x, out = _normal(num_rows, size), _normal(num_rows, num_out)
-            ours = partial(_products, weights, partial(_ours, x, out, silu))
-            cublas = partial(_products, weights, partial(_cublas, x, out, silu))
-            us, cublas_us = (time_graph(run, per_run=len(weights)) for run in (ours, cublas))
-            row = {"product": name, "rows": num_rows, "us": us, "cublas_us": cublas_us}
-            rows.append({**row, "floor_us": floor})
+            layers = LayerProducts(shape, num_rows, num_layers)
+            us, cublas_us = (
+                time_graph(run, per_run=num_layers) for run in (layers.ours, layers.cublas)
+            )
+            row = {"model": name, "rows": num_rows, "us": us, "cublas_us": cublas_us}
+            rows.append({**row, "floor_us": layers.floor_us()})
+            del layers
+            torch.cuda.empty_cache()
     return rows
-
-
-def _products(weights: list[torch.Tensor], product: partial[Any]) -> None:
-    for weight in weights:
-        product(weight)
-
-
-def _ours(x: torch.Tensor, out: torch.Tensor, silu: bool, weight: torch.Tensor) -> None:
-    few_rows_linear(x, weight, out, silu=silu)
-
-
-def _cublas(x: torch.Tensor, out: torch.Tensor, silu: bool, weight: torch.Tensor) -> None:
-    product = F.linear(x, weight)
-    if silu:
-        silu_mul(product, out)
 
 
 def _fused_row(name: str, tokens: int, call: partial[Any], moved: int) -> dict[str, Any]:
@@ -270,7 +307,7 @@ PARTS = {
     "gate": bench_gate,
     "fills": bench_fills,
     "fused": bench_fused,
-    "linear": bench_linear,
+    "layers": bench_layers,
     "planner": bench_planner,
 }
 
