@@ -205,9 +205,9 @@ class PredictedSeconds(Placer):
             return None
         output = task.expected_output
         prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.cost.prefill_s
-        cost_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s + output * (load.step_s + growth_s)
-        if load.num_tasks:
-            cost_s += _harm_s(load, now, prefill_s, output, growth_s) / weight_of(task)
+        cost_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s
+        cost_s += load.steps_s(output, now) + output * growth_s
+        cost_s += load.harm_s(prefill_s, output, growth_s, now) / weight_of(task)
         if self._groups is not None and task.group is not None:
             cost_s += self._groups.extra_s(task, load)
         return cost_s
@@ -273,10 +273,10 @@ class PredictedSeconds(Placer):
         weight = weight_of(task)
         return Site(
             load.id,
-            load.wait_s(now) + fill_s + output * (load.step_s + shared_growth_s),
+            load.wait_s(now) + fill_s + load.steps_s(output, now) + output * shared_growth_s,
             own_fill_s + output * growth_s,
-            _harm_s(load, now, fill_s, output, shared_growth_s) / weight,
-            _harm_s(load, now, own_fill_s, output, growth_s) / weight,
+            load.harm_s(fill_s, output, shared_growth_s, now) / weight,
+            load.harm_s(own_fill_s, output, growth_s, now) / weight,
             max(0, room),
         )
 
@@ -289,15 +289,3 @@ def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float
     if task.is_latency or not load.num_latency or has_waited:
         return float("inf")
     return _LATENCY_STEP_GROWTH * load.cost.step_s - load.step_s
-
-
-def _harm_s(
-    load: EngineLoad, now: float, prefill_s: float, num_steps: int, growth_s: float
-) -> float:
-    """What those who are there lose, weighted: all wait for a prompt that is computed, and each of
-    their steps takes longer, while both they and the newcomer last."""
-    if not load.num_tasks:
-        return 0.0
-    remaining_s = load.remaining_s(now)
-    steps = min(num_steps, remaining_s / load.step_s)
-    return load.weight * (min(prefill_s, remaining_s) + steps * growth_s)
