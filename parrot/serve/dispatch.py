@@ -64,7 +64,7 @@ class Dispatcher:
             self._on_lost,
         )
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
-        self.estimates = Estimates()
+        self.estimates = Estimates(self._scheduler.seconds_alone)
         self._eager = EagerFiller(
             self._ledger,
             tokenizers,

@@ -6,11 +6,13 @@ prompts and outputs go.
                              + expected output tokens * seconds per output token
 
 Every figure starts from a prior that weighs as much as a few observations, and old observations
-fade. Seconds are as experienced, so in company: a slower figure in busy times is no error."""
+fade. Seconds are as experienced, so in company: a slower figure in busy times is no error. Work is
+what the same takes an engine that has nothing else to do, and may be compared whenever it was
+predicted."""
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -23,6 +25,7 @@ V = TypeVar("V")
 _OVERHEAD_S = 0.01
 _NATIVE_S = 0.01
 _UNKNOWN_INPUT_TOKENS = 256
+_PROMPT_S, _OUTPUT_S = 0.0002, 0.02  # of a token, before anything is known
 _OUTPUT_SHARE = 0.5  # of max_gen_length: what an output has of which nothing is known
 
 _MAX_FUNCTIONS = 4096
@@ -107,15 +110,24 @@ class Rate:
 class Speed:
     """As experienced by the calls that name the same models. The priors are rough."""
 
-    prompt: Rate = field(default_factory=lambda: Rate(0.0002 * 256, 256, 2e5))
-    output: Rate = field(default_factory=lambda: Rate(0.02 * 32, 32, 2e4))
+    prompt: Rate = field(default_factory=lambda: Rate(_PROMPT_S * 256, 256, 2e5))
+    output: Rate = field(default_factory=lambda: Rate(_OUTPUT_S * 32, 32, 2e4))
     tokens_per_char: Rate = field(default_factory=lambda: Rate(0.25 * 64, 64, 1e6))
 
 
-class Estimates:
-    """One for a ServeCore. Every method takes constant time and touches no graph."""
+def _by_priors(models: tuple[str, ...]) -> tuple[float, float]:
+    return _PROMPT_S, _OUTPUT_S
 
-    def __init__(self) -> None:
+
+class Estimates:
+    """One for a ServeCore. Every method takes constant time and touches no graph. `alone`: the
+    seconds of a prompt token and of an output token on an engine that does nothing else, by the
+    models that a call names."""
+
+    def __init__(
+        self, alone: Callable[[tuple[str, ...]], tuple[float, float]] = _by_priors
+    ) -> None:
+        self._alone = alone
         self._functions: _Recent[OutputLengths] = _Recent(_MAX_FUNCTIONS)
         self._speeds: _Recent[Speed] = _Recent(_MAX_SPEEDS)
         self._prior = Speed()
@@ -137,10 +149,17 @@ class Estimates:
         if not isinstance(task, Completion):
             return _NATIVE_S
         speed = self._speed(task.options.models)
-        per_char = speed.tokens_per_char.value
-        prompt = sum([_prompt_tokens(piece, per_char) for piece in task.fill])
-        output = self.output_tokens(task)
+        prompt, output = self._lengths(task, speed)
         return _OVERHEAD_S + prompt * speed.prompt.value + output * speed.output.value
+
+    def work_s(self, task: Task) -> float:
+        """What one run would take alone, from the lengths that are known now."""
+        if not isinstance(task, Completion):
+            return _NATIVE_S
+        models = task.options.models
+        prompt, output = self._lengths(task, self._speed(models))
+        prompt_s, output_s = self._alone(models)
+        return prompt * prompt_s + output * output_s
 
     def learn(self, completion: Completion, prompt_chars: int, usage: Usage) -> None:
         """An answer came. Engines that count nothing teach nothing."""
@@ -156,6 +175,12 @@ class Estimates:
         if prompt_tokens := usage.cached_tokens + usage.computed_tokens:
             speed.prompt.observe(usage.prefill_s, prompt_tokens)
             speed.tokens_per_char.observe(prompt_tokens, prompt_chars)
+
+    def _lengths(self, completion: Completion, speed: Speed) -> tuple[float, int]:
+        """Tokens of the prompt and of the output."""
+        per_char = speed.tokens_per_char.value
+        prompt = sum([_prompt_tokens(piece, per_char) for piece in completion.fill])
+        return prompt, self.output_tokens(completion)
 
     def _speed(self, models: tuple[str, ...]) -> Speed:
         return self._speeds.get(models) or self._prior

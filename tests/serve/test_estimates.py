@@ -123,3 +123,16 @@ def test_answers_that_count_nothing_teach_nothing() -> None:
     assert estimates.seconds(call) == before
     estimates.learn(call, 0, usage(500))  # no times, an empty prompt
     assert estimates.seconds(call) == pytest.approx(before, rel=0.01)
+
+
+def test_work_is_the_same_at_any_load() -> None:
+    estimates, call = Estimates(lambda models: (0.001, 0.01)), completion(max_gen_length=100)
+    sure = completion(max_gen_length=100, ignore_tokenizer_eos=True)
+    before_s = estimates.seconds(sure)
+    work_s = estimates.work_s(sure)
+    assert work_s == pytest.approx(0.001 * 0.25 * len("Do it: ") + 0.01 * 100)
+    for _ in range(100):
+        estimates.learn(call, 8, usage(50, decode_s=50 * 1.0))
+    assert estimates.seconds(sure) > 10 * before_s
+    assert estimates.work_s(sure) == pytest.approx(work_s)
+    assert 0 < estimates.work_s(NativeCall(1, 1, 1, "f", "", 1.0, (), ())) < 0.1

@@ -235,6 +235,8 @@ class Price:
         (variable,) = task.outputs()
         return self.by_name[variable.name]
 
+    work_s = seconds
+
 
 def test_what_has_finished_is_no_part_of_what_remains() -> None:
     runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0, d=8.0)

@@ -295,6 +295,7 @@ def test_the_queue_is_sorted_whatever_the_keys_do(seed: int) -> None:
                     assert top[0] == min(keys)
                     assert top[1] in present
         assert len(queue) == len(present)
+        assert queue.num_groups == len({task.completion.session_id for task in present})
     assert set(queue.tasks()) == set(present)
 
 
@@ -324,9 +325,45 @@ def test_parts_of_a_stage_have_one_place_in_an_engines_queue(policy: str) -> Non
     assert len(set(places)) == 1
 
 
-@pytest.mark.parametrize("policy", ["critical_path", "las"])
-def test_an_application_gets_another_place_when_a_call_has_ended(policy: str) -> None:
-    line = Line(policy)
+def test_an_engine_hears_of_urgency_alone_where_calls_wait_for_their_turn_before_it() -> None:
+    line = Line()
+    line.remain(1, 90.0)
+    calm = [line.add(1), line.add(2)]
+    batch = line.add(2, criteria=THROUGHPUT)
+    urgent = line.add(3, path_s=5.0, deadline=6.0)
+    places = [line.order.priority_s(task) for task in (urgent, *calm, batch)]
+    assert places[0] < places[1] == places[2] < places[3]
+
+
+def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
+    line = Line()
+    tasks = []
+    for session in range(6):
+        line.remain(session, float(session))
+        tasks.append(line.add(session))
+    task = tasks.pop(3)
+    assert line.order.num_ahead(task, tasks) == 3
+    assert Line("las").order.num_ahead(task, tasks) == 0
+
+
+def test_a_group_is_passed_over_until_it_is_released() -> None:
+    line = Line()
+    line.remain(2, 10.0)
+    first = [line.add(1), line.add(1)]
+    second = line.add(2)
+    assert line.queue.num_groups == 2
+    line.queue.hold(first[0])
+    assert line.place() is second
+    assert line.queue.top() is None
+    assert len(line.queue) == 2
+    assert line.queue.num_groups == 1
+    line.queue.release()
+    assert line.run() == first
+    assert line.queue.num_groups == 0
+
+
+def test_an_application_gets_another_place_when_a_call_has_ended() -> None:
+    line = Line("las")
     first, second = line.add(1), line.add(1)
     before = line.order.priority_s(first)
     line.order.placed(first, 10.0)

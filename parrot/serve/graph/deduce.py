@@ -132,9 +132,10 @@ def predict_again(wanted: Iterable[TaskNode], predictor: Predictor) -> set[TaskN
 
 
 def predict(node: TaskNode, predictor: Predictor) -> None:
-    """Its duration, and its path with those that its consumers have."""
+    """Its duration, its work, and its path with those that its consumers have."""
     below_s = max([consumer.path_s for consumer in node.wanted_consumers()], default=0.0)
     node.duration_s = predictor.seconds(node.task)
+    node.work_s = predictor.work_s(node.task)
     node.path_s = node.duration_s + below_s
 
 

@@ -32,7 +32,7 @@ class Demand:
         self._runner = runner
         self._predictor = predictor
         self.num_started = 0
-        self._wanted: dict[TaskNode, float] = {}  # with the predicted seconds in the sum below
+        self._wanted: dict[TaskNode, float] = {}  # with the work in the sum below
         self._remaining_s = 0.0
         self._num_finished = 0
         self._next_prediction = 1
@@ -212,9 +212,9 @@ class Demand:
     # Predictions
 
     def _count(self, task: TaskNode) -> None:
-        """A wanted task's predicted seconds are part of what remains."""
-        self._remaining_s += task.duration_s - self._wanted.get(task, 0.0)
-        self._wanted[task] = task.duration_s
+        """A wanted task's work is part of what remains."""
+        self._remaining_s += task.work_s - self._wanted.get(task, 0.0)
+        self._wanted[task] = task.work_s
 
     def _discount(self, task: TaskNode) -> None:
         self._remaining_s -= self._wanted.pop(task)

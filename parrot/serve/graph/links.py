@@ -66,6 +66,7 @@ class TaskNode:
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     depth: int = 0
     duration_s: float = 0.0
+    work_s: float = 0.0
     path_s: float = 0.0  # its duration and that of the longest path of wanted tasks below it
     num_awaited: int = 0  # inputs that were missing when it became wanted
     ready_in_s: float = 0.0  # the longest path of wanted tasks above it, when it became wanted
@@ -134,14 +135,18 @@ class Runner(Protocol):
         ...
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
-        """The session's wanted tasks that are not finished, waiting ones included, are predicted
-        to take so many seconds in sum. Comes before `start` of those that just became wanted."""
+        """The session's wanted tasks that are not finished, waiting ones included, are so many
+        seconds of work in sum. Comes before `start` of those that just became wanted."""
         ...
 
 
 class Predictor(Protocol):
     def seconds(self, task: Task) -> float:
         """How long one run is predicted to take, by what is known now."""
+        ...
+
+    def work_s(self, task: Task) -> float:
+        """How long it would take if nothing else ran: how much work it is."""
         ...
 
 

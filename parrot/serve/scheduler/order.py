@@ -17,7 +17,7 @@ from itertools import count
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.utils.clock import Clock
 
-_WORK_WEIGHT = 2.0  # seconds of seniority that one predicted second of remaining work costs
+_WORK_WEIGHT = 2.0  # seconds of seniority that one second of remaining work costs
 _SERVED_WEIGHT = 0.1  # and one of work done, so that an app without an end loses its place some day
 _LATENCY_LEAD_S = 10.0  # a latency task goes before throughput tasks that came so much earlier
 _PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
@@ -61,8 +61,14 @@ class OrderPolicy:
 
     def ended(self, task: CompletionTask) -> None: ...
 
+    def num_ahead(self, task: CompletionTask, others: Iterable[CompletionTask]) -> int:
+        """How many of `others`, which run and are one of each other application, go before the
+        task, so that it should wait for their sake."""
+        return 0
+
     def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
-        """The predicted seconds of all that the session wants and has not got."""
+        """The work of all that the session wants and has not got, in seconds of an engine that does
+        nothing else."""
         return ()
 
     def forget(self, session_id: int) -> None: ...
@@ -70,8 +76,8 @@ class OrderPolicy:
 
 @dataclass(slots=True)
 class _App:
-    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed. `places`: of
-    its groups, in the engines' queues."""
+    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed (or
+    has ended). `places`: of its groups, in the engines' queues."""
 
     start: float
     served_s: float = 0.0
@@ -162,8 +168,9 @@ class CriticalPath(_ByApp):
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self._deadlines = _Deadlines(clock)
+        self._placed_s: dict[CompletionTask, float] = {}
 
-    def group(self, task: CompletionTask) -> Hashable:
+    def group(self, task: CompletionTask) -> tuple[int, bool]:
         if self._deadlines.is_urgent(task):
             return _URGENT
         return (task.completion.session_id, task.is_latency)
@@ -189,11 +196,23 @@ class CriticalPath(_ByApp):
     def updated(self, task: CompletionTask) -> None:
         self._deadlines.watch(task)
 
+    def priority_s(self, task: CompletionTask) -> float:
+        """By urgency alone. Which application is first is decided before its calls are placed:
+        prompts in that order would wait beside each call that generates, and batches be small."""
+        if self._deadlines.is_urgent(task):
+            return float("-inf")
+        return 0.0 if task.is_latency else _LATENCY_LEAD_S
+
+    def num_ahead(self, task: CompletionTask, others: Iterable[CompletionTask]) -> int:
+        key = self.group_key(self.group(task))
+        return sum([self.group_key(self.group(other)) <= key for other in others])
+
     def placed(self, task: CompletionTask, work_s: float) -> None:
-        super().placed(task, work_s)
+        self._placed_s[task] = work_s
         self._deadlines.forget(task)
 
     def ended(self, task: CompletionTask) -> None:
+        self._apps[task.completion.session_id].served_s += self._placed_s.pop(task, 0.0)
         super().ended(task)
         self._deadlines.forget(task)
 

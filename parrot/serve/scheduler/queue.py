@@ -15,12 +15,14 @@ _MIN_GARBAGE = 64
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """`number`: of its valid entry in the heap of groups."""
+    """`number`: of its valid entry in the heap of groups. `size`: how many tasks it has, which its
+    heap does not say."""
 
     name: Hashable
     key: float
     number: int
     heap: list[tuple[float, int, CompletionTask]] = field(default_factory=list)
+    size: int = 0
 
 
 class TaskQueue:
@@ -34,6 +36,8 @@ class TaskQueue:
         self._entries: dict[CompletionTask, tuple[int, _Group]] = {}
         self._groups: dict[Hashable, _Group] = {}
         self._heap: list[tuple[float, int, _Group]] = []
+        self._held: list[_Group] = []
+        self._num_groups = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,6 +48,11 @@ class TaskQueue:
     def tasks(self) -> list[CompletionTask]:
         return list(self._entries)
 
+    @property
+    def num_groups(self) -> int:
+        """That have tasks."""
+        return self._num_groups
+
     def push(self, task: CompletionTask) -> None:
         name = self._order.group(task)
         group = self._groups.get(name)
@@ -53,9 +62,13 @@ class TaskQueue:
         number = next(self._numbers)
         self._entries[task] = (number, group)
         heapq.heappush(group.heap, (self._order.task_key(task), number, task))
+        group.size += 1
+        self._num_groups += group.size == 1
 
     def remove(self, task: CompletionTask) -> None:
-        del self._entries[task]
+        group = self._entries.pop(task)[1]
+        group.size -= 1
+        self._num_groups -= not group.size
 
     def touch(self, name: Hashable) -> None:
         """The group's key may have shrunk."""
@@ -63,6 +76,17 @@ class TaskQueue:
         if group is not None and (key := self._order.group_key(name)) < group.key:
             group.key = key
             self._file(group)
+
+    def hold(self, task: CompletionTask) -> None:
+        """Pass over all of the task's group until `release`."""
+        group = self._entries[task][1]
+        group.number = next(self._numbers)
+        self._held.append(group)
+
+    def release(self) -> None:
+        for group in self._held:
+            self._file(group)
+        self._held.clear()
 
     def top(self) -> tuple[SortKey, CompletionTask] | None:
         """The first task and its sort key."""

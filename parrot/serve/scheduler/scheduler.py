@@ -7,6 +7,7 @@ from parrot.protocol.internal import Usage
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.graph.nodes import Completion
+from parrot.serve.scheduler.admission import should_wait
 from parrot.serve.scheduler.cost import CostModel, ModelCosts
 from parrot.serve.scheduler.load import EngineLoad, LoadIndex
 from parrot.serve.scheduler.policy import build_order, build_placer
@@ -15,7 +16,7 @@ from parrot.serve.scheduler.sharing import RunningPrefixes
 from parrot.serve.scheduler.task import CompletionTask, Placement
 from parrot.utils.clock import Clock
 
-_LOOK_AHEAD = 4  # tasks that do not fit and are passed over in one round, per queue
+_LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over in a round, per queue
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
 _MAX_PRIORITY = 2**31 - 1
 _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
@@ -30,6 +31,7 @@ class _Round:
     queue: TaskQueue
     models: Models
     passed: list[CompletionTask]
+    num_held: int = 0
     is_over: bool = False
 
 
@@ -79,6 +81,12 @@ class Scheduler:
         assert load is not None, engine_id
         load.refresh()
         return load.cost
+
+    def seconds_alone(self, models: Models) -> tuple[float, float]:
+        """Of a prompt token and of an output token, where nothing else runs."""
+        known = next((m for m in models or self._costs if m in self._costs), None)
+        cost = self._default if known is None else self._costs[known].at_speed(1.0)
+        return cost.prefill_s, cost.decode_step_s(1, 0)
 
     def is_served(self, models: Models) -> bool:
         return self._loads.is_served(models)
@@ -153,11 +161,13 @@ class Scheduler:
         placements: list[Placement] = []
         while (head := self._first(rounds)) is not None:
             current, task = head
-            current.queue.remove(task)
             load = self._placer.choose(task, self._clock.now())
             if load is None:
                 self._pass_over(current, task)
+            elif self._should_wait(current, task, load):
+                self._hold(current, task)
             else:
+                current.queue.remove(task)
                 placements.append(self._place(task, load))
                 current.is_over = not self._loads.num_open(current.models)
         for finished in rounds:
@@ -173,11 +183,32 @@ class Scheduler:
         return None if best is None else best[1:]
 
     def _pass_over(self, current: _Round, task: CompletionTask) -> None:
+        current.queue.remove(task)
         current.passed.append(task)
         is_patient = task.num_passed < _MAX_PASSED
         current.is_over = not is_patient or len(current.passed) >= _LOOK_AHEAD
 
+    def _should_wait(self, current: _Round, task: CompletionTask, load: EngineLoad) -> bool:
+        """For those who run there: see `admission`."""
+        num_waiting = max(1.0, current.queue.num_groups / self._loads.num_members(current.models))
+        step_s, most_s = load.cost.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
+        if not should_wait(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
+            return False
+        others = {other.completion.session_id: other for other in load.tasks}
+        others.pop(task.completion.session_id, None)
+        num_ahead = self._order.num_ahead(task, others.values())
+        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        to_compute = task.prompt_len - self._placer.reused_len(task, load)
+        added_s = _added_s(task, load, new_prompt, to_compute)
+        return should_wait(num_ahead, len(others) + num_waiting, added_s, step_s)
+
+    def _hold(self, current: _Round, task: CompletionTask) -> None:
+        current.queue.hold(task)
+        current.num_held += 1
+        current.is_over = current.num_held >= _LOOK_AHEAD
+
     def _restore(self, current: _Round) -> None:
+        current.queue.release()
         for task in current.passed:
             task.num_passed += 1
             current.queue.push(task)
@@ -243,3 +274,10 @@ class Scheduler:
         segments = self._running.check_integrity({load.id: load.tasks for load in self._loads})
         for load in self._loads:
             load.check_integrity(segments[load.id])
+
+
+def _added_s(task: CompletionTask, load: EngineLoad, num_read: int, to_compute: int) -> float:
+    """To each step while the task runs: its part of the prompt, and its KV that is read."""
+    cost = load.cost
+    prefill_s = to_compute * cost.prefill_s / task.expected_output
+    return cost.sequence_s + num_read * cost.token_s + prefill_s
