@@ -7,16 +7,23 @@ from dataclasses import dataclass, field
 from parrot.protocol.internal import Usage
 from parrot.serve.scheduler.cost import CostModel, EngineSpeed, ModelCosts, Work
 from parrot.serve.scheduler.task import CompletionTask
+from parrot.serve.scheduler.usual import UsualLoad
 
 ANY_MODEL = None
 
-_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work
+_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work,
+_TYPICAL_OUTPUT = 300  # if the answer is as long as this: readers judge by the time per token;
+_MIN_OUTPUT, _MAX_OUTPUT = 64, 1024  # within bounds
+_FRESH_S = 0.01  # averages need not be newer
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
 
 
 def weight_of(task: CompletionTask) -> float:
     """What a second more is worth to it."""
-    return _HARM_WEIGHT if task.is_latency else 1.0
+    if not task.is_latency:
+        return 1.0
+    output = min(max(task.expected_output, _MIN_OUTPUT), _MAX_OUTPUT)
+    return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class EngineLoad:
     rank: float = 0.0  # the key in the order of load: what a step of a newcomer costs
     tasks: dict[CompletionTask, Charge] = field(default_factory=dict)
     _speed: EngineSpeed = field(default_factory=EngineSpeed)
+    _usual: UsualLoad = field(default_factory=UsualLoad)
     _version: int = -1
     _since: float = 0.0
     _task_s: float = 0.0  # tasks times seconds, and tokens times seconds, up to `_since`
@@ -96,6 +104,28 @@ class EngineLoad:
     def remaining_s(self, now: float) -> float:
         """How long its tasks will go on, on average by weight."""
         return max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
+
+    def steps_s(self, num_steps: float, now: float) -> float:
+        """What so many steps take: beside its tasks while they last, then as many as usual."""
+        step_s, remaining_s = self.step_s, self.remaining_s(now)
+        if num_steps * step_s <= remaining_s:
+            return num_steps * step_s
+        usual = self.usual(now)
+        usual_step_s = self.cost.decode_step_s(usual.tasks, usual.read) * usual.stretch
+        return remaining_s + (num_steps - remaining_s / step_s) * usual_step_s
+
+    def harm_s(self, prefill_s: float, num_steps: float, growth_s: float, now: float) -> float:
+        """What others lose to a newcomer, weighted: those who are there wait for its prompt, and
+        the steps of whoever is there take `growth_s` longer while it lasts."""
+        remaining_s = self.remaining_s(now)
+        steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
+        harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
+        return harm_s + self.usual(now).weight * (num_steps - steps) * growth_s
+
+    def usual(self, now: float) -> UsualLoad:
+        if now - self._usual.since > _FRESH_S:
+            self._advance_usual(now)
+        return self._usual
 
     def admit(self, task: CompletionTask, new_prompt: int, to_compute: int, now: float) -> float:
         """Book a task: `new_prompt` tokens of its prompt are in no other running one, `to_compute`
@@ -148,24 +178,35 @@ class EngineLoad:
     def learn(self, task: CompletionTask, charge: Charge, usage: Usage, now: float) -> None:
         """What an answer shows of the engine's speed. Call it after `release`."""
         elapsed = now - charge.placed_at
-        seconds = min(usage.queue_s + usage.prefill_s + usage.decode_s, elapsed)
-        if usage.output_tokens <= 0 or seconds <= 0:
+        if usage.output_tokens <= 0 or elapsed <= 0:
             return
-        num_steps = usage.output_tokens
+        num_tasks = (self._task_s - charge.task_s) / elapsed
+        num_tokens = (self._token_s - charge.token_s) / elapsed
+        if usage.steps:
+            # Tasks whose prompts wait in the engine's queue are not in its steps.
+            share = min(1.0, usage.step_sequences / (usage.steps * num_tasks))
+            num_read = usage.steps * num_tokens * share
+            work = Work(usage.steps, usage.step_sequences, num_read, usage.step_prompt_tokens)
+            seconds = usage.prefill_s + usage.decode_s
+        else:
+            num_steps = usage.output_tokens
+            num_prefilled = self._prefilled_beside(task, charge, usage, now)
+            work = Work(num_steps, num_steps * num_tasks, num_steps * num_tokens, num_prefilled)
+            seconds = min(usage.queue_s + usage.prefill_s + usage.decode_s, elapsed)
+        self.costs.learn(work, seconds, self._speed)
+        self.refresh()
+
+    def _prefilled_beside(
+        self, task: CompletionTask, charge: Charge, usage: Usage, now: float
+    ) -> float:
+        """Prompt tokens that it must have computed while it had the task."""
         prefilled = self._num_prefilled(now)
         if not task.is_latency:  # what was given before it has been computed by now
             prefilled = max(prefilled, charge.prefill_end)
         num_prompt = usage.cached_tokens + usage.computed_tokens
         share = usage.computed_tokens / num_prompt if num_prompt else charge.prompt_share
         surplus = (share - charge.prompt_share) * task.prompt_len
-        work = Work(
-            num_steps,
-            num_steps * (self._task_s - charge.task_s) / elapsed,
-            num_steps * (self._token_s - charge.token_s) / elapsed,
-            max(0.0, prefilled - charge.prefilled + surplus),
-        )
-        self.costs.learn(work, seconds, self._speed)
-        self.refresh()
+        return max(0.0, prefilled - charge.prefilled + surplus)
 
     def check_integrity(self, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompts here, shared beginnings once."""
@@ -177,9 +218,14 @@ class EngineLoad:
         assert abs(self.weight - sum(c.weight for c in charges)) < 1e-6, self.id
 
     def _advance(self, now: float) -> None:
+        self._advance_usual(now)
         self._task_s += self.num_tasks * (now - self._since)
         self._token_s += self.num_read * (now - self._since)
         self._since = now
+
+    def _advance_usual(self, now: float) -> None:
+        num_tasks, num_read = self.num_tasks, self.num_read
+        self._usual.advance(now, num_tasks, num_read, self.weight, self.prefill_until)
 
     def _num_prefilled(self, now: float) -> float:
         """Prompt tokens that it is taken to have computed by now."""
@@ -228,6 +274,7 @@ class LoadIndex:
         return any(self._members.get(name) for name in models or (ANY_MODEL,))
 
     def num_members(self, models: tuple[str, ...]) -> int:
+        """Engines with one of the models (empty: all)."""
         return sum(len(self._members.get(name, ())) for name in models or (ANY_MODEL,))
 
     def num_open(self, models: tuple[str, ...]) -> int:
