@@ -1,6 +1,7 @@
 """ServeCore alone: semantic calls per second, added latency, and idle CPU, with `sim` engines.
 
     python3 benchmark/serve/bench_calls.py --out benchmark/results/serve_calls.json
+    python3 benchmark/serve/bench_calls.py --features --out benchmark/results/serve_features.json
 
 ServeCore has the first core to itself; the load generator and the engines share the others. The
 engines' cost model is zero, so all time is the service's. Three measurements:
@@ -9,6 +10,11 @@ engines' cost model is zero, so all time is the service's. Three measurements:
   latency     one program alone, submit to value; the same call sent straight to the engine is
               subtracted: what is left is what ServeCore adds
   idle        CPU seconds per second of ServeCore and of an engine without any request
+
+With `--features` another one: what the application-level features cost where they have nothing to
+gain. Two services run, one with all features on and one with all off, and take turns: the CPU time
+of a single call in each, for several numbers of engines and of programs. Turns are short, so that
+both meet the same machine; the ratio is that of the turns that were disturbed least.
 """
 
 import argparse
@@ -19,12 +25,15 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
+from benchmark.apps.settings import features
 from parrot.cluster import Cluster
 
 TEMPLATE = "You are a helpful assistant. Answer the question: {{question}}\nAnswer: {{answer}}"
@@ -128,9 +137,9 @@ async def generate_directly(http: aiohttp.ClientSession, url: str, context_id: i
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, from the kernel's accounting (Linux)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Time on a core, of the threads that a process has now (Linux)."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return 1e-9 * sum(int(thread.read_text().split()[0]) for thread in threads)
 
 
 def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
@@ -142,19 +151,25 @@ def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
     return {name: (after[name] - before[name]) / seconds for name in names}
 
 
-def pin(cluster: Cluster) -> None:
+@contextmanager
+def pinned(*clusters: Cluster) -> Iterator[None]:
     """ServeCore alone on the first core, everything else on the others."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(cluster.process("core").pid, cores[:1])
-    for pid in [0, *(cluster.process(name).pid for name in cluster.engine_names)]:
-        os.sched_setaffinity(pid, cores[1:])
+    for cluster in clusters:
+        os.sched_setaffinity(cluster.process("core").pid, cores[:1])
+        for name in cluster.engine_names:
+            os.sched_setaffinity(cluster.process(name).pid, cores[1:])
+    os.sched_setaffinity(0, cores[1:])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine = {"engine_type": "sim", "instance": ZERO_COST}
-    core = {"global_scheduler": {"max_queue_size": 100_000}}
-    with Cluster(core=core, engines=[engine] * args.engines) as cluster:
-        pin(cluster)
+    core = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}
+    with Cluster(core=core, engines=[engine] * args.engines) as cluster, pinned(cluster):
         idle = idle_cpu(cluster, args.idle_seconds)
         asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls // 4, 50))  # warm up
         before = cpu_seconds(cluster.process("core").pid)
@@ -177,6 +192,60 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def compare_features(args: argparse.Namespace) -> dict[str, Any]:
+    rows = [
+        compare(args, num_engines, concurrency)
+        for num_engines in (1, 4)
+        for concurrency in (1, 32, 256)
+    ]
+    return {
+        "command": "python3 " + " ".join(sys.argv),
+        "python": platform.python_version(),
+        "turns": args.turns,
+        "calls": args.calls,
+        "rows": rows,
+    }
+
+
+def compare(args: argparse.Namespace, num_engines: int, concurrency: int) -> dict[str, Any]:
+    """CPU milliseconds of a call with all features on and with all off."""
+    engines = [{"engine_type": "sim", "instance": ZERO_COST}] * num_engines
+    room = {"max_queue_size": 100_000}
+    core = {"max_sessions_num": 1_000_000}
+    with (
+        Cluster(core=core | {"global_scheduler": room}, engines=engines) as on,
+        Cluster(core=core | {"global_scheduler": features() | room}, engines=engines) as off,
+        pinned(on, off),
+    ):
+        spent: dict[str, list[float]] = {"on": [], "off": []}
+        sides = [("on", on), ("off", off)]
+        for cluster in (on, off):
+            spend(cluster, concurrency, args.calls)
+        for turn in range(args.turns):
+            for name, cluster in sides if turn % 2 else sides[::-1]:
+                spent[name].append(1e3 * spend(cluster, concurrency, args.calls))
+    ratios = sorted(a / b for a, b in zip(spent["on"], spent["off"], strict=True))
+    row = {
+        "engines": num_engines,
+        "concurrency": concurrency,
+        "on_ms": min(spent["on"]),
+        "off_ms": min(spent["off"]),
+        "ratio": min(spent["on"]) / min(spent["off"]),
+        "ratio_median": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def spend(cluster: Cluster, concurrency: int, num_calls: int) -> float:
+    """CPU seconds of ServeCore per call."""
+    pid = cluster.process("core").pid
+    before = cpu_seconds(pid)
+    asyncio.run(throughput(cluster.core_url, concurrency, num_calls, 50))
+    return (cpu_seconds(pid) - before) / num_calls
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=1)
@@ -184,9 +253,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--idle-seconds", type=float, default=20.0)
+    parser.add_argument("--features", action="store_true", help="compare them on and off")
+    parser.add_argument("--turns", type=int, default=20, help="of each side")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = measure(args)
+    result = compare_features(args) if args.features else measure(args)
     print(json.dumps(result, indent=2))
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
