@@ -89,7 +89,13 @@ def few_rows_qkv(
     )
     num_rows, size = rows.shape
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    assert num_rows <= FEW_ROWS
     assert weight.shape == (num_out, size), (weight.shape, shape)
+    assert weight.is_contiguous()
+    assert kv.k.is_contiguous()
+    assert kv.v.is_contiguous()
+    assert cos_sin.is_contiguous()
+    assert cos_sin.dtype == torch.float32
     assert can_rotate(shape)
     q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
     tile = _tile(num_rows, num_out, size, silu=False)

@@ -167,12 +167,12 @@ class FusedDecoder:
         plan: TritonPlan,
         only_last: bool,
     ) -> torch.Tensor:
-        view, shape, weight = attention.view(index, plan), attention.shape, layer.qkv
-        is_dense = bool(plan.work.dense)
-        where = (view, plan.table_rows, self._cos_sin, shape)
+        shape, qkv = attention.shape, layer.qkv
+        where = (attention.view(index, plan), plan.table_rows, self._cos_sin, shape)
         new = None
-        if _is_few(_rows(x)) and layer.head_norm is None and can_rotate(shape) and not is_dense:
-            q = few_rows_qkv(x, weight.weight, *where, bias=weight.bias)
+        if _is_few(_rows(x)) and layer.head_norm is None and can_rotate(shape):
+            q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
         else:
-            q, new = rope_and_store(weight(x), *where, layer.head_norm, keep_k=is_dense)
+            keep_k = bool(plan.work.dense)
+            q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)
         return attention.attend(index, q, new, plan, only_last=only_last)
