@@ -164,7 +164,7 @@ class Scheduler:
             load = self._placer.choose(task, self._clock.now())
             if load is None:
                 self._pass_over(current, task)
-            elif self._should_wait(current, task, load):
+            elif self._should_wait(task, load):
                 self._hold(current, task)
             else:
                 current.queue.remove(task)
@@ -188,9 +188,11 @@ class Scheduler:
         is_patient = task.num_passed < _MAX_PASSED
         current.is_over = not is_patient or len(current.passed) >= _LOOK_AHEAD
 
-    def _should_wait(self, current: _Round, task: CompletionTask, load: EngineLoad) -> bool:
+    def _should_wait(self, task: CompletionTask, load: EngineLoad) -> bool:
         """For those who run there: see `admission`."""
-        num_waiting = max(1.0, current.queue.num_groups / self._loads.num_members(current.models))
+        queue = self._queues.get(task.models)
+        num_groups = 0 if queue is None else queue.num_groups
+        num_waiting = max(1.0, num_groups / self._loads.num_members(task.models))
         step_s, most_s = load.cost.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
         if not should_wait(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
             return False
@@ -219,7 +221,7 @@ class Scheduler:
         """The engine that the task would be placed on if it were ready now."""
         self._placer.new_round()
         load = self._placer.choose(task, self._clock.now())
-        return None if load is None else load.id
+        return None if load is None or self._should_wait(task, load) else load.id
 
     def runs_session(self, engine_id: int, session_id: int) -> bool:
         """Whether the engine has a call of this session now."""
