@@ -9,13 +9,13 @@ again is captured then, and until then the step takes a larger one.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
 from parrot.engine.cuda.forward import Forward
-from parrot.engine.kernels.attention import Capacity, PlanBuffers
+from parrot.engine.kernels.attention import Capacity, KernelConfig, PlanBuffers
 from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.work_list import SplitConfig, WorkList
@@ -93,6 +93,8 @@ class Rooms:
         self._narrow_tokens = max(1, split.narrow_rows // shape.group)
         self._tile_tokens = max(1, split.tile_rows[-1] // shape.group)
         # Splitting aims for so many programs, and each item is one per KV head.
+        self._kv_heads = shape.num_kv_heads
+        self._config = KernelConfig()
         self._extra = -(-int(split.num_sms * split.waves[0]) // shape.num_kv_heads)
 
     def largest(self, size: StepSize) -> Capacity:
@@ -116,7 +118,9 @@ class Rooms:
         rows, extra = size.rows, self._extra
         sizes = (rows, rows + extra, rows + 2 * extra, largest.narrow)
         narrow = next(size for size in sizes if size >= len(work.narrow))
-        return self._decoding(rows, narrow, shared, has_slots=work.num_slots > 0)
+        room = self._decoding(rows, narrow, shared, has_slots=work.num_slots > 0)
+        is_even = work.narrow_is_even and self._config.evenness_counts(narrow * self._kv_heads)
+        return replace(room, is_even=is_even)
 
     def _decoding(self, rows: int, narrow: int, shared: int, *, has_slots: bool = True) -> Capacity:
         slots = narrow * self._narrow_tokens + shared * self._tile_tokens

@@ -37,8 +37,9 @@ def _wide_tiles() -> dict[int, TileConfig]:
 class KernelConfig:
     """Chosen on an H200 (docs/kernels.md). `deep` and `light`: tiles of narrow items. `deep` reads
     fastest, but its programs are few per multiprocessor (`deep_resident` on the whole device), so
-    that a count of programs just past a full round leaves most of the device idle in the second;
-    up to `deep_rounds` rounds `light` wins. `wide`: shared items and fills, by height of tile."""
+    that a count of equal programs just past a full round leaves most of the device idle in the
+    second; up to `deep_rounds` rounds of these `light` wins. `wide`: shared items and fills, by
+    height of tile."""
 
     deep: TileConfig = TileConfig(64, 4, 3)
     light: TileConfig = TileConfig(32, 2, 4)
@@ -48,20 +49,24 @@ class KernelConfig:
     merge_slots: int = 8
     merge_warps: int = 1
 
-    def narrow(self, programs: int) -> TileConfig:
-        rounds = programs / self.deep_resident
-        return self.light if 1.0 < rounds < self.deep_rounds else self.deep
+    def narrow(self, programs: int, *, is_even: bool) -> TileConfig:
+        return self.light if is_even and self.evenness_counts(programs) else self.deep
+
+    def evenness_counts(self, programs: int) -> bool:
+        return 1.0 < programs / self.deep_resident < self.deep_rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room for a plan in fixed buffers; a captured graph always launches all of it."""
+    """Room for a plan in fixed buffers; a captured graph always launches all of it. It has tiles
+    for narrow items that are even or not, and holds both."""
 
     num_tokens: int
     narrow: int
     shared: int
     fills: int
     slots: int
+    is_even: bool = False
 
     @classmethod
     def of(cls, work: WorkList) -> "Capacity":
@@ -71,6 +76,7 @@ class Capacity:
             len(work.shared),
             len(work.fills),
             work.num_slots,
+            work.narrow_is_even,
         )
 
     def holds(self, work: WorkList) -> bool:
@@ -229,7 +235,8 @@ class TreeAttention:
         with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
             if len(plan.narrow):
                 programs = len(plan.narrow) // ITEM_FIELDS * self.shape.num_kv_heads
-                self._items(step, plan.narrow, 16, self.config.narrow(programs))
+                even = plan.capacity.is_even
+                self._items(step, plan.narrow, 16, self.config.narrow(programs, is_even=even))
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         if plan.capacity.slots:

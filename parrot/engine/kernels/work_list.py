@@ -42,6 +42,9 @@ NARROW, SHARED, FILL = range(3)
 _UNEVEN_RATIO = 1.5
 """Longest to mean length from which narrow spans count as uneven."""
 
+_EVEN_RATIO = 1.25
+"""Longest to mean length up to which narrow items count as even."""
+
 _SPLIT_ROUNDING = 0.4
 """Added before rounding down: a span of 1.6 targets is split in two, one of 1.5 is not."""
 
@@ -92,11 +95,13 @@ class WorkList:
     """Items are int32 [items, ITEM_FIELDS], most work first; `shared_rows` and `fill_rows` are the
     heights of their tiles. `token_order`: a permutation of the rows of q. Token t merges partials
     [slot_indptr[t], slot_indptr[t + 1]); an empty range means that it was written directly.
+    `narrow_is_even`: its longest item is not much longer than the others.
     `dense`: (first row of q, tokens) of what no item covers: tokens 0... of one context each.
 
     `num_shared_tokens`: KV tokens whose repeated reading the plan saves."""
 
     narrow: IntArray
+    narrow_is_even: bool
     shared: IntArray
     fills: IntArray
     shared_rows: int
@@ -144,7 +149,7 @@ def plan_work(
     spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
     kinds = _classify(spans, shape, split)
     heights = tuple(_tile_height(spans, kinds == kind, shape, split) for kind in (SHARED, FILL))
-    items, item_kinds = _cut(spans, kinds, (split.narrow_rows, *heights), shape, split)
+    items, item_kinds, lengths = _cut(spans, kinds, (split.narrow_rows, *heights), shape, split)
     indptr, slot_of = _assign_slots(items, token_order)
     own = items[:, OWN] != 0
     items[own, Q_FIRST] = token_order[items[own, Q_FIRST]]
@@ -152,6 +157,7 @@ def plan_work(
     by_kind = [items[item_kinds == kind].astype(np.int32) for kind in (NARROW, SHARED, FILL)]
     return WorkList(
         narrow=by_kind[NARROW],
+        narrow_is_even=_is_even(lengths[item_kinds == NARROW]),
         shared=by_kind[SHARED],
         fills=by_kind[FILL],
         shared_rows=heights[0],
@@ -231,9 +237,9 @@ def _cut(
     heights: tuple[int, ...],
     shape: AttentionShape,
     split: SplitConfig,
-) -> tuple[LongArray, LongArray]:
-    """Items with their kinds, most work first. Q_FIRST is still a place in sorted order and SLOT
-    is zero."""
+) -> tuple[LongArray, LongArray, LongArray]:
+    """Items with their kinds and numbers of keys, most work first. Q_FIRST is still a place in
+    sorted order and SLOT is zero."""
     tokens_per_block = np.array(heights, dtype=np.int64)[kinds] // shape.group
     blocks = -(-spans.q_count // tokens_per_block)
     chunk = _chunk_lengths(spans, kinds, blocks, shape, split)
@@ -257,7 +263,11 @@ def _cut(
     items[:, OWN] = spans.causal_first[span] != OPEN_END
     seen = np.flatnonzero(work > 0)  # the last splits of a fill are invisible to its first tokens
     most_first = seen[np.argsort(-work[seen], kind="stable")]
-    return items[most_first], kinds[span[most_first]]
+    return items[most_first], kinds[span[most_first]], work[most_first]
+
+
+def _is_even(lengths: LongArray) -> bool:
+    return bool(lengths.max(initial=0) * len(lengths) <= _EVEN_RATIO * lengths.sum())
 
 
 def _chunk_lengths(

@@ -128,6 +128,14 @@ def test_slots_are_unique_and_those_of_a_token_lie_in_its_range(
     assert work.slot_indptr[-1] == work.num_slots
 
 
+@pytest.mark.parametrize(("lengths", "even"), [((90, 100, 80), True), ((300, 20, 20), False)])
+def test_even_narrow_items_are_told_from_uneven_ones(lengths: tuple[int, ...], even: bool) -> None:
+    tables = np.arange(60, dtype=np.int32).reshape(3, 20)
+    step = StepRows(tables, np.array(lengths, dtype=np.int32) - 1, np.ones(3, dtype=np.int32))
+    whole = SplitConfig(num_sms=1, min_span=(1000,) * 3)
+    assert plan_work(step, shape_of(1), None, whole).narrow_is_even is even
+
+
 @pytest.mark.parametrize(
     ("start", "length", "dense"),
     [(0, 15, ()), (0, 16, ((3, 16),)), (0, 31, ((3, 24),)), (1, 31, ())],
