@@ -2,81 +2,117 @@
 
     python benchmark/serve/bench_placement.py gpts --rates 4 16 64
     python benchmark/serve/bench_placement.py fanout_cold
-    python benchmark/serve/bench_placement.py mixed --chat-rate 1
+    python benchmark/serve/bench_placement.py mixed --again
 
 Runs the real ServeCore over four `sim` engines on virtual time, whose costs were fitted to an H200
-(sample_configs/engine/sim_*.json), under each value of `placement`. All have prefix caching, and
-attention that reads shared KV once per step; "unshared" ones read it once per sequence, as the
-engines behind request routers do.
+(sample_configs/engine/sim_*.json), under each value of `placement`, with several seeds. The routers
+get the same engines, with prefix caching and attention that reads shared KV once per step; and
+others: "unshared" ones read it once per sequence, those "as vLLM" also take calls by arrival and
+whole prompts into a step. "fixed" placements are chosen by hand, with all known beforehand.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 
 from common import RESULTS, ROOT, circumstances, save
-from placement_programs import NUM_ENGINES, Fanout, Gpts, Mixed, Result, Site
+from placement_programs import (
+    GPTS_FIXED,
+    NUM_ENGINES,
+    Fanout,
+    Gpts,
+    Mixed,
+    Result,
+    Site,
+    least_mixed_jct_s,
+)
 
 from parrot.engine.config import SimConfig
 from parrot.simulation.report import percentile
 
-UNSHARED = ", unshared"
+UNSHARED, AS_VLLM = ", unshared", ", as vLLM"
 PLACEMENTS = ("predicted", "prefix_aware", "round_robin")
+ONE_EACH = tuple(f"model{i}" for i in range(NUM_ENGINES))  # engines that calls can name
+
+
+def unshared(engine: SimConfig) -> SimConfig:
+    flat = engine.instance.model_copy(update={"shared_prefix": False})
+    return engine.model_copy(update={"instance": flat})
+
+
+def as_vllm(engine: SimConfig, tokens: int) -> SimConfig:
+    """Prompts come by arrival, as much of them in a step as fits its budget, whoever generates."""
+    limits = {"policy": "fcfs", "max_num_batched_tokens": tokens, "mixed_fill_tokens": tokens}
+    scheduler = engine.scheduler.model_copy(update=limits)
+    return unshared(engine).model_copy(update={"scheduler": scheduler})
 
 
 def gpts(args: argparse.Namespace, engine: SimConfig) -> Result:
-    flat = engine.instance.model_copy(update={"shared_prefix": False})
-    unshared = engine.model_copy(update={"instance": flat})
-    curves: dict[str, list[tuple[float, float]]] = {}
+    sites = {name: Site(engine, {"placement": name}) for name in PLACEMENTS}
+    sites |= {
+        f"{name}{UNSHARED}": Site(unshared(engine), {"placement": name}) for name in PLACEMENTS[1:]
+    }
+    sites |= {name: Site(engine, {}, ONE_EACH) for name in GPTS_FIXED}
+    curves: list[dict[str, list[tuple[float, float]]]] = [{} for _ in args.seeds]
     rows = []
-    for name in (*PLACEMENTS, *(f"{placement}{UNSHARED}" for placement in PLACEMENTS[1:])):
-        site = Site(
-            unshared if name.endswith(UNSHARED) else engine,
-            {"placement": name.removesuffix(UNSHARED)},
-        )
+    for name, site in sites.items():
         for rate in args.rates:
-            programs = Gpts(rate, args.seconds, args.seconds / 4, args.seed)
-            site.run(programs.run(), programs)
-            ms = fmean(programs.s_per_token) * 1e3
-            curves.setdefault(name, []).append((rate, ms))
-            rows.append(
-                {
-                    "placement": name,
-                    "rate": rate,
-                    "ms_per_token": round(ms, 3),
-                    "mean_s": round(fmean(programs.seconds_each), 3),
-                }
-            )
-            print(rows[-1], file=sys.stderr, flush=True)
-            if ms > args.give_up_ms:
+            runs = []
+            for seed, by_name in zip(args.seeds, curves, strict=True):
+                programs = Gpts(rate, args.seconds, args.seconds / 4, seed, GPTS_FIXED.get(name))
+                site.run(programs.run(), programs)
+                ms = fmean(programs.s_per_token) * 1e3
+                by_name.setdefault(name, []).append((rate, ms))
+                runs.append((ms, fmean(programs.seconds_each)))
+            row = {
+                "placement": name,
+                "rate": rate,
+                "ms_per_token": [round(ms, 3) for ms, _ in runs],
+                "mean_s": [round(seconds, 3) for _, seconds in runs],
+            }
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+            if fmean(ms for ms, _ in runs) > args.give_up_ms:
                 break
     return {"runs": rows, "rate_at_equal_ms_per_token": sustained(curves, args.levels)}
 
 
 def sustained(
-    curves: dict[str, list[tuple[float, float]]], levels: list[float]
-) -> list[dict[str, float | None]]:
-    """The request rate at which each curve crosses so many ms per token, and the ratios."""
+    curves: Sequence[dict[str, list[tuple[float, float]]]], levels: list[float]
+) -> list[Result]:
+    """The request rate at which each curve crosses so many ms per token: the mean of the seeds, and
+    the ratios with their spread."""
     rows = []
     for level in levels:
-        rates = {name: crossing(curve, level) for name, curve in curves.items()}
-        row: dict[str, float | None] = {"ms_per_token": level, **rates}
-        for other in [name for name in rates if name != "predicted"]:
-            ours, theirs = rates["predicted"], rates[other]
-            row[f"over_{other}"] = round(ours / theirs, 2) if ours and theirs else None
+        row: Result = {"ms_per_token": level}
+        rates = {name: [crossing(seed[name], level) for seed in curves] for name in curves[0]}
+        for name, found in rates.items():
+            known = [rate for rate in found if rate]
+            row[name] = round(fmean(known), 2) if len(known) == len(found) else None
+        for name, found in rates.items():
+            pairs = zip(rates["predicted"], found, strict=True)
+            ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
+            if name != "predicted" and len(ratios) == len(found):
+                row[f"over_{name}"] = spread(ratios)
         rows.append(row)
     return rows
 
 
+def spread(ratios: Sequence[float]) -> Result:
+    return {k: round(f(ratios), 2) for k, f in (("mean", fmean), ("least", min), ("most", max))}
+
+
 def crossing(curve: list[tuple[float, float]], level: float) -> float | None:
+    """The highest rate at which it is crossed."""
+    found = None
     for (rate0, ms0), (rate1, ms1) in pairwise(curve):
         if ms0 <= level < ms1:
-            return round(rate0 + (level - ms0) / (ms1 - ms0) * (rate1 - rate0), 2)
-    return None
+            found = rate0 + (level - ms0) / (ms1 - ms0) * (rate1 - rate0)
+    return found
 
 
 def partitions(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
@@ -93,17 +129,16 @@ def partitions(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
 
 
 def fanout_cold(args: argparse.Namespace, engine: SimConfig) -> Result:
-    models = tuple(f"model{i}" for i in range(NUM_ENGINES))
     spans: dict[tuple[int, ...], float] = {}
     args.join = False
     for parts in partitions(args.siblings, NUM_ENGINES, args.siblings):
         programs = Fanout(args, parts)
-        Site(engine, {}, models).run(programs.run(), programs)
+        Site(engine, {}, ONE_EACH).run(programs.run(), programs)
         spans[parts] = programs.makespan
     best = min(spans, key=spans.__getitem__)
     args.join = True
     joined = Fanout(args, best)
-    Site(engine, {}, models).run(joined.run(), joined)
+    Site(engine, {}, ONE_EACH).run(joined.run(), joined)
     result: Result = {
         "splits_tried": len(spans),
         "best_split": best,
@@ -125,45 +160,70 @@ def fanout_cold(args: argparse.Namespace, engine: SimConfig) -> Result:
 
 
 def mixed(args: argparse.Namespace, engine: SimConfig) -> Result:
+    sites = {name: (Site(engine, {"placement": name}), None) for name in PLACEMENTS}
+    for name in PLACEMENTS[1:]:
+        settings = {"placement": name, "policy": "fcfs"}
+        sites |= {
+            f"{name}{AS_VLLM} {tokens}": (Site(as_vllm(engine, tokens), settings), None)
+            for tokens in (2048, 8192)
+        }
+    for share in args.fixed:
+        sites[f"fixed, {share:g}"] = (Site(engine, {}, ONE_EACH), share)
     result: Result = {}
-    for placement in PLACEMENTS:
-        programs = Mixed(args)
-        Site(engine, {"placement": placement}).run(programs.run(), programs)
-        result[placement] = {
-            "chat_tpot_ms": summary(programs.tpot_s),
-            "chat_ttft_ms": summary(programs.ttft_s),
-            "map_reduce_jct_ms": summary(programs.jct_s),
+    for name, (site, share) in sites.items():
+        runs = []
+        for seed in args.seeds:
+            programs = Mixed(args, seed, share)
+            site.run(programs.run(), programs)
+            runs.append(programs)
+        result[name] = {
+            "chat_tpot_ms": summary([run.tpot_s for run in runs]),
+            "chat_ttft_ms": summary([run.ttft_s for run in runs]),
+            "map_reduce_jct_ms": summary([run.jct_s for run in runs]),
         }
+        print(name, result[name], file=sys.stderr, flush=True)
     ours = result["predicted"]
-    for other in PLACEMENTS[1:]:
-        theirs = result[other]
-        result[f"over_{other}"] = {
-            "chat_p99_tpot": round(theirs["chat_tpot_ms"]["p99"] / ours["chat_tpot_ms"]["p99"], 2),
-            "map_reduce_mean_jct": round(
-                theirs["map_reduce_jct_ms"]["mean"] / ours["map_reduce_jct_ms"]["mean"], 2
-            ),
-        }
-    return result
+    gains = {f"over_{name}": gain(ours, theirs) for name, theirs in result.items()}
+    del gains["over_predicted"]
+    return result | gains | {"least_jct_ms": round(least_mixed_jct_s(args, engine) * 1e3, 2)}
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
+def gain(ours: Result, theirs: Result) -> Result:
+    """How many times as long it takes the others."""
+
+    def ratio(what: str, which: str) -> Result:
+        pairs = zip(theirs[what][which], ours[what][which], strict=True)
+        return spread([their / our for their, our in pairs])
+
     return {
-        "mean": round(fmean(seconds) * 1e3, 2),
-        "p50": round(percentile(seconds, 50) * 1e3, 2),
-        "p99": round(percentile(seconds, 99) * 1e3, 2),
+        "chat_p99_tpot": ratio("chat_tpot_ms", "p99"),
+        "chat_mean_tpot": ratio("chat_tpot_ms", "mean"),
+        "map_reduce_mean_jct": ratio("map_reduce_jct_ms", "mean"),
     }
+
+
+def summary(runs: Sequence[list[float]]) -> Result:
+    """Of each seed."""
+    return {
+        "mean": [round(fmean(seconds) * 1e3, 2) for seconds in runs],
+        "p50": [round(percentile(seconds, 50) * 1e3, 2) for seconds in runs],
+        "p99": [round(percentile(seconds, 99) * 1e3, 2) for seconds in runs],
+    }
+
+
+FIXED_HELP = "maps of each application on the engine of all chats, in a fixed placement"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", default="llama_2_7b", help="sample_configs/engine/sim_*.json")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--save", action="store_true", help="write benchmark/results/")
     cases = parser.add_subparsers(dest="case", required=True)
     case = cases.add_parser("gpts")
-    case.add_argument("--rates", type=float, nargs="+", default=[0.25, 1, 4, 8, 16, 32, 48, 64])
-    case.add_argument("--levels", type=float, nargs="+", default=[6, 8, 10, 12], help="ms/token")
-    case.add_argument("--seconds", type=float, default=40.0, help="of arrivals; 1/4 are warm-up")
+    case.add_argument("--rates", type=float, nargs="+", default=[1, 4, 8, 16, 32, 48, 64])
+    case.add_argument("--levels", type=float, nargs="+", default=[5, 6, 7], help="ms/token")
+    case.add_argument("--seconds", type=float, default=24.0, help="of arrivals; 1/4 are warm-up")
     case.add_argument("--give-up-ms", type=float, default=20.0)
     case = cases.add_parser("fanout_cold")
     case.add_argument("--siblings", type=int, default=32)
@@ -174,6 +234,7 @@ def parse() -> argparse.Namespace:
     case.add_argument("--chats", type=int, default=40)
     case.add_argument("--chat-rate", type=float, default=1.0)
     case.add_argument("--again", action="store_true", help="applications without an end")
+    case.add_argument("--fixed", type=float, nargs="*", default=[], help=FIXED_HELP)
     case.add_argument("--apps", type=int, default=9)
     case.add_argument("--document", type=int, default=20_000)
     case.add_argument("--chunk", type=int, default=1024)

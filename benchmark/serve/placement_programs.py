@@ -5,8 +5,9 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from common import ROOT, core_config, output_id, submit, words
@@ -18,6 +19,21 @@ from parrot.simulation import SimClient, SimCluster, run_virtual
 GPTS = ROOT / "benchmark" / "apps" / "data" / "gpts.json"
 NUM_ENGINES = 4
 CHAT_LENGTHS = (4, 1024)
+GPTS_FIXED = {  # engines of each application; better than all others up to 64 requests/s
+    "fixed, one each": {
+        "Productivity": (0,),
+        "Image Generation": (1,),
+        "Programming": (2,),
+        "Data Analysis": (3,),
+    },
+    "fixed, two for Programming": {
+        "Productivity": (0,),
+        "Image Generation": (1,),
+        "Programming": (2, 3),
+        "Data Analysis": (1,),
+    },
+}
+INSTRUCTION = "Summarize this part of the document in a few sentences, please. "
 Result = dict[str, Any]
 
 
@@ -94,11 +110,20 @@ class Programs:
 
 
 class Gpts(Programs):
-    """Requests of four applications with long system prompts, as a Poisson stream of `rate`."""
+    """Requests of four applications with long system prompts, as a Poisson stream of `rate`.
+    `engines`: where those of each application may run."""
 
-    def __init__(self, rate: float, seconds: float, warm_up_s: float, seed: int) -> None:
+    def __init__(
+        self,
+        rate: float,
+        seconds: float,
+        warm_up_s: float,
+        seed: int,
+        engines: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         super().__init__(seed)
         self.rate, self.seconds, self.warm_up_s = rate, seconds, warm_up_s
+        self._engines = engines or {}
         self.s_per_token: list[float] = []
         self.seconds_each: list[float] = []
         apps = json.loads(GPTS.read_text())
@@ -120,7 +145,8 @@ class Gpts(Programs):
         began = loop.time()
         scope = await self.session()
         tokens, name = app["output_length"], app["app_name"]
-        out = await self.call(scope, prompt + "{{query}}", tokens, name, query=query)
+        models = tuple(f"model{i}" for i in self._engines.get(name, ()))
+        out = await self.call(scope, prompt + "{{query}}", tokens, name, models, query=query)
         await self.read(scope, out)
         if start >= self.warm_up_s:
             self.seconds_each.append(loop.time() - began)
@@ -132,7 +158,7 @@ class Fanout(Programs):
     """Siblings with a long prefix that nobody has computed; all at once, or for one `join`."""
 
     def __init__(self, args: argparse.Namespace, parts: tuple[int, ...] = ()) -> None:
-        super().__init__(args.seed)
+        super().__init__(args.seeds[0])
         self.args, self.makespan = args, 0.0
         self._models = [(f"model{i}",) for i, size in enumerate(parts) for _ in range(size)] or [
             ()
@@ -167,11 +193,15 @@ class Fanout(Programs):
 
 class Mixed(Programs):
     """Chats that arrive one by one, and map-reduce applications that are there from the start;
-    with `again`, each of those begins anew when it ends, for as long as chats arrive."""
+    with `again`, each of those begins anew when it ends, for as long as chats arrive.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args.seed)
-        self.args = args
+    With a `share` all is placed by hand: the chats on engine 0 with so many maps of each
+    application, the other maps and the reduces on the others in turn."""
+
+    def __init__(self, args: argparse.Namespace, seed: int, share: float | None = None) -> None:
+        super().__init__(seed)
+        self.args, self._share = args, share
+        self._turns = count()
         self.tpot_s: list[float] = []
         self.ttft_s: list[float] = []
         self.jct_s: list[float] = []
@@ -195,11 +225,17 @@ class Mixed(Programs):
         drawn = self.draw.lognormvariate(math.log(mean) - spread**2 / 2, spread)
         return round(min(max(drawn, CHAT_LENGTHS[0]), CHAT_LENGTHS[1]))
 
+    def _models(self, *, on_first: bool) -> tuple[str, ...]:
+        if self._share is None:
+            return ()
+        number = 0 if on_first else 1 + next(self._turns) % (NUM_ENGINES - 1)
+        return (f"model{number}",)
+
     async def _chat(self, start: float, prompt: str, tokens: int) -> None:
         await asyncio.sleep(start)
         scope, loop = await self.session(), asyncio.get_running_loop()
-        began = loop.time()
-        out = await self.call(scope, "{{prompt}}", tokens, "chat", prompt=prompt)
+        began, models = loop.time(), self._models(on_first=True)
+        out = await self.call(scope, "{{prompt}}", tokens, "chat", models, prompt=prompt)
         times = [loop.time() async for _ in self.client.stream_var(**scope, var_id=out)]
         self.ttft_s.append(times[0] - began)
         if tokens > 1:
@@ -208,14 +244,33 @@ class Mixed(Programs):
     async def _map_reduce(self) -> None:
         args, loop = self.args, asyncio.get_running_loop()
         scope, began = await self.session(), loop.time()
-        instruction = "Summarize this part of the document in a few sentences, please. "
         chunks = [self.words(args.chunk) for _ in range(args.document // args.chunk)]
-        parts = [
-            await self.call(scope, instruction + "{{chunk}}", args.output, "map", chunk=chunk)
-            for chunk in chunks
-        ]
+        parts = []
+        for number, chunk in enumerate(chunks):
+            models = self._models(on_first=number < (self._share or 0))
+            template = INSTRUCTION + "{{chunk}}"
+            parts.append(await self.call(scope, template, args.output, "map", models, chunk=chunk))
         names = [f"x{i}" for i in range(len(parts))]
         template = "Join: " + "".join(f"{{{{{name}}}}}" for name in names)
         inputs = {name: f"@{part}" for name, part in zip(names, parts, strict=True)}
-        await self.read(scope, await self.call(scope, template, args.output, "reduce", **inputs))
+        models = self._models(on_first=False)
+        out = await self.call(scope, template, args.output, "reduce", models, **inputs)
+        await self.read(scope, out)
         self.jct_s.append(loop.time() - began)
+
+
+def least_mixed_jct_s(args: argparse.Namespace, engine: SimConfig) -> float:
+    """Below which no placement brings the mean JCT of `Mixed` applications that begin anew when
+    they end, even without chats: what the applications compute and read, shared out perfectly, and
+    a step's constant for each token of a map, since an engine makes at least so many steps while it
+    has the maps of an application."""
+    costs, num_maps = engine.instance, args.document // args.chunk
+    prompts = [args.chunk + len(INSTRUCTION)] * num_maps + [num_maps * args.output]
+    work_s = sum(
+        costs.prefill_token_s * prompt
+        + costs.prefill_pair_s * prompt**2 / 2
+        + costs.sequence_s * args.output
+        + costs.context_token_s * args.output * (prompt + args.output / 2)
+        for prompt in prompts
+    )
+    return args.apps * work_s / NUM_ENGINES + args.output * costs.step_s
