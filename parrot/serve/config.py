@@ -42,8 +42,8 @@ class GlobalSchedulerConfig(_Section):
     policy: OrderName = Field(
         "critical_path",
         description="Which application goes first: the one with the least predicted work left "
-        "(aged, with deadlines, and the longest path first in it), the one that had the least "
-        "service, the oldest, or none (by the calls' arrival).",
+        "(aged, with deadlines, the longest path first in it, and no more at once than pays), the "
+        "one that had the least service, the oldest, or none (by the calls' arrival).",
     )
     placement: PlacementName = Field(
         "predicted",
