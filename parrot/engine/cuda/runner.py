@@ -307,7 +307,8 @@ class CudaRunner:
         plans = [self._synthetic(rows, 1, n) for n in lengths]
         if self._gate is not None and rows > 1:
             plans.append(self._synthetic(rows, 1, lengths[-1], self._gate))
-        return [replace(plan, narrow_is_even=False) for plan in plans]  # as they mostly are
+        # Most are uneven. Synthetic ones are not, and have kernels of their own in some sizes.
+        return plans + [replace(plan, narrow_is_even=False) for plan in plans]
 
     def _synthetic(
         self, rows: int, q_len: int, length: int, gate: GateConfig | None = None
