@@ -6,9 +6,11 @@ submit -> Scheduler.add ... pump: Scheduler.schedule -> Attempts.start ...... do
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.errors import InternalError, ParrotError, Unavailable
 from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.public import ModelsResponse
 from parrot.serve.anticipation import Anticipation
@@ -35,6 +37,8 @@ from parrot.serve.scheduler.task import CompletionTask
 from parrot.serve.tokenizers import TokenizerRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
+
+logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 
@@ -290,6 +294,17 @@ class Dispatcher:
 
     def _pump(self) -> None:
         self._is_pump_due = False
+        try:
+            self._advance()
+        except Exception:
+            logger.exception("the scheduler failed; what is queued is given up")
+            for task in [*self._queued.values()]:
+                with suppress(Exception):  # it may have gone half the way to an engine
+                    self._scheduler.remove(task)
+                self._leave_queue(task.completion.id)
+                self._give_up(task, InternalError("internal error of the scheduler"))
+
+    def _advance(self) -> None:
         for placement in self._scheduler.schedule():
             engine = self._fleet.registry.get(placement.engine_id)
             assert engine is not None, placement

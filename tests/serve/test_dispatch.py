@@ -35,6 +35,7 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.scheduler.scheduler import Scheduler
 from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import ManualClock
@@ -185,6 +186,17 @@ async def test_other_tenants_and_calls_without_the_option_share_nothing(world: W
     single = CallOptions(func_name="f", tenant="third", cache_prefix=False)
     await world.submit("System. ", value("one"), session=3, options=single).output.wait()
     assert len(engine.requests[2].fills) == 1
+
+
+async def test_a_defect_of_the_scheduler_reaches_those_who_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.join(fake_engine())
+    waiting = [world.submit("one"), world.submit("two", session=2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", lambda self: [][0])
+        assert [type(await error_of(c)) for c in waiting] == [InternalError] * 2
+    assert await world.submit("three").output.wait()
 
 
 async def test_a_later_output_continues_the_context_with_the_generated_ids(world: World) -> None:
