@@ -22,7 +22,7 @@ from gpu_cases import Decode, Sequences
 
 from parrot.engine.cuda.runner import CudaRunner
 from parrot.engine.model_runner import load_runner
-from parrot.engine.plan import LaunchedStep, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
 CHOICES = {
@@ -35,9 +35,10 @@ CHOICES = {
 STEPS = 40
 
 
-def drawn(step: SequenceStep, sampling: SamplingConfig) -> SequenceStep:
+def drawn(step: SequenceStep, sampling: SamplingConfig, *, is_first: bool) -> SequenceStep:
+    """Only the first step's tokens are known before it is launched."""
     spec = SampleSpec(step.context_id, sampling, step.context_id, step.end)
-    return step._replace(sample=spec)
+    return step._replace(sample=spec, token_ids=step.token_ids if is_first else [PENDING])
 
 
 def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
@@ -47,8 +48,8 @@ def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
         sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
         runner.run(StepPlan(sequences.next_step()))  # gives the contexts their rows
         plans = [
-            StepPlan(tuple(drawn(s, sampling) for s in sequences.next_step()))
-            for _ in range(STEPS + 5)
+            StepPlan(tuple(drawn(s, sampling, is_first=not n) for s in sequences.next_step()))
+            for n in range(STEPS + 5)
         ]
         previous: LaunchedStep | None = None
         host, began = [], 0.0
