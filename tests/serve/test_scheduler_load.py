@@ -86,6 +86,19 @@ def test_a_chat_goes_where_its_steps_will_be_short() -> None:
     assert bench.run() == {chat: 1}
 
 
+def test_short_answers_count_for_more() -> None:
+    """A long answer goes beside another long one rather than beside a short one."""
+    bench = Bench()
+    bench.engines(2)
+    long, short = bench.task(output=1000), bench.task(output=100)
+    bench.add(long)
+    engine_id = bench.run()[long]
+    bench.add(short)
+    assert bench.run() == {short: 1 - engine_id}
+    loads = [engine_of(bench, i) for i in (engine_id, 1 - engine_id)]
+    assert loads[1].weight > 4 * loads[0].weight
+
+
 def test_reports_tell_prompts_from_sequences() -> None:
     """A flood of prompts: most tasks wait for theirs in the engine's queue. What ServeCore has
     placed there is taken for what it is, not for sequences of its steps."""

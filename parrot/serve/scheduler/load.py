@@ -11,14 +11,19 @@ from parrot.serve.scheduler.usual import UsualLoad
 
 ANY_MODEL = None
 
-_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work
+_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work,
+_TYPICAL_OUTPUT = 300  # if the answer is as long as this: readers judge by the time per token;
+_MIN_OUTPUT, _MAX_OUTPUT = 64, 1024  # within bounds
 _FRESH_S = 0.01  # averages need not be newer
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
 
 
 def weight_of(task: CompletionTask) -> float:
     """What a second more is worth to it."""
-    return _HARM_WEIGHT if task.is_latency else 1.0
+    if not task.is_latency:
+        return 1.0
+    output = min(max(task.expected_output, _MIN_OUTPUT), _MAX_OUTPUT)
+    return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
 
 
 @dataclass(frozen=True, slots=True)
