@@ -280,9 +280,12 @@ class CudaRunner:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. No context's
         block is written."""
-        for num_tokens in (1, 16, 256):
+        dense = self._dense_lengths()
+        for num_tokens in (1, 16, 256, *dense[:1]):
             work = self._synthetic(1, num_tokens, num_tokens)
             self._launcher.submit(self._run_padding, num_tokens, work).result()
+        for num_tokens in dense:  # cuDNN's plans belong to the thread that made them
+            self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
         if self._graphs is not None:
             for size in reversed(self._graphs.sizes):
                 self._stage_padding(size.rows, size.logits or 0)
@@ -290,11 +293,14 @@ class CudaRunner:
                     self._graphs.prepare(size, work)
                 self._graphs.prepare(size, work, largest=True)
                 self._stage.sent()
-        if self._split.dense is not None:
-            for num_tokens in range(self._split.dense_min, self._max_tokens + 1, self._split.dense):
-                self._attention.prepare_dense(num_tokens)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _dense_lengths(self) -> range:
+        """Of what one step may leave to the library."""
+        if self._split.dense is None:
+            return range(0)
+        return range(self._split.dense_min, self._max_tokens + 1, self._split.dense)
 
     def _typical_plans(self, size: StepSize) -> list[WorkList]:
         """Plans of a prompt; of decoding with short contexts, long ones, and a shared prefix."""
