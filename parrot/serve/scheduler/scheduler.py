@@ -164,11 +164,13 @@ class Scheduler:
             load = self._placer.choose(task, self._clock.now())
             if load is None:
                 self._pass_over(current, task)
-            elif self._should_wait(task, load):
+                continue
+            to_compute = task.prompt_len - self._placer.reused_len(task, load)
+            if self._should_wait(task, load, to_compute):
                 self._hold(current, task)
             else:
                 current.queue.remove(task)
-                placements.append(self._place(task, load))
+                placements.append(self._place(task, load, to_compute))
                 current.is_over = not self._loads.num_open(current.models)
         for finished in rounds:
             self._restore(finished)
@@ -188,7 +190,7 @@ class Scheduler:
         is_patient = task.num_passed < _MAX_PASSED
         current.is_over = not is_patient or len(current.passed) >= _LOOK_AHEAD
 
-    def _should_wait(self, task: CompletionTask, load: EngineLoad) -> bool:
+    def _should_wait(self, task: CompletionTask, load: EngineLoad, to_compute: int) -> bool:
         """For those who run there: see `admission`."""
         queue = self._queues.get(task.models)
         num_groups = 0 if queue is None else queue.num_groups
@@ -200,7 +202,6 @@ class Scheduler:
         others.pop(task.completion.session_id, None)
         num_ahead = self._order.num_ahead(task, others.values())
         new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
-        to_compute = task.prompt_len - self._placer.reused_len(task, load)
         added_s = _added_s(task, load, new_prompt, to_compute)
         return should_wait(num_ahead, len(others) + num_waiting, added_s, step_s)
 
@@ -221,7 +222,10 @@ class Scheduler:
         """The engine that the task would be placed on if it were ready now."""
         self._placer.new_round()
         load = self._placer.choose(task, self._clock.now())
-        return None if load is None or self._should_wait(task, load) else load.id
+        if load is None:
+            return None
+        to_compute = task.prompt_len - self._placer.reused_len(task, load)
+        return None if self._should_wait(task, load, to_compute) else load.id
 
     def runs_session(self, engine_id: int, session_id: int) -> bool:
         """Whether the engine has a call of this session now."""
@@ -232,9 +236,8 @@ class Scheduler:
 
     # Loads
 
-    def _place(self, task: CompletionTask, load: EngineLoad) -> Placement:
+    def _place(self, task: CompletionTask, load: EngineLoad, to_compute: int) -> Placement:
         now = self._clock.now()
-        to_compute = task.prompt_len - self._placer.reused_len(task, load)
         new_prompt = self._running.add(task, load.id)
         work_s = load.admit(task, new_prompt, to_compute, now)
         self._loads.changed(load)
