@@ -51,7 +51,6 @@ _NO_BACKGROUND_ROOM = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
 _REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
 _MIN_REQUESTS = 1024
-_NONE_BROKEN: Mapping[int, ParrotError] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ class EngineCore:
         if before is not None and not self._land(before):
             self._give_up([before.step] if planned is None else [before.step, planned])
         elif flight is not None:
-            self._enter(flight.step)
+            self._enter(flight.step, {})
             self._flight = flight
         elif planned is not None:
             self._run_planned(planned)
@@ -273,7 +272,7 @@ class EngineCore:
         self._enter(step, outcome.broken)
         self._take_tokens(step, outcome.result)
 
-    def _enter(self, step: Step, broken: Mapping[int, ParrotError] = _NONE_BROKEN) -> None:
+    def _enter(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
         """The KV that a step computes is there for all that comes after it."""
         began = max(step.planned_at, self._last_step_ended)
         for index, (job, sequence) in enumerate(zip(step.jobs, step.plan.sequences, strict=True)):

@@ -42,10 +42,8 @@ def few_rows_linear(
     at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
     out = silu(gate) * up. A row's result does not depend on how many others there are."""
     assert weight.shape[0] == (2 if silu else 1) * out.shape[1], (weight.shape, out.shape)
-    if isinstance(x, UndividedRows):
-        _launch(x.rows, weight, bias, out, silu=silu, squares=x.squares, eps=x.eps)
-    else:
-        _launch(x, weight, bias, out, silu=silu)
+    rows, squares, eps = _parts(x)
+    _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
     return out
 
 
@@ -84,9 +82,7 @@ def few_rows_qkv(
 ) -> torch.Tensor:
     """`few_rows_linear` and `rope_and_store` (which see) in one, for heads that `can_rotate`:
     returns q [rows, heads, dim]; that of rows with a negative `table_rows` is not written."""
-    rows, squares, eps = (
-        (x.rows, x.squares, x.eps) if isinstance(x, UndividedRows) else (x, None, 0.0)
-    )
+    rows, squares, eps = _parts(x)
     num_rows, size = rows.shape
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     assert num_rows <= FEW_ROWS
@@ -127,6 +123,10 @@ def few_rows_qkv(
         **early_launch(starts_early(rows.device)),
     )
     return q
+
+
+def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    return (x.rows, x.squares, x.eps) if isinstance(x, UndividedRows) else (x, None, 0.0)
 
 
 def can_rotate(shape: AttentionShape) -> bool:
