@@ -93,7 +93,7 @@ def bench_capture(runner: CudaRunner) -> float:
     graphs = runner._graphs
     assert graphs is not None
     size = graphs.sizes[3]
-    work = runner._typical_plans(size)[0]
+    work = runner._synthetic.for_graphs(size)[0]
     graphs._graphs[size].clear()
     runner._stage_padding(size.rows, 0)
     torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,13 +23,14 @@ from parrot.engine.cuda.graphs import (
 from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
 from parrot.engine.cuda.launched import Launched, Sources
 from parrot.engine.cuda.stage import Landing, Stage
+from parrot.engine.cuda.warm_up import SyntheticPlans
 from parrot.engine.device import noticing_loss
 from parrot.engine.kernels.attention import Capacity, PlanBuffers, can_be_dense
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.planner import WorkPlanner
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens
-from parrot.engine.kernels.work_list import TABLE_ROW, SplitConfig, StepRows, WorkList, plan_work
+from parrot.engine.kernels.work_list import SplitConfig, WorkList
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
@@ -37,7 +38,6 @@ from parrot.engine.sampler import adjust
 from parrot.protocol.errors import OutOfMemory
 from parrot.protocol.sampling import SamplingConfig
 
-_WARM_UP_LENGTHS = (64, 2048)
 _DENSE_TOKENS = 1024
 
 
@@ -76,7 +76,6 @@ class CudaRunner:
         )
         max_seq_len = min(options.max_seq_len or spec.max_seq_len, spec.max_seq_len)
         self._device = device
-        self._max_tokens = options.max_tokens
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
         self._info = RunnerInfo(
             num_blocks=num_blocks,
@@ -94,10 +93,11 @@ class CudaRunner:
         room = 4 * options.max_tokens + max_rows * (2 * width + NUM_SETTINGS + 8) + 1024
         self._stage = Stage(room, device)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
-        self._split = _split_config(shape, model.dtype, device)
-        self._shape = shape
-        self._planner = WorkPlanner(shape, options.gate, self._split)
-        self._gate = options.gate
+        split = _split_config(shape, model.dtype, device)
+        self._planner = WorkPlanner(shape, options.gate, split)
+        self._synthetic = SyntheticPlans(
+            shape, options.gate, split, options.max_rows, options.max_tokens, max_seq_len
+        )
         self._overlap = options.overlap
         self._planned: tuple[WorkList, WorkList] | None = None
         self._forward = make_forward(model, max_seq_len)
@@ -106,19 +106,20 @@ class CudaRunner:
         self._attention = WatchedAttention(
             memory, spec.num_heads, 1, spec.num_layer_weights, upcast=options.upcast
         )
-        self._graphs = self._make_graphs(memory, options) if options.use_graphs else None
+        self._graphs = None
+        if options.use_graphs:
+            self._graphs = self._make_graphs(memory, Rooms(shape, split), options)
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._launching: Future[torch.Tensor] = Future()
         self._launching.set_result(torch.empty(0))
         self.shared_tokens_saved = 0
 
-    def _make_graphs(self, memory: torch.Tensor, options: CudaOptions) -> StepGraphs:
-        rooms = Rooms(self._shape, self._split)
+    def _make_graphs(self, memory: torch.Tensor, rooms: Rooms, options: CudaOptions) -> StepGraphs:
         sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
         sizes += mixed_sizes(options.max_rows, options.max_tokens, self._layer_weights)
         max_slots = max(rooms.largest(size).slots for size in sizes)
-        attention = TritonAttention(memory, self._shape.num_heads, max_slots)
+        attention = TritonAttention(memory, self._attention.shape.num_heads, max_slots)
         return StepGraphs(self._forward, attention, rooms, sizes, self._bind)
 
     @property
@@ -212,7 +213,7 @@ class CudaRunner:
         """The step's plan, with the rows of the device's table in place of the step's own."""
         work = self._planner.plan(inputs.versions, inputs.step)
         if self._planned is None or self._planned[0] is not work:
-            self._planned = (work, _with_rows(work, inputs.rows))
+            self._planned = (work, work.with_table_rows(inputs.rows))
         return self._planned[1]
 
     def _run_eagerly(
@@ -280,55 +281,23 @@ class CudaRunner:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. No context's
         block is written."""
-        dense = self._dense_lengths()
-        for num_tokens in (1, 16, 256, *dense[:1]):
-            work = self._synthetic(1, num_tokens, num_tokens)
-            self._launcher.submit(self._run_padding, num_tokens, work).result()
-        for num_tokens in dense:  # cuDNN's plans belong to the thread that made them
+        for work in self._synthetic.for_kernels():
+            self._launcher.submit(self._run_padding, work).result()
+        for num_tokens in self._synthetic.dense_lengths():  # cuDNN's plans belong to one thread
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
         if self._graphs is not None:
             for size in reversed(self._graphs.sizes):
                 self._stage_padding(size.rows, size.logits or 0)
-                for work in self._typical_plans(size):
+                for work in self._synthetic.for_graphs(size):
                     self._graphs.prepare(size, work)
                 self._graphs.prepare(size, work, largest=True)
                 self._stage.sent()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _dense_lengths(self) -> range:
-        """Of what one step may leave to the library."""
-        if self._split.dense is None:
-            return range(0)
-        return range(self._split.dense_min, self._max_tokens + 1, self._split.dense)
-
-    def _typical_plans(self, size: StepSize) -> list[WorkList]:
-        """Plans of a prompt; of decoding with short contexts, long ones, and a shared prefix."""
-        if size.logits is not None:
-            length = min(size.rows, self._info.max_seq_len)
-            work = self._synthetic(size.rows // length, length, length)
-            return [_with_rows(work, np.zeros(size.rows, dtype=np.int32))]  # any row will do
-        rows = size.rows
-        lengths = [min(n, self._info.max_seq_len - 1) for n in _WARM_UP_LENGTHS]
-        plans = [self._synthetic(rows, 1, n) for n in lengths]
-        if self._gate is not None and rows > 1:
-            plans.append(self._synthetic(rows, 1, lengths[-1], self._gate))
-        # Most are uneven. Synthetic ones are not, and have kernels of their own in some sizes.
-        return plans + [replace(plan, narrow_is_even=False) for plan in plans]
-
-    def _synthetic(
-        self, rows: int, q_len: int, length: int, gate: GateConfig | None = None
-    ) -> WorkList:
-        """`rows` sequences of `length` tokens, all in the same blocks."""
-        num_blocks = -(-length // self._info.block_size)
-        tables = np.zeros((rows, num_blocks + 1), dtype=np.int32)
-        starts = np.full(rows, length - q_len, dtype=np.int32)
-        step = StepRows(tables, starts, np.full(rows, q_len, dtype=np.int32))
-        return plan_work(step, self._shape, gate, self._split)
-
     @torch.inference_mode()
-    def _run_padding(self, num_tokens: int, work: WorkList) -> None:
-        decoded = self._forward_eagerly(self._stage_padding(num_tokens, 1), work)
+    def _run_padding(self, work: WorkList) -> None:
+        decoded = self._forward_eagerly(self._stage_padding(len(work.token_order), 1), work)
         settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)
         for limited in (True, False):
             for logits in (decoded.logits, decoded.logits.float()):
@@ -349,17 +318,6 @@ def _pad(values: IntArray, length: int, fill: int) -> IntArray:
     padded = np.full(length, fill, dtype=np.int32)
     padded[: len(values)] = values
     return padded
-
-
-def _with_rows(work: WorkList, rows: IntArray) -> WorkList:
-    def mapped(items: IntArray) -> IntArray:
-        changed = items.copy()
-        changed[:, TABLE_ROW] = rows[items[:, TABLE_ROW]]
-        return changed
-
-    return replace(
-        work, narrow=mapped(work.narrow), shared=mapped(work.shared), fills=mapped(work.fills)
-    )
 
 
 def _split_config(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> SplitConfig:

@@ -14,7 +14,7 @@ KV head: decodes), shared (nodes with more rows) and fills. Long beginnings of c
 nothing but themselves, can be left to a library ("dense"); they are no items.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,17 @@ class WorkList:
     @property
     def num_slots(self) -> int:
         return len(self.slot_of)
+
+    def with_table_rows(self, rows: IntArray) -> "WorkList":
+        """The same, with `rows[i]` in the place of row i of the block tables."""
+
+        def mapped(items: IntArray) -> IntArray:
+            changed = items.copy()
+            changed[:, TABLE_ROW] = rows[items[:, TABLE_ROW]]
+            return changed
+
+        items = [mapped(items) for items in (self.narrow, self.shared, self.fills)]
+        return replace(self, narrow=items[0], shared=items[1], fills=items[2])
 
 
 @dataclass(frozen=True, slots=True)

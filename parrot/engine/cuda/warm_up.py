@@ -1,0 +1,66 @@
+"""Plans of steps that nobody asked for, to compile kernels and capture graphs with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parrot.engine.cuda.graphs import StepSize
+from parrot.engine.kernels.attention import KernelConfig
+from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.work_list import SplitConfig, StepRows, WorkList, plan_work
+
+_CONTEXTS = (64, 2048)
+_PROMPTS = (1, 16, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticPlans:
+    """Plans of all kinds of steps. Their contexts are the same block again and again."""
+
+    shape: AttentionShape
+    gate: GateConfig | None
+    split: SplitConfig
+    max_rows: int
+    max_tokens: int
+    max_seq_len: int
+
+    def for_kernels(self) -> list[WorkList]:
+        """Steps without a graph that together launch every kernel: prompts; and decodes, alone and
+        beside a prompt, as many as have kernels of their own if they are even."""
+        rows = min(KernelConfig().deep_resident // self.shape.num_kv_heads + 1, self.max_rows)
+        short = min(_CONTEXTS[0], self.max_seq_len)
+        crowds = [self._plan(q_lens, short) for q_lens in ([1] * rows, [1] * rows + [short])]
+        prompts = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
+        return prompts + crowds + [_uneven(plan) for plan in crowds]
+
+    def for_graphs(self, size: StepSize) -> list[WorkList]:
+        """A prompt; or decodes with short contexts, long ones, and a shared prefix."""
+        rows = size.rows
+        if size.logits is not None:
+            length = min(rows, self.max_seq_len)
+            work = self._plan([length] * (rows // length), length)
+            return [work.with_table_rows(np.zeros(rows, dtype=np.int32))]  # any row will do
+        lengths = [min(n, self.max_seq_len - 1) for n in _CONTEXTS]
+        plans = [self._plan([1] * rows, n) for n in lengths]
+        if self.gate is not None and rows > 1:
+            plans.append(self._plan([1] * rows, lengths[-1], self.gate))
+        return plans + [_uneven(plan) for plan in plans]
+
+    def dense_lengths(self) -> range:
+        """Of what one step may leave to the library."""
+        if self.split.dense is None:
+            return range(0)
+        return range(self.split.dense_min, self.max_tokens + 1, self.split.dense)
+
+    def _plan(self, q_lens: Sequence[int], length: int, gate: GateConfig | None = None) -> WorkList:
+        """Contexts of `length` tokens, of which the last `q_lens` are computed."""
+        num_blocks = -(-length // self.shape.page_size)
+        tables = np.zeros((len(q_lens), num_blocks + 1), dtype=np.int32)
+        counts = np.array(q_lens, dtype=np.int32)
+        return plan_work(StepRows(tables, length - counts, counts), self.shape, gate, self.split)
+
+
+def _uneven(plan: WorkList) -> WorkList:
+    """Most real plans are, and have other tiles than even ones in some sizes."""
+    return replace(plan, narrow_is_even=False)
