@@ -96,7 +96,7 @@ class CudaRunner:
         split = _split_config(shape, model.dtype, device)
         self._planner = WorkPlanner(shape, options.gate, split)
         self._synthetic = SyntheticPlans(
-            shape, options.gate, split, options.max_rows, options.max_tokens, max_seq_len
+            shape, options.gate, split, options.max_tokens, max_seq_len
         )
         self._overlap = options.overlap
         self._planned: tuple[WorkList, WorkList] | None = None

@@ -21,18 +21,19 @@ class SyntheticPlans:
     shape: AttentionShape
     gate: GateConfig | None
     split: SplitConfig
-    max_rows: int
     max_tokens: int
     max_seq_len: int
 
     def for_kernels(self) -> list[WorkList]:
         """Steps without a graph that together launch every kernel: prompts; and decodes, alone and
-        beside a prompt, as many as have kernels of their own if they are even."""
-        rows = min(KernelConfig().deep_resident // self.shape.num_kv_heads + 1, self.max_rows)
+        beside a prompt, few and so many that even ones have tiles of their own."""
         short = min(_CONTEXTS[0], self.max_seq_len)
-        crowds = [self._plan(q_lens, short) for q_lens in ([1] * rows, [1] * rows + [short])]
-        prompts = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
-        return prompts + crowds + [_uneven(plan) for plan in crowds]
+        plans = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
+        for q_lens in ([1], [1, short]):
+            few = self._plan(q_lens, short)
+            enough = KernelConfig().deep_resident // self.shape.num_kv_heads + 1
+            plans += [few, replace(few, narrow=np.repeat(few.narrow, enough, axis=0))]
+        return plans
 
     def for_graphs(self, size: StepSize) -> list[WorkList]:
         """A prompt; or decodes with short contexts, long ones, and a shared prefix."""
@@ -45,7 +46,8 @@ class SyntheticPlans:
         plans = [self._plan([1] * rows, n) for n in lengths]
         if self.gate is not None and rows > 1:
             plans.append(self._plan([1] * rows, lengths[-1], self.gate))
-        return plans + [_uneven(plan) for plan in plans]
+        # Most real ones are uneven, and have other tiles in some sizes.
+        return plans + [replace(plan, narrow_is_even=False) for plan in plans]
 
     def dense_lengths(self) -> range:
         """Of what one step may leave to the library."""
@@ -59,8 +61,3 @@ class SyntheticPlans:
         tables = np.zeros((len(q_lens), num_blocks + 1), dtype=np.int32)
         counts = np.array(q_lens, dtype=np.int32)
         return plan_work(StepRows(tables, length - counts, counts), self.shape, gate, self.split)
-
-
-def _uneven(plan: WorkList) -> WorkList:
-    """Most real plans are, and have other tiles than even ones in some sizes."""
-    return replace(plan, narrow_is_even=False)
