@@ -10,6 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from parrot.engine.kernels.adjustments import (
+    AdjustedRow,
+    AdjustedTokens,
+    Adjustments,
+    adjustments_of,
+)
 from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.work_list import StepRows
 from parrot.engine.noise_keys import noise_keys
@@ -21,19 +27,21 @@ IntArray = npt.NDArray[np.int32]
 
 DRAWN, LIMITED, ADJUSTED = 1, 2, 4
 """What it takes to choose a token; 0: the largest logit. DRAWN: noise. LIMITED: top-k or top-p too.
-ADJUSTED: logits are changed before, by what only the host knows."""
+ADJUSTED: logits are changed before."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
     """A context's row of the table. `version` changes with anything but an addition at the end or
-    another last block. `choice` is that of `sampling`, of the context's last sample."""
+    another last block. `choice` is that of `sampling`, of the context's last sample; `adjusted`
+    belongs to the job of that, if it adjusts logits."""
 
     row: int
     version: int
     blocks: list[int]
     sampling: SamplingConfig | None = None
     choice: int = 0
+    adjusted: AdjustedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class StepInputs:
     token (None where none is asked for), else of those that sample; `sampled` are their contexts.
     `choice`: what all of them take together. Tokens `pending_at` are still `PENDING`: those that
     contexts `pending` get from the step before. `settings` int32 [samples, NUM_SETTINGS], empty
-    unless some are drawn."""
+    unless some are drawn; `adjustments` None unless some are adjusted."""
 
     versions: tuple[int, ...]
     rows: IntArray
@@ -60,6 +68,7 @@ class StepInputs:
     pending_at: IntArray
     pending: tuple[int, ...]
     settings: IntArray
+    adjustments: Adjustments | None
     choice: int
     changed_at: IntArray
     changed_to: IntArray
@@ -93,19 +102,6 @@ class InputBuilder:
         self._free += [place.row for place in self._places.values()]
         self._places.clear()
 
-    def can_launch(self, plan: StepPlan) -> bool:
-        """Whether the device can choose all tokens alone."""
-        return not any(
-            s.sample is not None and self._adjusts(s.context_id, s.sample.sampling)
-            for s in plan.sequences
-        )
-
-    def _adjusts(self, context_id: int, config: SamplingConfig) -> bool:
-        place = self._places.get(context_id)
-        if place is not None and place.sampling is config:
-            return bool(place.choice & ADJUSTED)
-        return config.adjusts_logits
-
     def build(self, plan: StepPlan) -> StepInputs:
         sequences = [s for s in plan.sequences if len(s.token_ids)]
         if len(sequences) > len(self._free):
@@ -120,6 +116,7 @@ class InputBuilder:
         only_decodes = len(sequences) == int(q_lens.sum())
         sampled = [i for i, s in enumerate(sequences) if only_decodes or s.sample is not None]
         samples = tuple(sequences[i].sample for i in sampled)
+        logit_rows = ends[sampled] - 1
         choice = 0
         for i, spec in zip(sampled, samples, strict=True):
             if spec is not None:
@@ -129,6 +126,11 @@ class InputBuilder:
         settings = self._settings[:0]
         if choice & DRAWN:
             settings = self._draws(rows[sampled], samples)
+        adjustments = None
+        if choice & ADJUSTED:
+            is_pending = token_ids[logit_rows] == PENDING
+            pending_at = np.where(is_pending, logit_rows, -1).tolist()
+            adjustments = _adjustments([places[i] for i in sampled], samples, pending_at)
         return StepInputs(
             versions=tuple(place.version for place in places),
             rows=rows,
@@ -136,12 +138,13 @@ class InputBuilder:
             token_ids=token_ids,
             positions=starts if only_decodes else _positions(starts, q_lens, ends),
             table_rows=rows if only_decodes else np.repeat(rows, q_lens),
-            logit_rows=ends[sampled] - 1,
+            logit_rows=logit_rows,
             samples=samples,
             sampled=tuple(sequences[i].context_id for i in sampled),
             pending_at=ends[waiting] - 1,
             pending=tuple(sequences[i].context_id for i in waiting.tolist()),
             settings=settings,
+            adjustments=adjustments,
             choice=choice,
             changed_at=_concat([np.arange(at, at + len(to)) for at, to in changes]),
             changed_to=_concat([np.asarray(to) for _, to in changes]),
@@ -168,7 +171,7 @@ class InputBuilder:
         config = spec.sampling
         if place.sampling is not config:
             place.sampling = config
-            place.choice = _choice_of(config)
+            place.choice, place.adjusted = _choice_of(config), None
             self._settings[place.row] = draw_settings(config)
         return place.choice
 
@@ -194,6 +197,19 @@ def _choice_of(config: SamplingConfig) -> int:
     if config.takes_the_largest:
         return choice
     return choice | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
+
+
+def _adjustments(
+    places: Sequence[_Place], samples: Sequence[SampleSpec | None], pending_at: Sequence[int]
+) -> Adjustments:
+    adjusted = []
+    for row, (place, spec, at) in enumerate(zip(places, samples, pending_at, strict=True)):
+        if spec is None or not place.choice & ADJUSTED:
+            continue
+        if place.adjusted is None or place.adjusted.job_id != spec.job_id:
+            place.adjusted = AdjustedTokens(spec.job_id, spec.sampling)
+        adjusted.append(AdjustedRow(row, at, place.adjusted, spec))
+    return adjustments_of(adjusted)
 
 
 def _token_ids(sequences: Sequence[SequenceStep], only_decodes: bool) -> IntArray:
