@@ -47,7 +47,8 @@ class SampleSpec(NamedTuple):
 
     `seed` and `position` (the token's own, in its context) fix the random numbers, whatever else
     is in the batch. `output_ids` are the generated tokens and `context_ids` all tokens of the
-    context, for penalties; both are views that the runner must not keep."""
+    context, for penalties, as far as they are known: without the one that is `PENDING`. Both only
+    grow while the job runs, and are views that the runner must not keep."""
 
     job_id: int
     sampling: SamplingConfig

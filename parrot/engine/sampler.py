@@ -25,7 +25,7 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
     """logits float32 [rows, vocab], changed in place; row i is for `specs[i]`."""
     # A sum is finite only if all its terms are: one pass, and no mask of the size of the logits.
     finite = logits.sum(dim=-1).isfinite()
-    adjust(logits, specs)
+    _adjust(logits, specs)
     tokens = torch.where(finite, _choose(logits, specs), -1)
     return results(specs, tokens.tolist())
 
@@ -44,12 +44,11 @@ def results(specs: Sequence[SampleSpec], tokens: Sequence[int]) -> StepResult:
     return StepResult(chosen, errors)
 
 
-def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec | None]) -> None:
-    """Penalties, then biases, of the rows that have a spec."""
-    by_row = [(row, spec) for row, spec in enumerate(specs) if spec is not None]
-    for row, spec in by_row:
+def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
+    """Penalties, then biases."""
+    for row, spec in enumerate(specs):
         _penalize_repetition(logits, row, spec)
-    additions = [entry for row, spec in by_row for entry in _additions(row, spec)]
+    additions = [entry for row, spec in enumerate(specs) for entry in _additions(row, spec)]
     if not additions:
         return
     rows, tokens, values = zip(*additions, strict=True)

@@ -7,6 +7,7 @@ from parrot.engine.plan import (
     PENDING,
     LaunchedStep,
     RunnerInfo,
+    SampleSpec,
     SequenceStep,
     StepPlan,
     StepResult,
@@ -14,6 +15,7 @@ from parrot.engine.plan import (
 from parrot.protocol.errors import ModelNumerics, ParrotError
 
 EMPTY = 0
+_LETTERS, _NUM_LETTERS = 97, 26
 Pair = tuple[SequenceStep, Sequence[int]]
 
 
@@ -31,7 +33,8 @@ class CheckingRunner:
     asserts that what a sequence reads is its own context, before and after the step's writes, and
     that no block has two writers; what fails is also kept in `violations`.
 
-    `next_token(context_ids)` is the model; `nan_token` and `crash_token` are faults: logits that
+    `next_token(context_ids)` is the model; with penalties, its letter is moved on by the
+    number of different tokens in the output. `nan_token` and `crash_token` are faults: logits that
     are not finite, or an exception, whenever a step computes such a token."""
 
     def __init__(
@@ -124,29 +127,56 @@ class CheckingRunner:
             if self._nan_token in text:
                 errors[sample.job_id] = ModelNumerics("logits are not finite")
             else:
-                tokens[sample.job_id] = self._next_token(text)
+                tokens[sample.job_id] = self._choose(sample, text)
         return StepResult(tokens, errors)
+
+    def _choose(self, sample: SampleSpec, text: Sequence[int]) -> int:
+        token = self._next_token(text)
+        if sample.sampling.adjusts_logits:
+            context, output = list(sample.context_ids), list(sample.output_ids)
+            assert context == list(text), f"job {sample.job_id} is told of foreign tokens"
+            assert output == context[len(context) - len(output) :], "its output is another's"
+            token = _LETTERS + (token - _LETTERS + len(set(output))) % _NUM_LETTERS
+        return token
 
 
 class LaunchingRunner(CheckingRunner):
     """Also launches steps. Like a device, it knows of a launched step what it was told then, and
     does it later: when it is waited for. `num_ahead` counts those launched while another was on its
-    way, `num_fills_ahead` those of them with more than one token of a sequence."""
+    way, `num_fills_ahead` those of them with more than one token of a sequence, and
+    `num_penalized_ahead` the penalized samples in them whose newest token is pending. What it
+    `refuses` is not launched."""
 
     num_ahead = 0
     num_fills_ahead = 0
+    num_penalized_ahead = 0
+    refuses: Callable[[StepPlan], bool] | None = None
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
-        if not self.can_launch(plan):
+        if self.refuses is not None and self.refuses(plan):
             return None
         if previous is not None:
             self.num_ahead += 1
             self.num_fills_ahead += any(len(s.token_ids) > 1 for s in plan.sequences)
+            self.num_penalized_ahead += sum(
+                s.sample is not None
+                and s.sample.sampling.adjusts_logits
+                and s.token_ids[-1] == PENDING
+                for s in plan.sequences
+            )
         assert previous is None or isinstance(previous, Launched)
-        return Launched(self, plan, [self.text_of(s) for s in plan.sequences], previous)
+        texts = [self.text_of(s) for s in plan.sequences]
+        known = tuple(_with_token(s) for s in plan.sequences)
+        return Launched(self, StepPlan(known, plan.copies), texts, previous)
 
-    def can_launch(self, plan: StepPlan) -> bool:
-        return not any(s.sample and s.sample.sampling.adjusts_logits for s in plan.sequences)
+
+def _with_token(sequence: SequenceStep, *token: int) -> SequenceStep:
+    """With its output and context as they are now, and a token more if one is given."""
+    spec = sequence.sample
+    if spec is None:
+        return sequence
+    output, context = [*spec.output_ids, *token], [*spec.context_ids, *token]
+    return sequence._replace(sample=spec._replace(output_ids=output, context_ids=context))
 
 
 @dataclass(slots=True, eq=False)
@@ -161,11 +191,14 @@ class Launched:
         """A device that is due as soon as it begins."""
 
     def wait(self) -> StepResult:
-        for sequence, text in zip(self.plan.sequences, self.texts, strict=True):
+        sequences = list(self.plan.sequences)
+        for index, text in enumerate(self.texts):
             if text[-1] == PENDING:
-                text[-1] = self._token_of(sequence.context_id)
+                text[-1] = self._token_of(sequences[index].context_id)
+                sequences[index] = _with_token(sequences[index], text[-1])
         self.previous = None
-        self.result = self.runner.run_texts(self.plan, self.texts)
+        plan = StepPlan(tuple(sequences), self.plan.copies)
+        self.result = self.runner.run_texts(plan, self.texts)
         return self.result
 
     def _token_of(self, context_id: int) -> int:

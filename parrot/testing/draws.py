@@ -1,11 +1,19 @@
 """Rows to draw tokens for, as the CPU's sampler and as the kernels want them."""
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from parrot.engine.kernels.adjustments import (
+    AdjustedRow,
+    AdjustedTokens,
+    Adjustments,
+    adjustments_of,
+)
 from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, draw_settings
 from parrot.engine.noise_keys import noise_keys
 from parrot.engine.plan import SampleSpec
@@ -24,6 +32,16 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_k": 30, "top_p": 0.95, "min_p": 0.02},
 ]
 
+PENALTIES: list[dict[str, Any]] = [
+    {"presence_penalty": 0.7},
+    {"frequency_penalty": 0.3},
+    {"presence_penalty": -1.1, "frequency_penalty": -0.2},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8, "presence_penalty": 0.5},
+    {"logit_bias": {0: 3.5, 11: -100.0, 2**30: 1.0}},
+    {"frequency_penalty": 1.7, "repetition_penalty": 1.1, "logit_bias": {3: 0.4, 5: -0.7}},
+]
+
 
 def specs_of(configs: Sequence[SamplingConfig], first: int = 0) -> list[SampleSpec]:
     return [SampleSpec(i, c, 2**40 + i, 3 * i + 1) for i, c in enumerate(configs, first)]
@@ -34,3 +52,49 @@ def settings_of(specs: Sequence[SampleSpec], device: str = "cpu") -> torch.Tenso
     keys = noise_keys([s.seed for s in specs], [s.position for s in specs])
     rows[:, KEY_0 : KEY_1 + 1] = keys
     return torch.from_numpy(rows).to(device)
+
+
+def penalized(vocab_size: int, length: int, seed: int = 0) -> list[SampleSpec]:
+    """All kinds of penalties, with contexts of about `length` tokens of which some are output. A
+    row's newest token is sometimes new."""
+    rng = random.Random(seed)
+    specs = []
+    for job_id, fields in enumerate(PENALTIES * 3):
+        used = max(1, vocab_size // rng.choice([1, 2, 50]))
+        context = [rng.randrange(used) for _ in range(rng.randint(length // 2, length))]
+        context.append(rng.choice([context[-1], rng.randrange(vocab_size)]))
+        output = context[-rng.randint(1, length) :]
+        config = SamplingConfig.model_validate(fields)
+        specs.append(SampleSpec(job_id, config, 0, len(context), output, context))
+    return specs
+
+
+def without_newest(specs: Sequence[SampleSpec]) -> list[SampleSpec]:
+    """As they are while that token is pending."""
+    return [s._replace(output_ids=s.output_ids[:-1], context_ids=s.context_ids[:-1]) for s in specs]
+
+
+def adjustments_for(specs: Sequence[SampleSpec], *, pending: bool) -> Adjustments:
+    """Row i is for `specs[i]`, and so is token i, if it is pending."""
+    rows = [
+        AdjustedRow(i, i if pending else -1, AdjustedTokens(s.job_id, s.sampling), s)
+        for i, s in enumerate(specs)
+    ]
+    return adjustments_of(rows)
+
+
+def adjusted_exactly(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """Penalties and biases by their definitions, in float64."""
+    exact = logits.double().clone()
+    for row, spec in zip(exact, specs, strict=True):
+        config = spec.sampling
+        if config.repetition_penalty:
+            for token in set(spec.context_ids):
+                by = config.repetition_penalty
+                row[token] *= by if row[token] < 0 else 1 / by
+        for token, count in Counter(spec.output_ids).items():
+            row[token] -= config.presence_penalty + config.frequency_penalty * count
+        for token, bias in (config.logit_bias or {}).items():
+            if token < len(row):
+                row[token] += bias
+    return exact

@@ -135,15 +135,29 @@ def test_a_job_that_awaits_a_token_gives_way():
     assert not harness.launching.violations
 
 
-def test_what_the_device_cannot_choose_is_run_with_known_tokens():
+def test_what_is_refused_is_run_with_known_tokens():
     harness = Overlapping(num_blocks=40)
+    harness.launching.refuses = lambda plan: len(plan.sequences) == 2
     answers = [
         harness.generate(piece(1, "a" * 8), length=6),
         harness.generate(piece(2, "b" * 5), length=2, presence_penalty=1.0),
     ]
     harness.run()
-    assert [a.text for a in answers] == ["bcdefg", "cd"]
+    assert [a.text for a in answers] == ["bcdefg", "ce"]
     assert harness.launching.num_ahead == 3  # once it is alone
+
+
+def test_penalties_are_launched_ahead():
+    """The runner is told of all tokens but the pending one."""
+    harness = Overlapping(num_blocks=40)
+    answers = [
+        harness.generate(piece(1, "a" * 8), length=6, repetition_penalty=1.5),
+        harness.generate(piece(2, "b" * 5), length=4, presence_penalty=1.0),
+    ]
+    harness.run()
+    assert [a.text for a in answers] == ["bdgkpv", "cehl"]
+    assert harness.launching.num_ahead == 5
+    assert harness.launching.num_penalized_ahead == 5 + 3
 
 
 OPTIONS = {
@@ -169,7 +183,7 @@ def test_a_random_load_gets_the_answers_of_one_step_after_the_other(seed: int):
                 "length": rng.randint(1, 7),
                 "stop_str": rng.choice([None, None, "ca", "bb"]),
                 "priority": rng.randint(0, 2),
-                "presence_penalty": rng.choice([0.0, 0.0, 0.0, 1.0]),
+                "presence_penalty": rng.choice([0.0, 1.0]),
             }
         )
 
@@ -187,6 +201,8 @@ def test_a_random_load_gets_the_answers_of_one_step_after_the_other(seed: int):
         return 97 + hash(tuple(context_ids)) % 3
 
     launching = Overlapping(model=model, **options)
+    share_refused = rng.choice([0.0, 0.0, 0.2])
+    launching.launching.refuses = lambda plan: rng.random() < share_refused
     assert answers(launching) == answers(Harness(model=model, **options))
     assert not launching.launching.violations
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.cuda.adjuster import LogitAdjuster, SentAdjustments
 from parrot.engine.cuda.due import WatchedAttention
 from parrot.engine.cuda.forward import make_forward
 from parrot.engine.cuda.graphs import (
@@ -20,7 +21,7 @@ from parrot.engine.cuda.graphs import (
     decode,
     mixed_sizes,
 )
-from parrot.engine.cuda.inputs import ADJUSTED, DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
+from parrot.engine.cuda.inputs import DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
 from parrot.engine.cuda.launched import Launched, Sources
 from parrot.engine.cuda.stage import Landing, Stage
 from parrot.engine.cuda.warm_up import SyntheticPlans
@@ -34,7 +35,6 @@ from parrot.engine.kernels.work_list import SplitConfig, WorkList
 from parrot.engine.kv_cache import MIB, KVCache, KVLayout
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
-from parrot.engine.sampler import adjust
 from parrot.protocol.errors import OutOfMemory
 from parrot.protocol.sampling import SamplingConfig
 
@@ -92,6 +92,7 @@ class CudaRunner:
         self._tables = torch.zeros((max_rows, width), dtype=torch.int32, device=device)
         room = 4 * options.max_tokens + max_rows * (2 * width + NUM_SETTINGS + 8) + 1024
         self._stage = Stage(room, device)
+        self._adjuster = LogitAdjuster(device)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
         split = _split_config(shape, model.dtype, device)
         self._planner = WorkPlanner(shape, options.gate, split)
@@ -153,7 +154,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched | None:
-        if not self._overlap or not self._inputs.can_launch(plan):
+        if not self._overlap:
             return None
         try:
             with noticing_loss(self._device):
@@ -196,16 +197,15 @@ class CudaRunner:
     ) -> torch.Tensor:
         """A token for each of the step's samples, on the device; -1: not finite."""
         found = None if size is None else self._run_graph(inputs, work, sources, size)
-        decoded, settings = found or self._run_eagerly(inputs, work, sources)
+        decoded, sent = found or self._run_eagerly(inputs, work, sources)
         count = len(inputs.samples)
         tokens, logits = decoded.tokens[:count], decoded.logits[:count]
-        if inputs.choice & ADJUSTED:
-            logits = logits.float()
-            adjust(logits, inputs.samples)
+        if sent.adjustments is not None:
+            logits = self._adjuster.adjusted(logits, sent.parts[0], sent.adjustments)
             tokens = best_tokens(logits)
         if inputs.choice & DRAWN:
             limited = bool(inputs.choice & LIMITED)
-            draw_tokens(logits, tokens, settings.view(count, NUM_SETTINGS), limited=limited)
+            draw_tokens(logits, tokens, sent.settings.view(count, NUM_SETTINGS), limited=limited)
         landing.receive(tokens)
         return tokens
 
@@ -218,10 +218,10 @@ class CudaRunner:
 
     def _run_eagerly(
         self, inputs: StepInputs, work: WorkList, sources: Sources | None
-    ) -> tuple[Decoded, torch.Tensor]:
+    ) -> tuple[Decoded, "_Sent"]:
         parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.logit_rows)
-        sent, settings = self._send(parts, inputs, sources)
-        return self._forward_eagerly(sent, work), settings
+        sent = self._send(parts, inputs, sources)
+        return self._forward_eagerly(sent.parts, work), sent
 
     def _forward_eagerly(self, sent: Sequence[torch.Tensor], work: WorkList) -> Decoded:
         token_ids, positions, table_rows, logit_rows = sent
@@ -235,17 +235,17 @@ class CudaRunner:
 
     def _run_graph(
         self, inputs: StepInputs, work: WorkList, sources: Sources | None, size: StepSize
-    ) -> tuple[Decoded, torch.Tensor] | None:
+    ) -> "tuple[Decoded, _Sent] | None":
         """None: no graph is large enough."""
         assert self._graphs is not None, "there are no graphs"
         parts = [_pad(inputs.token_ids, size.rows, 0), _pad(inputs.positions, size.rows, 0)]
         parts.append(_pad(inputs.table_rows, size.rows, -1))
         if size.logits is not None:
             parts.append(_pad(inputs.logit_rows, size.logits, 0))
-        _, settings = self._send(parts, inputs, sources)
+        sent = self._send(parts, inputs, sources)
         graph = self._graphs.find(size, work)
         self._stage.sent()
-        return None if graph is None else (self._graphs.replay(graph), settings)
+        return None if graph is None else (self._graphs.replay(graph), sent)
 
     def _graph_size(self, inputs: StepInputs) -> StepSize | None:
         """That of the graphs for such a step; None: there are none."""
@@ -256,9 +256,8 @@ class CudaRunner:
 
     def _send(
         self, parts: Sequence[IntArray], inputs: StepInputs, sources: Sources | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """`parts` begin with the tokens, of which `sources` are the pending ones. Also gives the
-        settings."""
+    ) -> "_Sent":
+        """`parts` begin with the tokens, of which `sources` are the pending ones."""
         known, rows = (None, _NONE) if sources is None else sources
         changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
         extra = (*changes, inputs.settings.reshape(-1))
@@ -268,7 +267,10 @@ class CudaRunner:
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
-        return sent, settings
+        adjustments = None
+        if inputs.adjustments is not None:
+            adjustments = self._adjuster.send(inputs.adjustments)
+        return _Sent(sent, settings, adjustments)
 
     def _bind(self, size: StepSize, work: PlanBuffers) -> Bound:
         """Where `_run_graph` leaves the arrays of a step of this size."""
@@ -297,18 +299,29 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _run_padding(self, work: WorkList) -> None:
-        decoded = self._forward_eagerly(self._stage_padding(len(work.token_order), 1), work)
+        sent = self._stage_padding(len(work.token_order), 1)
+        decoded = self._forward_eagerly(sent, work)
         settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)
         for limited in (True, False):
             for logits in (decoded.logits, decoded.logits.float()):
-                (sent,) = self._stage.send([settings.reshape(-1)])
-                draw_tokens(logits, best_tokens(logits), sent.view(1, -1), limited=limited)
+                (row,) = self._stage.send([settings.reshape(-1)])
+                draw_tokens(logits, best_tokens(logits), row.view(1, -1), limited=limited)
                 self._stage.sent()
+        self._adjuster.warm_up(decoded.logits, sent[0])
 
     def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
         positions = np.arange(num_tokens, dtype=np.int32) % self._info.max_seq_len
         tokens, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
         return self._stage.send([tokens, positions, none, _pad(_NONE, num_logits, 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What a step needs, on the device. `parts` begin with its tokens."""
+
+    parts: Sequence[torch.Tensor]
+    settings: torch.Tensor
+    adjustments: SentAdjustments | None
 
 
 _NONE: IntArray = np.empty(0, dtype=np.int32)

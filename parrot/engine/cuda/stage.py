@@ -33,10 +33,19 @@ class Stage:
     same lengths always arrive at the same addresses, which are multiples of 128 bytes."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
+        self._done = Mark(device)
+        self._allocate(capacity, device)
+
+    def _allocate(self, capacity: int, device: torch.device) -> None:
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numbers = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._done = Mark(device)
+
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """For arrays of these lengths. If that takes more than there is, their places change."""
+        wanted = _starts(lengths)[-1]
+        if wanted > len(self._numbers):
+            self._allocate(2 * wanted, self._device.device)
 
     def send(self, parts: Sequence[IntArray]) -> list[torch.Tensor]:
         """Valid on the current stream until the next `send`. `sent` must follow."""

@@ -3,8 +3,10 @@
 import torch
 import triton
 
+from parrot.engine.kernels.adjustments import NUM_COLUMNS, NUM_FIELDS
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS
 from parrot.engine.kernels.sampling_kernels import (
+    adjust_logits_kernel,
     best_of_chunks_kernel,
     best_of_rows_kernel,
     find_floors_kernel,
@@ -16,6 +18,7 @@ _CHUNK_WARPS = 4
 _NOISE_WARPS = 8
 _FLOOR_BLOCK = 8192
 _FLOOR_WARPS = 32
+_ENTRIES = 1024
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -30,6 +33,34 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     )
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     return _best_of_rows(scores, tokens, out)
+
+
+def adjust_logits(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor
+) -> None:
+    """Penalties and biases (adjustments.py), in place.
+
+    logits     float32 [rows, vocab], rows contiguous
+    token_ids  int32, the step's tokens, the pending ones among them
+    rows       int32 [adjusted rows, NUM_COLUMNS]
+    entries    int32 [entries, NUM_FIELDS]"""
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    assert rows.shape[1] == NUM_COLUMNS
+    assert entries.shape[1] == NUM_FIELDS
+    assert rows.is_contiguous()
+    assert entries.is_contiguous()
+    adjust_logits_kernel[(len(rows),)](
+        logits,
+        token_ids,
+        rows,
+        rows.view(torch.float32),
+        entries,
+        entries.view(torch.float32),
+        logits.stride(0),
+        logits.shape[1],
+        BLOCK=_ENTRIES,
+    )
 
 
 def draw_tokens(

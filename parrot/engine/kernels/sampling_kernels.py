@@ -7,7 +7,7 @@ All of a row's chunks first, then the best of what they found. Noise and scores 
 import triton
 import triton.language as tl
 
-from parrot.engine.kernels import draw_settings
+from parrot.engine.kernels import adjustments, draw_settings
 from parrot.engine.noise import LARGEST_BELOW_ONE, MIX_1, MIX_2
 
 _MIX_1 = tl.constexpr(MIX_1)
@@ -23,6 +23,62 @@ _FLOOR = tl.constexpr(draw_settings.FLOOR)
 _TOP_K = tl.constexpr(draw_settings.TOP_K)
 _TOP_P = tl.constexpr(draw_settings.TOP_P)
 _SETTINGS = tl.constexpr(draw_settings.NUM_SETTINGS)
+
+_ROW = tl.constexpr(adjustments.ROW)
+_PENDING_AT = tl.constexpr(adjustments.PENDING_AT)
+_FIRST = tl.constexpr(adjustments.FIRST)
+_END = tl.constexpr(adjustments.END)
+_PRESENCE = tl.constexpr(adjustments.PRESENCE)
+_FREQUENCY = tl.constexpr(adjustments.FREQUENCY)
+_REPETITION = tl.constexpr(adjustments.REPETITION)
+_COLUMNS = tl.constexpr(adjustments.NUM_COLUMNS)
+_TOKEN = tl.constexpr(adjustments.TOKEN)
+_COUNT = tl.constexpr(adjustments.COUNT)
+_BIAS = tl.constexpr(adjustments.BIAS)
+_FIELDS = tl.constexpr(adjustments.NUM_FIELDS)
+
+
+@triton.jit
+def adjust_logits_kernel(
+    logits,
+    token_ids,
+    rows,
+    rows_f,
+    entries,
+    entries_f,
+    stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    """Program (adjusted row): the logits of its entries' tokens, in place. The row's pending token
+    counts once more; if it is not among the entries, it is one more at their end, so that it gets
+    the very operations that it gets once it is known."""
+    own, own_f = rows + tl.program_id(0) * _COLUMNS, rows_f + tl.program_id(0) * _COLUMNS
+    base = logits + tl.load(own + _ROW).to(tl.int64) * stride
+    presence, frequency = tl.load(own_f + _PRESENCE), tl.load(own_f + _FREQUENCY)
+    repetition = tl.load(own_f + _REPETITION)
+    pending_at = tl.load(own + _PENDING_AT)
+    pending = tl.load(token_ids + pending_at, mask=pending_at >= 0, other=-1)
+    end = tl.load(own + _END)
+    num_missing = (pending >= 0).to(tl.int32)
+    for first in tl.range(tl.load(own + _FIRST), end + 1, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        is_entry = index < end
+        at = index * _FIELDS
+        token = tl.load(entries + at + _TOKEN, mask=is_entry, other=-1)
+        count = tl.load(entries + at + _COUNT, mask=is_entry, other=-1)
+        bias = tl.load(entries_f + at + _BIAS, mask=is_entry, other=0.0)
+        is_pending = is_entry & (token == pending)
+        num_missing -= tl.sum(is_pending.to(tl.int32), 0)
+        is_added = index == tl.where(num_missing > 0, end, -1)
+        token = tl.where(is_added, pending, token)
+        count = tl.where(is_pending | is_added, tl.maximum(count, 0) + 1, count)
+        is_inside = (is_entry | is_added) & (token < vocab_size)
+        logit = tl.load(base + token, mask=is_inside, other=0.0)
+        repeated = tl.where(logit < 0, logit * repetition, tl.div_rn(logit, repetition))
+        logit = tl.where(count >= 0, repeated, logit)
+        penalty = tl.where(count > 0, presence + frequency * count.to(tl.float32), 0.0)
+        tl.store(base + token, logit - penalty + bias, mask=is_inside)
 
 
 @triton.jit

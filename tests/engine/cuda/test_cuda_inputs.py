@@ -14,6 +14,7 @@ from parrot.engine.cuda.inputs import (
     IntArray,
     StepInputs,
 )
+from parrot.engine.kernels.adjustments import COUNT, END, FIRST, PENDING_AT, ROW, TOKEN
 from parrot.engine.kernels.draw_settings import INVERSE_TEMPERATURE, TOP_K
 from parrot.engine.noise_keys import noise_keys
 from parrot.engine.plan import PENDING, SampleSpec, SequenceStep, StepPlan
@@ -133,7 +134,7 @@ def test_what_it_takes_to_choose_a_token():
         builder = InputBuilder(2, 4, SIZE)
         plan = StepPlan((SequenceStep(1, [1], 0, [0], SampleSpec(1, sampling, 0, 1)),))
         inputs = builder.build(plan)
-        assert builder.can_launch(plan) == (not inputs.choice & ADJUSTED)
+        assert (inputs.adjustments is not None) == bool(inputs.choice & ADJUSTED)
         assert len(inputs.settings) == bool(inputs.choice & DRAWN)
         return inputs.choice
 
@@ -161,6 +162,64 @@ def test_settings_follow_the_samples():
     assert rows[[0, 3], :2].tolist() == noise_keys([40, 43], [1, 1]).tolist()
     assert settings(None, drawn, start=1, count=2)[:, :2].tolist() == noise_keys([41], [3]).tolist()
     assert settings(greedy, greedy, start=3).tolist() == []
+
+
+class Adjusted:
+    """A step of contexts with one token each, and what becomes of their logits."""
+
+    def __init__(self) -> None:
+        self.builder = InputBuilder(4, 8, SIZE)
+
+    def step(self, *samples: SampleSpec | None, count: int = 1, pending: bool = False) -> None:
+        steps = []
+        for i, spec in enumerate(samples):
+            tokens = [*[1] * (count - 1), PENDING if pending else 1]
+            steps.append(SequenceStep(i, tokens, 0, [i], spec))
+        found = self.builder.build(StepPlan(tuple(steps))).adjustments
+        assert found is not None
+        self.rows = found.rows[:, [ROW, PENDING_AT]].tolist()
+        spans = found.rows[:, [FIRST, END]].tolist()
+        self.counts = [
+            dict(found.entries[first:end, [TOKEN, COUNT]].tolist()) for first, end in spans
+        ]
+
+
+def test_adjustments_are_of_the_rows_that_want_them() -> None:
+    frequency, both = (
+        SamplingConfig(frequency_penalty=0.5),
+        SamplingConfig(repetition_penalty=1.2, presence_penalty=0.1),
+    )
+    plain = SampleSpec(0, GREEDY, 0, 1)
+    output = [5, 6, 5]
+    penalized = [
+        SampleSpec(1, frequency, 0, 4, output, [9, *output]),
+        SampleSpec(2, both, 0, 4, output, [9, *output]),
+    ]
+    step = Adjusted()
+    step.step(plain, penalized[0], None, penalized[1])
+    assert step.rows == [[1, -1], [3, -1]]
+    assert step.counts == [{5: 2, 6: 1}, {9: 0, 5: 2, 6: 1}]
+    step.step(plain, penalized[0], None, penalized[1], pending=True)
+    assert step.rows == [[1, 1], [3, 3]]
+    output.append(6)
+    penalized[1].context_ids.append(6)
+    step.step(plain, penalized[0], None, penalized[1], count=2, pending=True)
+    assert step.rows == [[1, 3], [2, 7]]
+    assert step.counts == [{5: 2, 6: 2}, {9: 0, 5: 2, 6: 2}]
+
+
+def test_a_job_does_not_inherit_the_counts_of_another() -> None:
+    """Of the same context, with the same configuration or another one."""
+    config, other = SamplingConfig(frequency_penalty=0.5), SamplingConfig(frequency_penalty=0.6)
+    step = Adjusted()
+    step.step(SampleSpec(1, config, 0, 3, [5, 5], [5, 5]))
+    step.step(SampleSpec(2, config, 0, 4, [6, 6, 6], [5, 5, 6, 6, 6]))
+    assert step.counts == [{6: 3}]
+    step.step(SampleSpec(2, other, 0, 4, [6], [6]))
+    assert step.counts == [{6: 1}]
+    step.builder.forget()
+    step.step(SampleSpec(2, other, 0, 4, [6, 7], [6, 7]))
+    assert step.counts == [{6: 1, 7: 1}]
 
 
 @settings(max_examples=40, deadline=None)

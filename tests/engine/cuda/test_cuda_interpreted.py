@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core import EngineCore
+from parrot.engine.cuda.inputs import StepInputs
 from parrot.engine.cuda.runner import CudaOptions, CudaRunner
 from parrot.engine.jobs import Order, Piece
 from parrot.engine.kernels.gate import GateConfig
@@ -132,17 +134,40 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [{"temperature": 0}],
+        [{"temperature": 0.9, "top_p": 0.9}],
+        [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0}],
+        [{"temperature": 0, "repetition_penalty": 3.0}, {"temperature": 0}],
+        [{"frequency_penalty": 2.0, "repetition_penalty": 1.5, "logit_bias": {7: 4.0}}, {}],
+    ],
+    ids=str,
+)
 def test_steps_launched_ahead_under_the_engine_core(
-    make_runners: MakeRunners, overlap: bool, fields: dict[str, Any]
+    make_runners: MakeRunners,
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    fields: list[dict[str, Any]],
 ) -> None:
-    """Tokens go from step to step on the device."""
+    """Tokens go from step to step on the device, and count there if they are penalized."""
     plain, own = make_runners("llama")
     own._overlap = overlap
-    samplings = [SamplingConfig(**fields, seed=i) for i in range(3)]
+    pending: list[int] = []
+    build = own._inputs.build
+
+    def watched(plan: StepPlan) -> StepInputs:
+        inputs = build(plan)
+        pending.extend(inputs.pending)
+        return inputs
+
+    monkeypatch.setattr(own._inputs, "build", watched)
+    samplings = [SamplingConfig(**fields[i % len(fields)], seed=i) for i in range(3)]
     want = core_outputs(plain, samplings)
     assert core_outputs(own, samplings) == want
     assert [len(output) for output in want] == [4, 6, 8]
+    assert Counter(pending) == ({0: 3, 1: 5, 2: 7} if overlap else {})
 
 
 def test_a_step_that_fails_while_its_kernels_are_launched(

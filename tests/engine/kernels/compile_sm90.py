@@ -295,6 +295,22 @@ def floors_variant(*, warps: int = 32) -> dict[str, Any]:
     )
 
 
+def adjust_variant(*, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.sampling_kernels import adjust_logits_kernel
+
+    pointers = {
+        **dict.fromkeys(("logits", "rows_f", "entries_f"), "*fp32"),
+        **dict.fromkeys(("token_ids", "rows", "entries"), "*i32"),
+    }
+    return compile_kernel(
+        adjust_logits_kernel,
+        {**pointers, "stride": "i32", "vocab_size": "i32"},
+        {"BLOCK": 1024},
+        divisible=(*pointers, "stride", "vocab_size"),
+        num_warps=warps,
+    )
+
+
 VARIANTS = {
     "attention": attention_variant,
     "merge": merge_variant,
@@ -306,6 +322,7 @@ VARIANTS = {
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,
+    "adjust": adjust_variant,
 }
 
 

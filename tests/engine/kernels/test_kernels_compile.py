@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "noise": {"kernel": "noise", "limited": False},
     "noise above floors": {"kernel": "noise"},
     "floors": {"kernel": "floors"},
+    "penalties": {"kernel": "adjust"},
 }
 
 

@@ -10,10 +10,19 @@ import numpy as np
 import torch
 
 from parrot.engine.kernels import sampling_kernels
-from parrot.engine.kernels.sampling import best_tokens, draw_tokens
+from parrot.engine.kernels.adjustments import Adjustments
+from parrot.engine.kernels.sampling import adjust_logits, best_tokens, draw_tokens
 from parrot.engine.sampler import sample
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.draws import SETTINGS, settings_of, specs_of
+from parrot.testing.draws import (
+    SETTINGS,
+    adjusted_exactly,
+    adjustments_for,
+    penalized,
+    settings_of,
+    specs_of,
+    without_newest,
+)
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available()
@@ -87,3 +96,48 @@ def test_few_tokens_are_left_of_a_flat_row() -> None:
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     assert set(tokens.tolist()) <= {4997, 4998, 4999}
     assert np.unique(tokens.numpy()).size > 1
+
+
+def adjusted(logits: torch.Tensor, step: Adjustments, tokens: list[int]) -> torch.Tensor:
+    """Columns beyond the rows' ends are left alone."""
+    rows, vocab_size = logits.shape
+    wide = torch.full((rows, vocab_size + 5), 9.0)
+    wide[:, :vocab_size] = logits
+    parts = (torch.from_numpy(part) for part in (step.rows, step.entries))
+    adjust_logits(wide[:, :vocab_size], torch.tensor(tokens, dtype=torch.int32), *parts)
+    assert (wide[:, vocab_size:] == 9.0).all()
+    return wide[:, :vocab_size]
+
+
+@pytest.mark.parametrize("length", [2, 30, 3000])
+def test_penalties_and_biases(length: int) -> None:
+    """Against float64; and a token that is still pending counts as if it were known."""
+    specs = penalized(4100, length)
+    logits = normal(len(specs), 4100)
+    newest = [spec.context_ids[-1] for spec in specs]
+    got = adjusted(logits, adjustments_for(specs, pending=False), newest)
+    torch.testing.assert_close(got.double(), adjusted_exactly(logits, specs), rtol=1e-5, atol=1e-5)
+    ahead = adjustments_for(without_newest(specs), pending=True)
+    assert torch.equal(adjusted(logits, ahead, newest), got)
+
+
+def test_penalties_leave_other_rows_and_what_is_not_finite() -> None:
+    specs = penalized(500, 60)[:7]
+    logits = normal(9, 500)
+    logits[1, 17], logits[3, 499], logits[4, 3] = float("nan"), float("inf"), float("-inf")
+    got = adjusted(logits, adjustments_for(specs, pending=False), [0])
+    assert torch.equal(got[7:], logits[7:])
+    assert (best_tokens(got) < 0).tolist() == [i in (1, 3, 4) for i in range(9)]
+    sound = [0, 2, 5, 6]
+    want = adjusted_exactly(logits[sound], [specs[i] for i in sound])
+    torch.testing.assert_close(got[sound].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_penalized_tokens_are_those_of_the_cpu() -> None:
+    specs = penalized(259, 40)
+    logits = normal(len(specs), 259)
+    want = sample(logits.clone(), specs).tokens
+    got = adjusted(logits, adjustments_for(specs, pending=False), [0])
+    tokens = best_tokens(got)
+    draw_tokens(got, tokens, settings_of(specs), limited=False)
+    assert tokens.tolist() == [want[s.job_id] for s in specs]

@@ -1,0 +1,104 @@
+"""How the logits of a step's rows are changed before a token is chosen (numpy only).
+
+What changes a job's logits is a list of tokens, kept up to date from step to step; the whole list
+goes to the device. The token that the step before samples for the job is not on it yet: that one
+is `PENDING`, and the kernel finds it on the device."""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from parrot.engine.plan import SampleSpec
+from parrot.protocol.sampling import SamplingConfig
+
+IntArray = npt.NDArray[np.int32]
+
+NUM_COLUMNS = 8
+ROW, PENDING_AT, FIRST, END, PRESENCE, FREQUENCY, REPETITION = range(7)
+"""Columns of a row that is adjusted. ROW: of the logits. PENDING_AT: where among the step's tokens
+its newest is, if that is not counted in its entries; else -1. Its entries are [FIRST, END). The
+penalties are float32; a repetition penalty of one is none."""
+
+NUM_FIELDS = 3
+TOKEN, COUNT, BIAS = range(NUM_FIELDS)
+"""Fields of an entry. COUNT: how often the token is in the output; -1 if it is not in the context
+either, so only biased. BIAS: float32. A row has no two entries of one token."""
+
+
+class AdjustedTokens:
+    """The entries of one job. Keeping them up to date takes time for what is new only."""
+
+    def __init__(self, job_id: int, config: SamplingConfig) -> None:
+        self.job_id = job_id
+        self.penalties = (
+            config.presence_penalty,
+            config.frequency_penalty,
+            config.repetition_penalty or 1.0,
+        )
+        self._counts_output = bool(config.presence_penalty or config.frequency_penalty)
+        self._marks_context = config.repetition_penalty not in (0.0, 1.0)
+        self._num_counted = 0
+        self._num_marked = 0
+        self._entries = array("i")
+        self._place_of: dict[int, int] = {}
+        bias = config.logit_bias or {}
+        bits = np.array([*bias.values()], dtype=np.float32).view(np.int32).tolist()
+        for token, value in zip(bias, bits, strict=True):
+            self._entries[self._place(token) + BIAS] = value
+
+    def update(self, spec: SampleSpec) -> IntArray:
+        """[entries, NUM_FIELDS], valid until the next call and to be dropped before it."""
+        entries = self._entries
+        if self._marks_context:
+            for token in dict.fromkeys(spec.context_ids[self._num_marked :]):
+                at = self._place(token) + COUNT
+                entries[at] = max(entries[at], 0)
+            self._num_marked = len(spec.context_ids)
+        if self._counts_output:
+            for token, count in Counter(spec.output_ids[self._num_counted :]).items():
+                at = self._place(token) + COUNT
+                entries[at] = max(entries[at], 0) + count
+            self._num_counted = len(spec.output_ids)
+        return np.frombuffer(entries, dtype=np.int32).reshape(-1, NUM_FIELDS)
+
+    def _place(self, token: int) -> int:
+        """Where the token's entry begins."""
+        place = self._place_of.get(token)
+        if place is None:
+            place = self._place_of[token] = len(self._entries)
+            self._entries.extend((token, -1, 0))
+        return place
+
+
+class AdjustedRow(NamedTuple):
+    """A row of the logits, as it is with `spec`; `pending_at` as in PENDING_AT."""
+
+    row: int
+    pending_at: int
+    tokens: AdjustedTokens
+    spec: SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """`rows` int32 [adjusted rows, NUM_COLUMNS], `entries` int32 [entries of all, NUM_FIELDS]."""
+
+    rows: IntArray
+    entries: IntArray
+
+
+def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
+    entries = [a.tokens.update(a.spec) for a in adjusted]
+    ends = np.cumsum([len(part) for part in entries])
+    rows = np.zeros((len(adjusted), NUM_COLUMNS), dtype=np.int32)
+    rows[:, ROW] = [a.row for a in adjusted]
+    rows[:, PENDING_AT] = [a.pending_at for a in adjusted]
+    rows[1:, FIRST] = ends[:-1]
+    rows[:, END] = ends
+    rows.view(np.float32)[:, PRESENCE : REPETITION + 1] = [a.tokens.penalties for a in adjusted]
+    return Adjustments(rows, np.concatenate(entries))
