@@ -133,15 +133,19 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
     return [a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)]
 
 
+# So that they come again and again.
+FEW = {"logit_bias": {7: 50.0, 8: 49.3, 9: 48.9}}
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "fields",
     [
         [{"temperature": 0}],
         [{"temperature": 0.9, "top_p": 0.9}],
-        [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0}],
-        [{"temperature": 0, "repetition_penalty": 3.0}, {"temperature": 0}],
-        [{"frequency_penalty": 2.0, "repetition_penalty": 1.5, "logit_bias": {7: 4.0}}, {}],
+        [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0, **FEW}],
+        [{"temperature": 0, "repetition_penalty": 10.0, **FEW}, {"temperature": 0}],
+        [{"frequency_penalty": 2.0, "repetition_penalty": 1.5, **FEW}, {}],
     ],
     ids=str,
 )
