@@ -94,8 +94,8 @@ class Attempts:
 
     def hand_over(self, task: CompletionTask, heir: Completion) -> None:
         """It goes on for another completion."""
-        self._running[heir.id] = self._running.pop(task.completion.id)
-        self._scheduler.hand_over(task, heir)
+        running = self._running[heir.id] = self._running.pop(task.completion.id)
+        self._scheduler.hand_over(task, running[0].engine.id, heir)
 
     def leave(self, engine: Engine) -> list[CompletionTask]:
         """The engine is gone: its tasks run again elsewhere, but not for ever, since one of them

@@ -73,7 +73,7 @@ class Line:
         assert top is not None
         task = top[1]
         self.queue.remove(task)
-        self.order.placed(task, work_s)
+        self.order.placed(task, 0, work_s)
         return task
 
     def run(self, work_s: float = 1.0) -> list[CompletionTask]:
@@ -321,7 +321,7 @@ def test_parts_of_a_stage_have_one_place_in_an_engines_queue(policy: str) -> Non
     places = []
     for task in tasks:
         places.append(line.order.priority_s(task))
-        line.order.placed(task, 10.0)
+        line.order.placed(task, 0, 10.0)
     assert len(set(places)) == 1
 
 
@@ -342,8 +342,62 @@ def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
         line.remain(session, float(session))
         tasks.append(line.add(session))
     task = tasks.pop(3)
-    assert line.order.num_ahead(task, tasks) == 3
-    assert Line("las").order.num_ahead(task, tasks) == 0
+    for other in tasks:
+        line.order.placed(other, 7, 1.0)
+    assert line.order.ahead(task, 7) == (3, 5)
+    assert line.order.ahead(task, 8) == (0, 0)
+    line.remain(0, 10.0)
+    assert line.order.ahead(task, 7) == (2, 5)
+    line.order.ended(tasks[1])
+    assert line.order.ahead(task, 7) == (1, 4)
+    assert not Line("las").order.holds_back
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
+    rng, line = random.Random(seed), Line()
+    queued: list[CompletionTask] = []
+    placed: dict[CompletionTask, int] = {}
+    for _ in range(80):
+        session = rng.randrange(6)
+        match rng.randrange(6):
+            case 0 | 1:
+                criteria = rng.choice([LATENCY, THROUGHPUT])
+                deadline = rng.choice([None, line.clock.now() + rng.random() * 20])
+                queued.append(line.add(session, path_s=5.0, criteria=criteria, deadline=deadline))
+            case 2 if queued:
+                task = queued.pop(rng.randrange(len(queued)))
+                line.queue.remove(task)
+                placed[task] = rng.randrange(2)
+                line.order.placed(task, placed[task], rng.random() * 5)
+            case 3 if placed:
+                task = rng.choice(list(placed))
+                del placed[task]
+                line.order.ended(task)
+            case 4:
+                line.remain(session, rng.random() * 20)
+            case 5 if placed:
+                task = rng.choice(list(placed))  # to run again
+                del placed[task]
+                line.order.updated(task)
+                line.queue.push(task)
+                queued.append(task)
+            case _:
+                line.later(rng.random() * 5)
+        for task in queued[:2]:
+            for engine_id in (0, 1):
+                assert line.order.ahead(task, engine_id) == walk(line, task, placed, engine_id)
+
+
+def walk(
+    line: Line, task: CompletionTask, placed: dict[CompletionTask, int], engine_id: int
+) -> tuple[int, int]:
+    there = [other for other, place in placed.items() if place == engine_id]
+    others = {other.completion.session_id: other for other in there}
+    others.pop(task.completion.session_id, None)
+    keys = [line.order.group_key(line.order.group(other)) for other in others.values()]
+    return sum(key <= line.order.group_key(line.order.group(task)) for key in keys), len(keys)
 
 
 def test_a_group_is_passed_over_until_it_is_released() -> None:
@@ -366,6 +420,6 @@ def test_an_application_gets_another_place_when_a_call_has_ended() -> None:
     line = Line("las")
     first, second = line.add(1), line.add(1)
     before = line.order.priority_s(first)
-    line.order.placed(first, 10.0)
+    line.order.placed(first, 0, 10.0)
     line.order.ended(first)
     assert line.order.priority_s(second) > before  # for it has had that much service

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
+from parrot.serve.scheduler.admission import RunningApps
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.utils.clock import Clock
 
@@ -34,6 +35,8 @@ class OrderPolicy:
 
     A task's keys may change only by `update` of the scheduler, or when `due` names it. A group's
     key may grow at any time; when it may have shrunk, `progressed` names the group."""
+
+    holds_back = False  # whether tasks should ever wait for the sake of those that run
 
     def group(self, task: CompletionTask) -> Hashable:
         return None
@@ -57,14 +60,14 @@ class OrderPolicy:
     def updated(self, task: CompletionTask) -> None:
         """It was read anew, and will be in the queue again."""
 
-    def placed(self, task: CompletionTask, work_s: float) -> None: ...
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None: ...
 
     def ended(self, task: CompletionTask) -> None: ...
 
-    def num_ahead(self, task: CompletionTask, others: Iterable[CompletionTask]) -> int:
-        """How many of `others`, which run and are one of each other application, go before the
-        task, so that it should wait for their sake."""
-        return 0
+    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+        """Of the other applications on the engine, how many go before the task, so that it should
+        wait for their sake, and how many there are. Only if it `holds_back`."""
+        raise NotImplementedError
 
     def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
         """The work of all that the session wants and has not got, in seconds of an engine that does
@@ -113,7 +116,7 @@ class _ByApp(OrderPolicy):
     def arrived(self, task: CompletionTask) -> None:
         self._account(task.completion.session_id).num_tasks += 1
 
-    def placed(self, task: CompletionTask, work_s: float) -> None:
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
         self._apps[task.completion.session_id].served_s += work_s
 
     def ended(self, task: CompletionTask) -> None:
@@ -165,9 +168,12 @@ class CriticalPath(_ByApp):
 
     Latency and throughput tasks of an application are two groups, the first with a lead."""
 
+    holds_back = True
+
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self._deadlines = _Deadlines(clock)
+        self._running = RunningApps(lambda task: self.group_key(self.group(task)))
         self._placed_s: dict[CompletionTask, float] = {}
 
     def group(self, task: CompletionTask) -> tuple[int, bool]:
@@ -195,6 +201,7 @@ class CriticalPath(_ByApp):
 
     def updated(self, task: CompletionTask) -> None:
         self._deadlines.watch(task)
+        self._running.discard(task)
 
     def priority_s(self, task: CompletionTask) -> float:
         """By urgency alone. Which application is first is decided before its calls are placed:
@@ -203,16 +210,19 @@ class CriticalPath(_ByApp):
             return float("-inf")
         return 0.0 if task.is_latency else _LATENCY_LEAD_S
 
-    def num_ahead(self, task: CompletionTask, others: Iterable[CompletionTask]) -> int:
-        key = self.group_key(self.group(task))
-        return sum([self.group_key(self.group(other)) <= key for other in others])
+    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+        return self._running.ahead(task, engine_id)
 
-    def placed(self, task: CompletionTask, work_s: float) -> None:
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
         self._placed_s[task] = work_s
+        self._running.add(task, engine_id)
         self._deadlines.forget(task)
 
     def ended(self, task: CompletionTask) -> None:
-        self._apps[task.completion.session_id].served_s += self._placed_s.pop(task, 0.0)
+        session_id = task.completion.session_id
+        self._running.discard(task)
+        self._apps[session_id].served_s += self._placed_s.pop(task, 0.0)
+        self._running.changed(session_id)
         super().ended(task)
         self._deadlines.forget(task)
 
@@ -225,6 +235,7 @@ class CriticalPath(_ByApp):
         account = self._account(session_id)
         before_s, account.remaining_s = account.remaining_s, remaining_s
         account.last_active = self._clock.now()
+        self._running.changed(session_id)
         return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
 
     def _account(self, session_id: int) -> _App:

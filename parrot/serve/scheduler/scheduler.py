@@ -125,11 +125,12 @@ class Scheduler:
         self._order.updated(task)
         self._push(task)
 
-    def hand_over(self, task: CompletionTask, heir: Completion) -> None:
+    def hand_over(self, task: CompletionTask, engine_id: int, heir: Completion) -> None:
         """A placed task goes on for another completion."""
         self._order.ended(task)
         task.completion = heir
         self._order.arrived(task)
+        self._order.placed(task, engine_id, 0.0)
 
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)
@@ -192,18 +193,18 @@ class Scheduler:
 
     def _should_wait(self, task: CompletionTask, load: EngineLoad, to_compute: int) -> bool:
         """For those who run there: see `admission`."""
+        if not self._order.holds_back or not load.num_tasks:
+            return False
         queue = self._queues.get(task.models)
         num_groups = 0 if queue is None else queue.num_groups
         num_waiting = max(1.0, num_groups / self._loads.num_members(task.models))
         step_s, most_s = load.cost.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
         if not should_wait(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
             return False
-        others = {other.completion.session_id: other for other in load.tasks}
-        others.pop(task.completion.session_id, None)
-        num_ahead = self._order.num_ahead(task, others.values())
+        num_ahead, num_others = self._order.ahead(task, load.id)
         new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
         added_s = _added_s(task, load, new_prompt, to_compute)
-        return should_wait(num_ahead, len(others) + num_waiting, added_s, step_s)
+        return should_wait(num_ahead, num_others + num_waiting, added_s, step_s)
 
     def _hold(self, current: _Round, task: CompletionTask) -> None:
         current.queue.hold(task)
@@ -243,7 +244,7 @@ class Scheduler:
         self._loads.changed(load)
         self._placer.unqueued(task)
         self._placer.placed(task, load)
-        self._order.placed(task, work_s)
+        self._order.placed(task, load.id, work_s)
         return Placement(task, load.id, self._priority(task))
 
     def _priority(self, task: CompletionTask) -> int:
