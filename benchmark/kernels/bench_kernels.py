@@ -260,7 +260,7 @@ def bench_layers() -> Rows:
     rows = []
     for name, shape in LAYER_SHAPES.items():
         num_layers = 6 if shape[0] > 1024 else 28
-        for num_rows in (1, 8, 16, 32):
+        for num_rows in (1, 8, 16, 32, 48, 64):
             layers = LayerProducts(shape, num_rows, num_layers)
             us, cublas_us = (
                 time_graph(run, per_run=num_layers) for run in (layers.ours, layers.cublas)

@@ -93,7 +93,7 @@ def test_silu_mul(size: int, tokens: int) -> None:
 
 @pytest.mark.parametrize(("num_out", "size"), [(576, 576), (6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, FEW_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, 33, FEW_ROWS])
 def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> None:
     torch.manual_seed(size)
     x, weight = normal(num_rows, size), normal(2 * num_out if silu else num_out, size)
@@ -112,7 +112,7 @@ def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> 
 
 
 @pytest.mark.parametrize(("inner", "size"), [(576, 576), (4096, 4096), (13824, 5120)])
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, FEW_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, 33, FEW_ROWS])
 def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> None:
     """One product adds to the residual stream, and the next one reads that normed; then the same
     many times in a row, so that each kernel starts while the one before ends."""
@@ -142,7 +142,7 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "size"), [(32, 8, 128, 4096), (9, 3, 64, 576), (40, 40, 128, 5120)]
 )
-@pytest.mark.parametrize("num_rows", [1, 9, 16, FEW_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 9, 16, 32, FEW_ROWS])
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, size: int, num_rows: int) -> None:
     """As the product, the rotation and the write one after the other."""
     torch.manual_seed(heads)

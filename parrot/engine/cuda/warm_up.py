@@ -11,7 +11,7 @@ from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.work_list import SplitConfig, StepRows, WorkList, plan_work
 
 _CONTEXTS = (64, 2048)
-_PROMPTS = (1, 16, 256)
+_PROMPTS = (16, 32, 64, 256)  # products of few rows have kernels for each power of two
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.launch import early_launch, starts_early
 from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 
-FEW_ROWS = 32
+FEW_ROWS = 64
 """With more rows, cuBLAS is as fast."""
 
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
 _MIN_DOT = 16
+_HALF = FEW_ROWS // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,13 @@ def few_rows_qkv(
     rows, squares, eps = _parts(x)
     num_rows, size = rows.shape
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    assert num_rows <= FEW_ROWS
     assert weight.shape == (num_out, size), (weight.shape, shape)
     assert weight.is_contiguous()
     assert kv.k.is_contiguous()
     assert kv.v.is_contiguous()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
-    assert can_rotate(shape)
+    assert can_rotate(shape, num_rows)
     q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
     tile = _tile(num_rows, num_out, size, silu=False)
     few_rows_qkv_kernel[(num_out // tile["BN"],)](
@@ -129,10 +129,11 @@ def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor 
     return (x.rows, x.squares, x.eps) if isinstance(x, UndividedRows) else (x, None, 0.0)
 
 
-def can_rotate(shape: AttentionShape) -> bool:
-    """Whether `few_rows_qkv` takes such heads."""
+def can_rotate(shape: AttentionShape, num_rows: int) -> bool:
+    """Whether `few_rows_qkv` takes so many rows with such heads."""
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return shape.head_dim % _tile(1, num_out, shape.head_dim, silu=False)["BN"] == 0
+    outputs = _tile(num_rows, num_out, shape.head_dim, silu=False)["BN"]
+    return num_rows <= FEW_ROWS and shape.head_dim % outputs == 0
 
 
 def _launch(
@@ -181,18 +182,29 @@ def _launch(
 def _tile(num_rows: int, num_out: int, size: int, *, silu: bool) -> dict[str, int]:
     """Tuned on an H200 (docs/kernels.md). Short outputs need more programs than wide tiles give;
     the fewer programs, the more of the weights must each have on its way."""
-    wide = num_out >= _MANY_OUTPUTS
-    if wide and silu:
-        outputs, columns, stages = (128 if num_out > 2 * _MANY_OUTPUTS else 64), 128, 3
-    elif wide:
-        outputs, columns = 64, 128
-        stages = 4 if num_out > 2 * _MANY_OUTPUTS else 6 if num_out > 5120 else 8
-    else:
-        outputs, columns, stages = (32, 256, 4) if silu else (16, 512, 4)
+    choose = _tile_of_32 if num_rows <= _HALF else _tile_of_64
+    outputs, columns, stages, warps = choose(num_out, silu=silu)
     return {
         "BM": max(_MIN_DOT, triton.next_power_of_2(num_rows)),
         "BN": outputs,
         "BK": min(columns, max(_MIN_DOT, triton.next_power_of_2(size))),
         "STAGES": stages,
-        "num_warps": 4 if wide else 2,
+        "num_warps": warps,
     }
+
+
+def _tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
+    if num_out < _MANY_OUTPUTS:
+        return (32, 256, 4, 2) if silu else (16, 512, 4, 2)
+    if silu:
+        return (128 if num_out > 2 * _MANY_OUTPUTS else 64), 128, 3, 4
+    return 64, 128, (4 if num_out > 2 * _MANY_OUTPUTS else 6 if num_out > 5120 else 8), 4
+
+
+def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
+    """x is read by every program, and with so many rows takes as long as the weights do."""
+    if num_out < _MANY_OUTPUTS:
+        return (32, 64, 6, 4) if silu else (16, 256, 5, 4)
+    if silu:
+        return 64, 64, 4, 4
+    return (128, 128, 4, 4) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)

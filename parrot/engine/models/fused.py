@@ -170,7 +170,7 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, self._cos_sin, shape)
         new = None
-        if _is_few(_rows(x)) and layer.head_norm is None and can_rotate(shape):
+        if layer.head_norm is None and can_rotate(shape, len(_rows(x))):
             q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
         else:
             keep_k = bool(plan.work.dense)

@@ -198,7 +198,13 @@ def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
 
 
 def linear_variant(
-    *, rows: int = 32, outputs: int = 64, silu: bool = False, add: bool = False, stages: int = 4
+    *,
+    rows: int = 32,
+    outputs: int = 64,
+    columns: int = 128,
+    silu: bool = False,
+    add: bool = False,
+    stages: int = 4,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
 
@@ -211,7 +217,8 @@ def linear_variant(
     else:
         pointers["squares_ptr"] = "*fp32"
         constants |= {**dict.fromkeys(added), "PARTS": 80}
-    constants |= {"N": 5120, "K": 5120, "BM": rows, "BN": outputs, "BK": 128, "STAGES": stages}
+    constants |= {"N": 5120, "K": 5120}
+    constants |= {"BM": rows, "BN": outputs, "BK": columns, "STAGES": stages}
     return compile_kernel(
         few_rows_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
@@ -221,7 +228,7 @@ def linear_variant(
     )
 
 
-def qkv_variant(*, rows: int = 32) -> dict[str, Any]:
+def qkv_variant(*, rows: int = 32, outputs: int = 64) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import few_rows_qkv_kernel
 
     values = ("x_ptr", "weight_ptr", "q_ptr", "k_cache", "v_cache")
@@ -232,7 +239,7 @@ def qkv_variant(*, rows: int = 32) -> dict[str, Any]:
     }
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
     shape = {"K": 5120, "H": 40, "HKV": 40, "D": 128, "PAGE": 64}
-    tile = {"BM": rows, "BN": 64, "BK": 128, "STAGES": 4, "PARTS": 80}
+    tile = {"BM": rows, "BN": outputs, "BK": 128, "STAGES": 4, "PARTS": 80}
     return compile_kernel(
         few_rows_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},

@@ -108,7 +108,7 @@ def test_silu_mul(size: int) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "num_out", "size"),
     [
-        *((rows, *shape) for rows in (1, 2, 17, FEW_ROWS) for shape in FEW_ROWS_SHAPES),
+        *((rows, *shape) for rows in (1, 2, 17, 33, FEW_ROWS) for shape in FEW_ROWS_SHAPES),
         *((rows, 4100, 140) for rows in (2, 17, FEW_ROWS)),  # wide tiles
         (2, 4100, 40),
     ],
@@ -165,7 +165,7 @@ def test_products_that_add_and_norm(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (2, 2, 16), (30, 2, 128)])
-@pytest.mark.parametrize("num_rows", [1, 5, 20])
+@pytest.mark.parametrize("num_rows", [1, 5, 20, 50])
 @pytest.mark.parametrize("undivided", [False, True])
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, num_rows: int, undivided: bool) -> None:
     """As the product, the rotation and the write one after the other."""
