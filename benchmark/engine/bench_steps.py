@@ -9,10 +9,12 @@ kernel by kernel. `capture_ms`: a decode graph captured while serving.
 
 import argparse
 import json
+import random
 import shlex
 import statistics
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +33,30 @@ CHOICES = {
     "min_p": SamplingConfig(temperature=0.8, min_p=0.05),
     "top_p": SamplingConfig(temperature=0.8, top_p=0.95),
     "top_k, top_p": SamplingConfig(temperature=0.8, top_k=20, top_p=0.95),
+    "penalties": SamplingConfig(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5),
+    "all penalties": SamplingConfig(
+        temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1
+    ),
 }
 STEPS = 40
+CONTEXT = 1024
+TEXT = memoryview(array("i", random.Random(0).choices(range(20000), k=CONTEXT + 2 * STEPS)))
+"""What contexts hold, for penalties; the second half of the first CONTEXT tokens is output too."""
 
 
 def drawn(step: SequenceStep, sampling: SamplingConfig, *, is_first: bool) -> SequenceStep:
     """Only the first step's tokens are known before it is launched."""
-    spec = SampleSpec(step.context_id, sampling, step.context_id, step.end)
+    known = TEXT[: step.end if is_first else step.end - 1]
+    spec = SampleSpec(
+        step.context_id, sampling, step.context_id, step.end, known[CONTEXT // 2 :], known
+    )
     return step._replace(sample=spec, token_ids=step.token_ids if is_first else [PENDING])
 
 
 def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, sampling in CHOICES.items():
-        case = Decode(f"B={batch}", batch, 1024)
+        case = Decode(f"B={batch}", batch, CONTEXT)
         sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
         runner.run(StepPlan(sequences.next_step()))  # gives the contexts their rows
         plans = [

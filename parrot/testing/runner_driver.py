@@ -12,11 +12,13 @@ GREEDY = SamplingConfig(temperature=0)
 
 @dataclass
 class Context:
-    """`tokens` of which the first `done` have their KV in `blocks`."""
+    """`tokens`, of which the first `done` have their KV in `blocks` and the last `num_output` were
+    generated."""
 
     context_id: int
     tokens: list[int]
     done: int = 0
+    num_output: int = 0
     blocks: list[int] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
@@ -69,7 +71,9 @@ class Driver:
             context.copies.clear()
             sample = None
             if end == len(context.tokens):
-                sample = SampleSpec(context.context_id, sampling, 0, end, (), tuple(context.tokens))
+                output = tuple(context.tokens[end - context.num_output :])
+                text = tuple(context.tokens)
+                sample = SampleSpec(context.context_id, sampling, 0, end, output, text)
             tokens = context.tokens[context.done : end]
             sequences.append(
                 SequenceStep(context.context_id, tokens, context.done, context.blocks, sample)
@@ -78,9 +82,13 @@ class Driver:
         return self.runner.run(StepPlan(tuple(sequences), tuple(copies)))
 
     def generate(
-        self, contexts: Sequence[Context], num_tokens: int, chunk: int | None = None
+        self,
+        contexts: Sequence[Context],
+        num_tokens: int,
+        chunk: int | None = None,
+        sampling: SamplingConfig = GREEDY,
     ) -> list[list[int]]:
-        """Greedy, all together; prompts are computed `chunk` tokens a step."""
+        """All together; prompts are computed `chunk` tokens a step."""
         outputs: list[list[int]] = [[] for _ in contexts]
         while any(len(output) < num_tokens for output in outputs):
             work = [
@@ -88,10 +96,11 @@ class Driver:
                 for context, output in zip(contexts, outputs, strict=True)
                 if len(output) < num_tokens
             ]
-            result = self.step(work)
+            result = self.step(work, sampling)
             assert not result.errors
             for context, output in zip(contexts, outputs, strict=True):
                 if context.context_id in result.tokens:
                     output.append(result.tokens[context.context_id])
                     context.tokens.append(output[-1])
+                    context.num_output += 1
         return outputs

@@ -18,7 +18,7 @@ from parrot.engine.cuda.runner import CudaRunner
 from parrot.engine.jobs import Order, Piece
 from parrot.engine.model_runner import load_runner
 from parrot.engine.output import Language
-from parrot.engine.plan import LaunchedStep, StepPlan
+from parrot.engine.plan import PENDING, LaunchedStep, StepPlan
 from parrot.protocol.internal import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.core_harness import Answer
@@ -34,7 +34,15 @@ NUM_BLOCKS = 40
 LIMITS = {"max_gen_length": 12, "ignore_tokenizer_eos": True}
 GREEDY = SamplingConfig.model_validate({"temperature": 0, **LIMITS})
 DRAWN = SamplingConfig.model_validate({"top_p": 0.9, **LIMITS})
-PENALIZED = SamplingConfig.model_validate({"presence_penalty": 0.5, **LIMITS})
+PENALIZED = SamplingConfig.model_validate(
+    {
+        "temperature": 0,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.2,
+        "logit_bias": {7: 3.0, 8: 2.5, 9: 2.0},
+        **LIMITS,
+    }
+)
 
 
 class World:
@@ -46,7 +54,7 @@ class World:
         self.rng = rng
         self.running: dict[int, Answer] = {}
         self.texts: dict[int, list[int]] = {}
-        self.greedy_answers: list[tuple[list[int], list[int]]] = []
+        self.greedy_answers: list[tuple[SamplingConfig, list[int], list[int]]] = []
         self.num_operations = 0
         self._kinds: dict[int, SamplingConfig | None] = {}
         self._next_id = 0
@@ -60,7 +68,7 @@ class World:
         if len(known) + len(prompt) > 350 or len(self.running) > 12:
             return
         number = self._next_id = self._next_id + 1
-        kind = rng.choices([GREEDY, DRAWN, PENALIZED, None], [6, 3, 1, 2])[0]
+        kind = rng.choices([GREEDY, DRAWN, PENALIZED, None], [4, 2, 3, 2])[0]
         piece = Piece(number, array("i", prompt), parent, len(known) if known else None)
         answer = self.running[number] = Answer()
         self._kinds[number], self.texts[number] = kind, known + prompt
@@ -105,8 +113,8 @@ class World:
             if isinstance(answer.response, GenerateResponse):
                 output = answer.response.generated_ids
             self.texts[number] = prompt + output
-            if kind is GREEDY:
-                self.greedy_answers.append((prompt, output))
+            if kind is GREEDY or kind is PENALIZED:
+                self.greedy_answers.append((kind, prompt, output))
 
     def finish(self) -> None:
         while self.core.has_work and self.core.step():
@@ -117,7 +125,7 @@ class World:
 
 
 def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a greedy request got is what an undisturbed runner gives."""
+    """What a greedy request got, penalized or not, is what an undisturbed runner gives."""
     config = BuiltinConfig.model_validate(
         {
             "model": str(make_tiny_model(tmp_path, overrides=SIZES)),
@@ -129,11 +137,15 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     runner, tokenizer = load_runner(config)
     assert isinstance(runner, CudaRunner)
-    launch, prompts_ahead = runner.launch, []
+    launch, prompts_ahead, penalized_ahead = runner.launch, [], []
 
     def watched(plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
         if previous is not None and plan.num_tokens > len(plan.sequences):
             prompts_ahead.append(plan.num_tokens)
+        for sequence in plan.sequences:
+            spec = sequence.sample
+            if spec and spec.sampling is PENALIZED and sequence.token_ids[-1] == PENDING:
+                penalized_ahead.append(spec.job_id)
         return launch(plan, previous)
 
     monkeypatch.setattr(runner, "launch", watched)
@@ -148,10 +160,11 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert core.runtime_info().num_free_blocks == NUM_BLOCKS
     assert len(world.greedy_answers) > world.num_operations // 50
     assert len(prompts_ahead) > world.num_operations // 50
+    assert len(penalized_ahead) > world.num_operations // 50
     driver = Driver(runner)
-    for prompt, output in world.rng.sample(
-        world.greedy_answers, min(20, len(world.greedy_answers))
+    for kind, prompt, output in world.rng.sample(
+        world.greedy_answers, min(40, len(world.greedy_answers))
     ):
         context = driver.context(prompt)
-        assert driver.generate([context], len(output)) == [output]
+        assert driver.generate([context], len(output), sampling=kind) == [output]
         driver.release(context)

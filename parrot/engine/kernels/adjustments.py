@@ -6,7 +6,7 @@ is `PENDING`, and the kernel finds it on the device."""
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,30 +49,30 @@ class AdjustedTokens:
         bias = config.logit_bias or {}
         bits = np.array([*bias.values()], dtype=np.float32).view(np.int32).tolist()
         for token, value in zip(bias, bits, strict=True):
-            self._entries[self._place(token) + BIAS] = value
+            self._place_of[token] = len(self._entries)
+            self._entries.extend((token, -1, value))
 
     def update(self, spec: SampleSpec) -> IntArray:
-        """[entries, NUM_FIELDS], valid until the next call and to be dropped before it."""
-        entries = self._entries
+        """The entries, flat; valid until the next call and to be dropped before it."""
         if self._marks_context:
-            for token in dict.fromkeys(spec.context_ids[self._num_marked :]):
-                at = self._place(token) + COUNT
-                entries[at] = max(entries[at], 0)
+            new = spec.context_ids[self._num_marked :]
+            self._add(dict.fromkeys(new, 0))
             self._num_marked = len(spec.context_ids)
         if self._counts_output:
-            for token, count in Counter(spec.output_ids[self._num_counted :]).items():
-                at = self._place(token) + COUNT
-                entries[at] = max(entries[at], 0) + count
+            new = spec.output_ids[self._num_counted :]
+            self._add(Counter(new) if len(new) > 1 else dict.fromkeys(new, 1))
             self._num_counted = len(spec.output_ids)
-        return np.frombuffer(entries, dtype=np.int32).reshape(-1, NUM_FIELDS)
+        return np.frombuffer(self._entries, dtype=np.int32)
 
-    def _place(self, token: int) -> int:
-        """Where the token's entry begins."""
-        place = self._place_of.get(token)
-        if place is None:
-            place = self._place_of[token] = len(self._entries)
-            self._entries.extend((token, -1, 0))
-        return place
+    def _add(self, counts: Mapping[int, int]) -> None:
+        entries, place_of = self._entries, self._place_of
+        for token, count in counts.items():
+            place = place_of.get(token)
+            if place is None:
+                place_of[token] = len(entries)
+                entries.extend((token, count, 0))
+            else:
+                entries[place + COUNT] = max(entries[place + COUNT], 0) + count
 
 
 class AdjustedRow(NamedTuple):
@@ -94,11 +94,11 @@ class Adjustments:
 
 def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
     entries = [a.tokens.update(a.spec) for a in adjusted]
-    ends = np.cumsum([len(part) for part in entries])
+    ends = np.cumsum([len(part) for part in entries]) // NUM_FIELDS
     rows = np.zeros((len(adjusted), NUM_COLUMNS), dtype=np.int32)
     rows[:, ROW] = [a.row for a in adjusted]
     rows[:, PENDING_AT] = [a.pending_at for a in adjusted]
     rows[1:, FIRST] = ends[:-1]
     rows[:, END] = ends
     rows.view(np.float32)[:, PRESENCE : REPETITION + 1] = [a.tokens.penalties for a in adjusted]
-    return Adjustments(rows, np.concatenate(entries))
+    return Adjustments(rows, np.concatenate(entries).reshape(-1, NUM_FIELDS))

@@ -14,6 +14,7 @@ from parrot.engine.kernels.adjustments import (
     END,
     FIRST,
     FREQUENCY,
+    NUM_FIELDS,
     PENDING_AT,
     PRESENCE,
     REPETITION,
@@ -69,12 +70,13 @@ def test_entries_follow_the_output(
     for part in parts:
         output += part
         spec = spec_of(config, output, prompt + output)
-        assert counts_of(tokens.update(spec)) == expected(spec)
+        assert counts_of(tokens.update(spec).reshape(-1, NUM_FIELDS)) == expected(spec)
 
 
 def test_biases_are_bits_of_floats() -> None:
     config = SamplingConfig.model_validate(BIASED | MARKED)
-    entries = AdjustedTokens(1, config).update(spec_of(config, [], [3, 8]))
+    flat = AdjustedTokens(1, config).update(spec_of(config, [], [3, 8]))
+    entries = flat.reshape(-1, NUM_FIELDS)
     floats = entries.view(np.float32)[:, BIAS].tolist()
     assert dict(zip(entries[:, TOKEN].tolist(), floats, strict=True)) == {3: -1.5, 400: 2.25, 8: 0}
 
