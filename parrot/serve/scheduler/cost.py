@@ -1,5 +1,6 @@
 """Predicted seconds, the one currency in which placements are compared, and how they are learnt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,42 +52,62 @@ class ModelCosts:
             [_COMMON_VARIANCE + _OWN_VARIANCE * (i == j) for j in range(4)] for i in range(4)
         ]
         self._variance = [row.copy() for row in self._first]
+        self._first_trace = _trace(self._first)
+        self._back = [[_DRIFT * value for value in row] for row in self._first]
 
     def at_speed(self, slowness: float) -> CostModel:
         """The costs that are believed now of an engine so many times as slow as its model's."""
-        scaled = zip(self._scales, self._defaults, strict=True)
-        return CostModel(*(slowness * scale * cost for scale, cost in scaled))
+        scales, defaults = self._scales, self._defaults
+        return CostModel(*[slowness * scales[i] * defaults[i] for i in range(4)])
 
     def learn(self, work: Work, seconds: float, engine: "EngineSpeed") -> None:
         """What is wrong with the prediction is shared out by how uncertain each part of it is."""
-        slowness, variance = engine.slowness, self._variance
-        parts = [n * cost * slowness for n, cost in zip(work, self._defaults, strict=True)]
-        predicted = sum(scale * part for scale, part in zip(self._scales, parts, strict=True))
+        slowness, (a, b, c, d) = engine.slowness, self._defaults
+        steps, sequences, tokens, prefilled = work
+        parts = (
+            steps * a * slowness,
+            sequences * b * slowness,
+            tokens * c * slowness,
+            prefilled * d * slowness,
+        )
+        predicted = _dot(self._scales, parts)
         if min(predicted, seconds) <= 0:
             return
         # Relative to the larger one, so a wild answer moves little and a slow engine is still met.
         unit = max(predicted, seconds)
-        parts = [part / unit for part in parts]
+        a, b, c, d = parts
+        parts = (a / unit, b / unit, c / unit, d / unit)
         error = (seconds - predicted) / unit
         self._drift()
-        spread = [sum(v * p for v, p in zip(row, parts, strict=True)) for row in variance]
+        rows = self._variance
+        spread = [_dot(row, parts) for row in rows]
         slope = predicted / unit / slowness
-        total = sum(s * p for s, p in zip(spread, parts, strict=True))
-        total += _NOISE + engine.variance * slope**2
-        for i in range(4):
-            self._scales[i] = _bounded(self._scales[i] + spread[i] / total * error)
-            for j in range(4):
-                variance[i][j] -= spread[i] * spread[j] / total
+        total = _dot(spread, parts) + (_NOISE + engine.variance * slope**2)
+        a, b, c, d = spread
+        for i, (own, row) in enumerate(zip(spread, rows, strict=True)):
+            self._scales[i] = _bounded(self._scales[i] + own / total * error)
+            row[0] -= own * a / total
+            row[1] -= own * b / total
+            row[2] -= own * c / total
+            row[3] -= own * d / total
         engine.slowness = _bounded(slowness + engine.variance * slope / total * error)
         engine.variance *= 1 - engine.variance * slope**2 / total
         engine.variance += _SPEED_DRIFT * engine.slowness**2
         self.version += 1
 
     def _drift(self) -> None:
-        if sum(self._variance[i][i] for i in range(4)) < sum(self._first[i][i] for i in range(4)):
-            for row, first in zip(self._variance, self._first, strict=True):
-                for j in range(4):
-                    row[j] += _DRIFT * first[j]
+        if _trace(self._variance) < self._first_trace:
+            for row, back in zip(self._variance, self._back, strict=True):
+                for j, value in enumerate(back):
+                    row[j] += value
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
+
+
+def _trace(rows: Sequence[Sequence[float]]) -> float:
+    return rows[0][0] + rows[1][1] + rows[2][2] + rows[3][3]
 
 
 @dataclass(slots=True)
