@@ -35,21 +35,22 @@ def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:
     bench = Bench()
     bench.engines(1)
     load = engine_of(bench)
-    assert load.steps_s(1000, 0.0) == pytest.approx(1000 * load.step_s)
+    assert load.outlook(0.0).steps_s(1000) == pytest.approx(1000 * load.step_s)
     bench.add(*[bench.task(own_len=2000, output=100) for _ in range(50)])
     bench.run()
-    now, left_s = bench.clock.now(), load.remaining_s(bench.clock.now())
-    assert load.steps_s(10, now) == pytest.approx(10 * load.step_s)
+    outlook = load.outlook(bench.clock.now())
+    left_s = outlook.remaining_s
+    assert outlook.steps_s(10) == pytest.approx(10 * load.step_s)
     idle_s = CostModel().step_s  # nobody was there before, so nobody is expected
     rest = 5000 - left_s / load.step_s
-    assert load.steps_s(5000, now) == pytest.approx(left_s + rest * idle_s, rel=0.01)
+    assert outlook.steps_s(5000) == pytest.approx(left_s + rest * idle_s, rel=0.01)
 
 
 def test_those_who_will_come_are_harmed_too() -> None:
     bench = Bench()
     bench.engines(1)
     load = engine_of(bench)
-    assert load.harm_s(1.0, 1000, 1e-3, 0.0) == 0.0
+    assert load.outlook(0.0).harm_s(1.0, 1000, 1e-3) == 0.0
     for _ in range(30):
         task = bench.task()
         bench.add(task)
@@ -58,7 +59,7 @@ def test_those_who_will_come_are_harmed_too() -> None:
         bench.scheduler.ended(task, 0)
     now = bench.clock.now()
     assert not load.num_tasks
-    assert load.harm_s(1.0, 1000, 1e-3, now) == pytest.approx(load.usual(now).weight)
+    assert load.outlook(now).harm_s(1.0, 1000, 1e-3) == pytest.approx(load.usual(now).weight)
     assert load.usual(now).weight > 1.0
 
 

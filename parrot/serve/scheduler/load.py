@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parrot.protocol.internal import Usage
 from parrot.serve.scheduler.cost import CostModel, EngineSpeed, ModelCosts, Work
@@ -43,6 +44,34 @@ class Charge:
     prompt_share: float  # of its prompt, what it was predicted to compute
 
 
+class Outlook(NamedTuple):
+    """What a newcomer would find on an engine: when it will have computed the prompts there, its
+    steps while its tasks last (`remaining_s`: how long they will go on, on average by weight), and
+    its usual steps after that."""
+
+    wait_s: float
+    step_s: float
+    remaining_s: float
+    weight: float
+    usual_step_s: float
+    usual_weight: float
+
+    def steps_s(self, num_steps: float) -> float:
+        """What so many steps take."""
+        if num_steps * self.step_s <= self.remaining_s:
+            return num_steps * self.step_s
+        num_usual = num_steps - self.remaining_s / self.step_s
+        return self.remaining_s + num_usual * self.usual_step_s
+
+    def harm_s(self, prefill_s: float, num_steps: float, growth_s: float) -> float:
+        """What others lose to a newcomer, weighted: those who are there wait for its prompt, and
+        the steps of whoever is there take `growth_s` longer while it lasts."""
+        remaining_s = self.remaining_s
+        steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
+        harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
+        return harm_s + self.usual_weight * (num_steps - steps) * growth_s
+
+
 @dataclass(slots=True)
 class EngineLoad:
     """What was placed on an engine and has not ended. `num_tokens`: prompts (shared beginnings
@@ -67,6 +96,8 @@ class EngineLoad:
     tasks: dict[CompletionTask, Charge] = field(default_factory=dict)
     _speed: EngineSpeed = field(default_factory=EngineSpeed)
     _usual: UsualLoad = field(default_factory=UsualLoad)
+    _outlook: Outlook | None = None
+    _outlook_at: float = 0.0
     _version: int = -1
     _since: float = 0.0
     _task_s: float = 0.0  # tasks times seconds, and tokens times seconds, up to `_since`
@@ -85,6 +116,7 @@ class EngineLoad:
         if self._version != self.costs.version:
             self._version = self.costs.version
             self.cost = self.costs.at_speed(self._speed.slowness)
+            self._outlook = None
 
     def rank_now(self) -> float:
         """In terms of the model's first costs: what is learnt changes them for all engines alike,
@@ -101,26 +133,21 @@ class EngineLoad:
     def wait_s(self, now: float) -> float:
         return max(0.0, self.prefill_until - now)
 
-    def remaining_s(self, now: float) -> float:
-        """How long its tasks will go on, on average by weight."""
-        return max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
-
-    def steps_s(self, num_steps: float, now: float) -> float:
-        """What so many steps take: beside its tasks while they last, then as many as usual."""
-        step_s, remaining_s = self.step_s, self.remaining_s(now)
-        if num_steps * step_s <= remaining_s:
-            return num_steps * step_s
-        usual = self.usual(now)
-        usual_step_s = self.cost.decode_step_s(usual.tasks, usual.read) * usual.stretch
-        return remaining_s + (num_steps - remaining_s / step_s) * usual_step_s
-
-    def harm_s(self, prefill_s: float, num_steps: float, growth_s: float, now: float) -> float:
-        """What others lose to a newcomer, weighted: those who are there wait for its prompt, and
-        the steps of whoever is there take `growth_s` longer while it lasts."""
-        remaining_s = self.remaining_s(now)
-        steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
-        harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
-        return harm_s + self.usual(now).weight * (num_steps - steps) * growth_s
+    def outlook(self, now: float) -> Outlook:
+        """Looked at once for all that is weighed at one time."""
+        if self._outlook is None or self._outlook_at != now:
+            usual, cost = self.usual(now), self.cost
+            remaining_s = max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
+            self._outlook_at = now
+            self._outlook = Outlook(
+                self.wait_s(now),
+                self.step_s,
+                remaining_s,
+                self.weight,
+                cost.decode_step_s(usual.tasks, usual.read) * usual.stretch,
+                usual.weight,
+            )
+        return self._outlook
 
     def usual(self, now: float) -> UsualLoad:
         if now - self._usual.since > _FRESH_S:
@@ -219,6 +246,7 @@ class EngineLoad:
 
     def _advance(self, now: float) -> None:
         self._advance_usual(now)
+        self._outlook = None
         self._task_s += self.num_tasks * (now - self._since)
         self._token_s += self.num_read * (now - self._since)
         self._since = now
@@ -275,11 +303,15 @@ class LoadIndex:
 
     def num_members(self, models: tuple[str, ...]) -> int:
         """Engines with one of the models (empty: all)."""
-        return sum(len(self._members.get(name, ())) for name in models or (ANY_MODEL,))
+        if not models:
+            return len(self._loads)
+        return sum(len(self._members.get(name, ())) for name in models)
 
     def num_open(self, models: tuple[str, ...]) -> int:
         """Engines with one of the models (empty: any) that have a free slot."""
-        return sum(len(self._open.get(name, ())) for name in models or (ANY_MODEL,))
+        if not models:
+            return len(self._open[ANY_MODEL])
+        return sum(len(self._open.get(name, ())) for name in models)
 
     def least_loaded(self, models: tuple[str, ...], count: int) -> list[EngineLoad]:
         """Up to `count` open engines per model, least loaded first."""

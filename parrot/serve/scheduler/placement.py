@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Hashable, Iterable
 from itertools import chain, islice
-from operator import itemgetter
 
 from parrot.serve.context_index import PrefixIndex
 from parrot.serve.scheduler.load import EngineLoad, LoadIndex, weight_of
@@ -133,14 +132,23 @@ class PredictedSeconds(Placer):
             if planned is not None:
                 return planned
         best, best_cost = None, float("inf")
+        weight = weight_of(task)
         for load in self._candidates(task, _LEAST_LOADED, num_open, known):
-            cost = self._cost_s(task, load, now, known)
+            cost = self._cost_s(task, load, now, known, weight)
             if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
                 best, best_cost = load, cost
         return best
 
     def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
-        return self._find(task).reused_len(load.id)
+        cached = _nobody if self._index is None else self._index.holders
+        running = self._running.holders if self._with_running else _nobody
+        length = task.prompt_len
+        for i in range(len(task.keys) - 1, -1, -1):
+            key = task.keys[i]
+            if load.id in (cached(key) or ()) or load.id in (running(key) or ()):
+                return length
+            length -= task.lengths[i]
+        return 0
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -164,25 +172,24 @@ class PredictedSeconds(Placer):
         self._blocks.check_integrity(queued)
 
     def _find(self, task: CompletionTask) -> Beginnings:
-        running = find_beginnings(task, self._running.holders)
-        cached = [] if self._index is None else find_beginnings(task, self._index.holders)
-        if not (running and self._with_running):
-            return Beginnings(running, cached)
-        return Beginnings(running, sorted(cached + running, key=itemgetter(1), reverse=True))
+        cached = _nobody if self._index is None else self._index.holders
+        return find_beginnings(task, self._running.holders, cached, self._with_running)
 
     def _candidates(
         self, task: CompletionTask, count: int, num_open: int, known: Beginnings
     ) -> list[EngineLoad]:
         found = self._loads.least_loaded(task.models, count + len(task.avoided))
-        candidates = {load.id: load for load in found}
-        if len(candidates) < num_open:
-            candidates |= self._proposed(task, known)
-        for engine_id in task.avoided:
-            if len(candidates) > 1:
-                candidates.pop(engine_id, None)
-        for load in candidates.values():
+        if len(found) < num_open or task.avoided:
+            candidates = {load.id: load for load in found}
+            if len(found) < num_open:
+                candidates |= self._proposed(task, known)
+            for engine_id in task.avoided:
+                if len(candidates) > 1:
+                    candidates.pop(engine_id, None)
+            found = list(candidates.values())
+        for load in found:
             load.refresh()
-        return list(candidates.values())
+        return found
 
     def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
         models, proposed = task.models, {}
@@ -196,18 +203,18 @@ class PredictedSeconds(Placer):
     # One task
 
     def _cost_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings, weight: float
     ) -> float | None:
-        """None: not there, not now."""
+        """None: not there, not now. `weight`: the task's."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
         growth_s = self._growth_s(task, load, new_prompt, now)
         if growth_s is None:
             return None
-        output = task.expected_output
+        output, outlook = task.expected_output, load.outlook(now)
         prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.cost.prefill_s
-        cost_s = load.wait_s(now) + _WORK_WEIGHT * prefill_s
-        cost_s += load.steps_s(output, now) + output * growth_s
-        cost_s += load.harm_s(prefill_s, output, growth_s, now) / weight_of(task)
+        cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s
+        cost_s += outlook.steps_s(output) + output * growth_s
+        cost_s += outlook.harm_s(prefill_s, output, growth_s) / weight
         if self._groups is not None and task.group is not None:
             cost_s += self._groups.extra_s(task, load)
         return cost_s
@@ -221,6 +228,8 @@ class PredictedSeconds(Placer):
             return None
         num_read = new_prompt + task.expected_output // 2
         growth_s = load.cost.sequence_s + num_read * load.cost.token_s
+        if task.is_latency or not load.num_latency:
+            return growth_s
         return None if _growth_limit_s(task, load, now) < growth_s else growth_s
 
     # Blocks
@@ -236,7 +245,7 @@ class PredictedSeconds(Placer):
             load = self._loads.get(engine_id)
             if load is None or not load.is_open:
                 continue
-            if self._cost_s(task, load, now, known) is not None:
+            if self._cost_s(task, load, now, known, weight_of(task)) is not None:
                 if count > 1:
                     plan.append((engine_id, count - 1))
                 return load
@@ -257,7 +266,7 @@ class PredictedSeconds(Placer):
     def _site(
         self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: Beginnings
     ) -> Site:
-        cost, output = load.cost, task.expected_output
+        cost, output, outlook = load.cost, task.expected_output, load.outlook(now)
         new_shared = max(0, block.shared - known.shared_len(load.id))
         own = max(0.0, block.prompt_len - block.shared)
         fill_s = max(0, block.shared - known.reused_len(load.id)) * cost.prefill_s
@@ -273,12 +282,16 @@ class PredictedSeconds(Placer):
         weight = weight_of(task)
         return Site(
             load.id,
-            load.wait_s(now) + fill_s + load.steps_s(output, now) + output * shared_growth_s,
+            outlook.wait_s + fill_s + outlook.steps_s(output) + output * shared_growth_s,
             own_fill_s + output * growth_s,
-            load.harm_s(fill_s, output, shared_growth_s, now) / weight,
-            load.harm_s(own_fill_s, output, growth_s, now) / weight,
+            outlook.harm_s(fill_s, output, shared_growth_s) / weight,
+            outlook.harm_s(own_fill_s, output, growth_s) / weight,
             max(0, room),
         )
+
+
+def _nobody(key: bytes) -> Collection[int] | None:
+    return None
 
 
 def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float:

@@ -159,10 +159,11 @@ class Scheduler:
             if queue and self._loads.num_open(models)
         ]
         self._placer.new_round()
+        now = self._clock.now()
         placements: list[Placement] = []
         while (head := self._first(rounds)) is not None:
             current, task = head
-            load = self._placer.choose(task, self._clock.now())
+            load = self._placer.choose(task, now)
             if load is None:
                 self._pass_over(current, task)
                 continue
@@ -171,7 +172,7 @@ class Scheduler:
                 self._hold(current, task)
             else:
                 current.queue.remove(task)
-                placements.append(self._place(task, load, to_compute))
+                placements.append(self._place(task, load, to_compute, now))
                 current.is_over = not self._loads.num_open(current.models)
         for finished in rounds:
             self._restore(finished)
@@ -237,8 +238,9 @@ class Scheduler:
 
     # Loads
 
-    def _place(self, task: CompletionTask, load: EngineLoad, to_compute: int) -> Placement:
-        now = self._clock.now()
+    def _place(
+        self, task: CompletionTask, load: EngineLoad, to_compute: int, now: float
+    ) -> Placement:
         new_prompt = self._running.add(task, load.id)
         work_s = load.admit(task, new_prompt, to_compute, now)
         self._loads.changed(load)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -70,8 +69,7 @@ class RunningPrefixes:
         return self._running.get(key)
 
 
-@dataclass(frozen=True, slots=True)
-class Beginnings:
+class Beginnings(NamedTuple):
     """Engines that have a beginning of a task's prompt, and its tokens, the longest first:
     `running` in prompts that run there, `reusable` where it would not have to be computed."""
 
@@ -96,16 +94,28 @@ def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> in
     return 0
 
 
+Holders = Callable[[bytes], Collection[int] | None]
+"""The engines that have the prompt of a key."""
+
+
 def find_beginnings(
-    task: CompletionTask, holders: Callable[[bytes], Collection[int] | None]
-) -> list[tuple[Collection[int], int]]:
-    """Where the beginnings of its prompt are, by the engines that have the prompt of a key."""
-    found, length = [], task.prompt_len
-    for key, own in zip(reversed(task.keys), reversed(task.lengths), strict=True):
-        if (there := holders(key)) is not None:
-            found.append((there, length))
-        length -= own
-    return found
+    task: CompletionTask, running: Holders, cached: Holders, with_running: bool
+) -> Beginnings:
+    """Where the beginnings of its prompt are. Those in `running` prompts can be used again only if
+    `with_running`, those that are `cached` in any case."""
+    running_there: list[tuple[Collection[int], int]] = []
+    reusable: list[tuple[Collection[int], int]] = []
+    length = task.prompt_len
+    for i in range(len(task.keys) - 1, -1, -1):
+        key = task.keys[i]
+        if (there := cached(key)) is not None:
+            reusable.append((there, length))
+        if (there := running(key)) is not None:
+            running_there.append((there, length))
+            if with_running:
+                reusable.append((there, length))
+        length -= task.lengths[i]
+    return Beginnings(running_there, reusable)
 
 
 class Block(NamedTuple):
@@ -152,6 +162,8 @@ class QueuedBlocks:
         """The block of a queued task, if it is not alone: those with the longest common beginning,
         or its group where that is larger."""
         group = self._counts.get((task.models, task.group)) if task.group else None
+        if group is None and task.prompt_len < _MIN_SHARED:
+            return None
         wanted = 2 if group is None else max(2, group[0])
         shared = task.prompt_len
         for key, length in zip(reversed(task.keys), reversed(task.lengths), strict=True):

@@ -34,6 +34,8 @@ class CompletionTask:
     streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
     result_key: bytes | None = None
     followers: list[Completion] = field(default_factory=list)
+    models: tuple[str, ...] = field(init=False)
+    max_output: int = field(init=False)
     lengths: tuple[int, ...] = field(init=False)
     prompt_len: int = field(init=False)
     is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
@@ -42,17 +44,11 @@ class CompletionTask:
     group: tuple[int, str] | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.models = self.completion.options.models
+        self.max_output = self.completion.sampling.max_gen_length
         self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
         self.prompt_len = sum(self.lengths)
         self.refresh()
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self.completion.options.models
-
-    @property
-    def max_output(self) -> int:
-        return self.completion.sampling.max_gen_length
 
     @property
     def num_chars(self) -> int:
