@@ -3,10 +3,10 @@
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from parrot.protocol.internal import Usage
 from parrot.serve.scheduler.cost import CostModel, EngineSpeed, ModelCosts, Work
+from parrot.serve.scheduler.outlook import Outlook
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.serve.scheduler.usual import UsualLoad
 
@@ -42,34 +42,6 @@ class Charge:
     prefilled: float
     prefill_end: float  # prompt tokens that the engine had been given, its own included
     prompt_share: float  # of its prompt, what it was predicted to compute
-
-
-class Outlook(NamedTuple):
-    """What a newcomer would find on an engine: when it will have computed the prompts there, its
-    steps while its tasks last (`remaining_s`: how long they will go on, on average by weight), and
-    its usual steps after that."""
-
-    wait_s: float
-    step_s: float
-    remaining_s: float
-    weight: float
-    usual_step_s: float
-    usual_weight: float
-
-    def steps_s(self, num_steps: float) -> float:
-        """What so many steps take."""
-        if num_steps * self.step_s <= self.remaining_s:
-            return num_steps * self.step_s
-        num_usual = num_steps - self.remaining_s / self.step_s
-        return self.remaining_s + num_usual * self.usual_step_s
-
-    def harm_s(self, prefill_s: float, num_steps: float, growth_s: float) -> float:
-        """What others lose to a newcomer, weighted: those who are there wait for its prompt, and
-        the steps of whoever is there take `growth_s` longer while it lasts."""
-        remaining_s = self.remaining_s
-        steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
-        harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
-        return harm_s + self.usual_weight * (num_steps - steps) * growth_s
 
 
 @dataclass(slots=True)
@@ -269,6 +241,7 @@ class LoadIndex:
         self._heaps: dict[str | None, list[tuple[float, int]]] = {ANY_MODEL: []}
         self._members: dict[str | None, dict[int, EngineLoad]] = {ANY_MODEL: {}}
         self._open: dict[str | None, set[int]] = {ANY_MODEL: set()}
+        self._unfiled: dict[int, EngineLoad] = {}  # changed since the heaps were looked at
 
     def __iter__(self) -> Iterator[EngineLoad]:
         return iter(self._loads.values())
@@ -286,6 +259,7 @@ class LoadIndex:
 
     def remove(self, engine_id: int) -> EngineLoad:
         load = self._loads.pop(engine_id)
+        self._unfiled.pop(engine_id, None)
         for name in (ANY_MODEL, load.model):
             del self._members[name][engine_id]
             self._open[name].discard(engine_id)
@@ -323,6 +297,7 @@ class LoadIndex:
             if len(self._open[name]) <= count:
                 found += [self._loads[engine_id] for engine_id in self._open[name]]
             else:
+                self._file_changed()
                 found += self._least(heap, count)
         return found
 
@@ -341,14 +316,24 @@ class LoadIndex:
         return found
 
     def changed(self, load: EngineLoad) -> None:
-        """File an engine anew, whose load or speed has changed."""
-        load.rank = load.rank_now()
-        is_open = load.is_open
+        """An engine's load or speed has changed."""
+        self._unfiled[load.id] = load
         for name in (ANY_MODEL, load.model):
-            if not is_open:
+            if load.is_open:
+                self._open[name].add(load.id)
+            else:
                 self._open[name].discard(load.id)
-                continue
-            self._open[name].add(load.id)
+
+    def _file_changed(self) -> None:
+        """Few engines are all compared, so their heaps are never looked at."""
+        for load in self._unfiled.values():
+            load.rank = load.rank_now()
+            if load.is_open:
+                self._file(load)
+        self._unfiled.clear()
+
+    def _file(self, load: EngineLoad) -> None:
+        for name in (ANY_MODEL, load.model):
             heap = self._heaps[name]
             heapq.heappush(heap, (load.rank, load.id))
             if len(heap) > 64 + 4 * len(self._members[name]):
