@@ -133,19 +133,22 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
     return [a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)]
 
 
-# So that they come again and again.
+# Tokens that come again and again.
 FEW = {"logit_bias": {7: 50.0, 8: 49.3, 9: 48.9}}
+DRAWN: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.9}]
+PENALIZED: list[dict[str, Any]] = [
+    {"frequency_penalty": 2.0, "repetition_penalty": 1.5, **FEW},
+    {},
+]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    "fields",
+    ("overlap", "fields"),
     [
-        [{"temperature": 0}],
-        [{"temperature": 0.9, "top_p": 0.9}],
-        [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0, **FEW}],
-        [{"temperature": 0, "repetition_penalty": 10.0, **FEW}, {"temperature": 0}],
-        [{"frequency_penalty": 2.0, "repetition_penalty": 1.5, **FEW}, {}],
+        (True, [{"temperature": 0}]),
+        (True, [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0, **FEW}]),
+        (True, [{"temperature": 0, "repetition_penalty": 10.0, **FEW}, {"temperature": 0}]),
+        *((overlap, fields) for fields in (DRAWN, PENALIZED) for overlap in (True, False)),
     ],
     ids=str,
 )
@@ -179,7 +182,7 @@ def test_a_step_that_fails_while_its_kernels_are_launched(
 ) -> None:
     """Its successor may have been launched before that is known."""
     plain, own = make_runners("llama")
-    samplings = [SamplingConfig(temperature=0)] * 3
+    samplings = [SamplingConfig(temperature=0, frequency_penalty=2.0, **FEW)] * 3
     want = core_outputs(plain, samplings)
     forward, calls = own._forward, 0
 
