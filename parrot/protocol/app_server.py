@@ -28,6 +28,7 @@ class AppServer(uvicorn.Server):
                 port=port,
                 access_log=False,
                 log_config=None,
+                proxy_headers=False,  # nobody asks for the client's address
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )

@@ -52,7 +52,12 @@ def create_base_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors."""
-    app = FastAPI(title=title, lifespan=lifespan)
+    app = FastAPI(
+        title=title,
+        lifespan=lifespan,
+        # Else it looks for a provider of each in the environment, with every request.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     app.add_exception_handler(ParrotError, _on_parrot_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
