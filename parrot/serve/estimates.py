@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from parrot.protocol.internal import Usage
 from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.graph.links import Prediction
 from parrot.serve.graph.nodes import Completion, Piece, Task, TextPiece
 
 V = TypeVar("V")
@@ -144,22 +145,20 @@ class Estimates:
     def tokens_per_char(self, models: tuple[str, ...]) -> float:
         return self._speed(models).tokens_per_char.value
 
-    def seconds(self, task: Task) -> float:
-        """How long one run takes, from the lengths that are known now."""
+    def predict(self, task: Task) -> Prediction:
+        """Of one run, from the lengths that are known now."""
         if not isinstance(task, Completion):
-            return _NATIVE_S
-        speed = self._speed(task.options.models)
-        prompt, output = self._lengths(task, speed)
-        return _OVERHEAD_S + prompt * speed.prompt.value + output * speed.output.value
-
-    def work_s(self, task: Task) -> float:
-        """What one run would take alone, from the lengths that are known now."""
-        if not isinstance(task, Completion):
-            return _NATIVE_S
+            return Prediction(_NATIVE_S, _NATIVE_S)
         models = task.options.models
-        prompt, output = self._lengths(task, self._speed(models))
+        speed = self._speed(models)
+        per_char = speed.tokens_per_char.value
+        prompt = sum([_prompt_tokens(piece, per_char) for piece in task.fill])
+        output = self.output_tokens(task)
         prompt_s, output_s = self._alone(models)
-        return prompt * prompt_s + output * output_s
+        return Prediction(
+            _OVERHEAD_S + prompt * speed.prompt.value + output * speed.output.value,
+            prompt * prompt_s + output * output_s,
+        )
 
     def learn(self, completion: Completion, prompt_chars: int, usage: Usage) -> None:
         """An answer came. Engines that count nothing teach nothing."""
@@ -175,12 +174,6 @@ class Estimates:
         if prompt_tokens := usage.cached_tokens + usage.computed_tokens:
             speed.prompt.observe(usage.prefill_s, prompt_tokens)
             speed.tokens_per_char.observe(prompt_tokens, prompt_chars)
-
-    def _lengths(self, completion: Completion, speed: Speed) -> tuple[float, int]:
-        """Tokens of the prompt and of the output."""
-        per_char = speed.tokens_per_char.value
-        prompt = sum([_prompt_tokens(piece, per_char) for piece in completion.fill])
-        return prompt, self.output_tokens(completion)
 
     def _speed(self, models: tuple[str, ...]) -> Speed:
         return self._speeds.get(models) or self._prior

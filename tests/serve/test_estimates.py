@@ -94,45 +94,49 @@ def test_seconds_follow_the_lengths_that_are_known() -> None:
     ready, ids, unknown = (SemanticVariable(n, n, 1) for n in "abc")
     ready.set("x" * 4000)
     ids.set("x" * 4000, TokenizedText("t", tuple(range(100))))
-    plain = estimates.seconds(completion("x" * 40))
-    per_token = (estimates.seconds(completion("x" * 80)) - plain) / 10
+    plain = estimates.predict(completion("x" * 40)).seconds
+    per_token = (estimates.predict(completion("x" * 80)).seconds - plain) / 10
     assert per_token == pytest.approx(0.0002)
-    assert estimates.seconds(completion("x" * 40, ready)) == pytest.approx(plain + 1000 * per_token)
-    assert estimates.seconds(completion("x" * 40, ids)) == pytest.approx(plain + 100 * per_token)
-    assert estimates.seconds(completion("x" * 40, unknown)) > plain
-    assert estimates.seconds(NativeCall(1, 1, 1, "f", "", 1.0, (), ())) < plain
+    assert estimates.predict(completion("x" * 40, ready)).seconds == pytest.approx(
+        plain + 1000 * per_token
+    )
+    assert estimates.predict(completion("x" * 40, ids)).seconds == pytest.approx(
+        plain + 100 * per_token
+    )
+    assert estimates.predict(completion("x" * 40, unknown)).seconds > plain
+    assert estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, (), ())).seconds < plain
 
 
 def test_speed_is_learnt_per_set_of_models() -> None:
     estimates = Estimates()
     fast = completion("x" * 400, models=("fast",), max_gen_length=10, ignore_tokenizer_eos=True)
-    before = estimates.seconds(fast)
+    before = estimates.predict(fast).seconds
     for _ in range(200):  # half a token a character, 1 ms each; 2 ms per output token
         estimates.learn(fast, 400, usage(10, prompt=200, prefill_s=0.2, decode_s=0.02))
     assert estimates.tokens_per_char(("fast",)) == pytest.approx(0.5, rel=0.01)
     assert estimates.tokens_per_char(()) == 0.25
-    assert estimates.seconds(fast) == pytest.approx(0.01 + 0.2 + 0.02, rel=0.05)
+    assert estimates.predict(fast).seconds == pytest.approx(0.01 + 0.2 + 0.02, rel=0.05)
     other = completion("x" * 400, max_gen_length=10, ignore_tokenizer_eos=True)
-    assert estimates.seconds(other) == before
+    assert estimates.predict(other).seconds == before
 
 
 def test_answers_that_count_nothing_teach_nothing() -> None:
     estimates, call = Estimates(), completion(max_gen_length=1000)
-    before = estimates.seconds(call)
+    before = estimates.predict(call).seconds
     estimates.learn(call, 8, Usage())
-    assert estimates.seconds(call) == before
+    assert estimates.predict(call).seconds == before
     estimates.learn(call, 0, usage(500))  # no times, an empty prompt
-    assert estimates.seconds(call) == pytest.approx(before, rel=0.01)
+    assert estimates.predict(call).seconds == pytest.approx(before, rel=0.01)
 
 
 def test_work_is_the_same_at_any_load() -> None:
     estimates, call = Estimates(lambda models: (0.001, 0.01)), completion(max_gen_length=100)
     sure = completion(max_gen_length=100, ignore_tokenizer_eos=True)
-    before_s = estimates.seconds(sure)
-    work_s = estimates.work_s(sure)
+    before_s = estimates.predict(sure).seconds
+    work_s = estimates.predict(sure).work_s
     assert work_s == pytest.approx(0.001 * 0.25 * len("Do it: ") + 0.01 * 100)
     for _ in range(100):
         estimates.learn(call, 8, usage(50, decode_s=50 * 1.0))
-    assert estimates.seconds(sure) > 10 * before_s
-    assert estimates.work_s(sure) == pytest.approx(work_s)
-    assert 0 < estimates.work_s(NativeCall(1, 1, 1, "f", "", 1.0, (), ())) < 0.1
+    assert estimates.predict(sure).seconds > 10 * before_s
+    assert estimates.predict(sure).work_s == pytest.approx(work_s)
+    assert 0 < estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, (), ())).work_s < 0.1

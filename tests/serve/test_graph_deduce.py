@@ -10,6 +10,7 @@ from parrot.protocol.errors import CyclicGraph
 from parrot.serve.estimates import Estimates
 from parrot.serve.graph.deduce import strictest
 from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.links import Prediction
 from parrot.serve.graph.nodes import Objective, Task
 from tests.serve.serve_fakes import (
     FakeRunner,
@@ -184,7 +185,9 @@ def test_paths_and_depths_equal_the_longest_paths_of_networkx(
             assert task(graph, var_id).objective is None
             continue
         paths = list(nx.all_simple_paths(oracle, n, sink)) if n != sink else [[sink]]
-        seconds = max(sum(Estimates().seconds(task(graph, ids[i])) for i in path) for path in paths)
+        seconds = max(
+            sum(Estimates().predict(task(graph, ids[i])).seconds for i in path) for path in paths
+        )
         found = objective(graph, var_id)
         assert found.remaining_path_s == pytest.approx(seconds)
         assert found.depth == max(len(path) for path in paths) - 1
@@ -231,11 +234,10 @@ class Price:
     def __init__(self, **seconds: float) -> None:
         self.by_name = seconds
 
-    def seconds(self, task: Task) -> float:
+    def predict(self, task: Task) -> Prediction:
         (variable,) = task.outputs()
-        return self.by_name[variable.name]
-
-    work_s = seconds
+        seconds = self.by_name[variable.name]
+        return Prediction(seconds, seconds)
 
 
 def test_what_has_finished_is_no_part_of_what_remains() -> None:

@@ -134,8 +134,7 @@ def predict_again(wanted: Iterable[TaskNode], predictor: Predictor) -> set[TaskN
 def predict(node: TaskNode, predictor: Predictor) -> None:
     """Its duration, its work, and its path with those that its consumers have."""
     below_s = max([consumer.path_s for consumer in node.wanted_consumers()], default=0.0)
-    node.duration_s = predictor.seconds(node.task)
-    node.work_s = predictor.work_s(node.task)
+    node.duration_s, node.work_s = predictor.predict(node.task)
     node.path_s = node.duration_s + below_s
 
 

@@ -8,7 +8,7 @@ Order inside one call is an ordinary edge: completion k+1 consumes the output of
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import ParrotError
@@ -140,13 +140,17 @@ class Runner(Protocol):
         ...
 
 
-class Predictor(Protocol):
-    def seconds(self, task: Task) -> float:
-        """How long one run is predicted to take, by what is known now."""
-        ...
+class Prediction(NamedTuple):
+    """`seconds`: how long one run takes. `work_s`: how long it would take if nothing else ran: how
+    much work it is."""
 
-    def work_s(self, task: Task) -> float:
-        """How long it would take if nothing else ran: how much work it is."""
+    seconds: float
+    work_s: float
+
+
+class Predictor(Protocol):
+    def predict(self, task: Task) -> Prediction:
+        """By what is known now."""
         ...
 
 
