@@ -72,7 +72,8 @@ def decode(logits: torch.Tensor) -> Decoded:
 
 
 def bucket_list(max_rows: int) -> tuple[int, ...]:
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
+    """From 16 on multiples of 16, or products of few rows would be slower."""
+    sizes = [1, 2, 4, 8, 16, 32, *range(48, 128, 16), *range(128, 513, 32)]
     return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
 
 

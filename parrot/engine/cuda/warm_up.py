@@ -11,7 +11,8 @@ from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.work_list import SplitConfig, StepRows, WorkList, plan_work
 
 _CONTEXTS = (64, 2048)
-_PROMPTS = (16, 32, 64, 256)  # products of few rows have kernels for each power of two
+# Products of few rows have kernels by the next power of two, and others for multiples of 16.
+_PROMPTS = (8, 16, 24, 32, 40, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)

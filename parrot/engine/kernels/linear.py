@@ -207,4 +207,4 @@ def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
         return (32, 64, 6, 4) if silu else (16, 256, 5, 4)
     if silu:
         return 64, 64, 4, 4
-    return (128, 128, 4, 4) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)
+    return (128, 128, 4, 8) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)

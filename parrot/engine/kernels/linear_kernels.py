@@ -61,7 +61,7 @@ def _products(
     return result, other
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def few_rows_linear_kernel(
     x_ptr,
     weight_ptr,
@@ -139,7 +139,7 @@ def few_rows_linear_kernel(
     tl.store(out_at, result.to(kind), mask=both)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def few_rows_qkv_kernel(
     x_ptr,
     weight_ptr,

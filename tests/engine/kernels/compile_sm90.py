@@ -205,6 +205,7 @@ def linear_variant(
     silu: bool = False,
     add: bool = False,
     stages: int = 4,
+    warps: int = 4,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
 
@@ -224,11 +225,11 @@ def linear_variant(
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
         {**constants, "DEPENDENT": True},
         divisible=(*pointers, "stride_x"),
-        num_warps=4,
+        num_warps=warps,
     )
 
 
-def qkv_variant(*, rows: int = 32, outputs: int = 64) -> dict[str, Any]:
+def qkv_variant(*, rows: int = 32, outputs: int = 64, warps: int = 4) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import few_rows_qkv_kernel
 
     values = ("x_ptr", "weight_ptr", "q_ptr", "k_cache", "v_cache")
@@ -245,7 +246,7 @@ def qkv_variant(*, rows: int = 32, outputs: int = 64) -> dict[str, Any]:
         {**pointers, **numbers, "eps": "fp32"},
         {**shape, **tile, "bias_ptr": None, "BIAS": False, "DEPENDENT": True},
         divisible=(*pointers, "stride_x", "stride_page"),
-        num_warps=4,
+        num_warps=warps,
     )
 
 
