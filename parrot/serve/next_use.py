@@ -59,19 +59,18 @@ class Expectations:
 
     def soonest(self, boundaries: Iterable[Boundary], now: float) -> float | None:
         """When the first of them is used; None if none is expected to be."""
-        times = [when for b in boundaries if (when := self._when(b.key, now)) is not None]
-        return min(times) if times else None
+        soonest = None
+        for boundary in boundaries:
+            expectation = self._expected.get(boundary.key)
+            if expectation is not None:
+                when = now if expectation.num_queued else next(iter(expectation.waiting))()
+                soonest = when if soonest is None else min(soonest, when)
+        return soonest
 
     def check_integrity(self, counts: Mapping[bytes, int]) -> None:
         """`counts`: how many completions, queued or waiting, would use each key."""
         own = {key: e.num_queued + len(e.waiting) for key, e in self._expected.items()}
         assert own == counts, (own, counts)
-
-    def _when(self, key: bytes, now: float) -> float | None:
-        expectation = self._expected.get(key)
-        if expectation is None:
-            return None
-        return now if expectation.num_queued else next(iter(expectation.waiting))()
 
     def _of(self, key: bytes) -> _Expectation:
         return self._expected.setdefault(key, _Expectation())
