@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, merge_partials
+from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
 from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.launch import early_launch, starts_early
+from parrot.engine.kernels.merge_kernels import merge_partials
 from parrot.engine.kernels.work_list import ITEM_FIELDS, WorkList
 
 _HOPPER = 9

@@ -124,7 +124,7 @@ def attention_variant(
 
 
 def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str, Any]:
-    from parrot.engine.kernels.attention_kernels import merge_partials
+    from parrot.engine.kernels.merge_kernels import merge_partials
 
     pointers = {
         "partial_out": "*fp32",
