@@ -157,6 +157,16 @@ def test_siblings_that_compute_much_are_dealt_out_at_once() -> None:
     assert sorted(placed.count(engine) for engine in range(4)) == [4, 4, 4, 4]
 
 
+def test_a_block_is_dealt_out_in_turns() -> None:
+    """It comes sorted by length: no engine may get all of the longest."""
+    bench = Bench()
+    bench.engines(4)
+    tasks = [bench.task("instruction", prefix_len=200, own_len=2000 + 10 * i) for i in range(16)]
+    bench.add(*tasks)
+    placed = bench.run()
+    assert [len({placed[task] for task in tasks[i : i + 4]}) for i in range(0, 16, 4)] == [4] * 4
+
+
 def test_a_block_leaves_out_an_engine_that_is_busy() -> None:
     bench = Bench()
     bench.engines(4)

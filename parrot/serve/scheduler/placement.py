@@ -1,6 +1,7 @@
 """Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
 
 from collections.abc import Collection, Hashable, Iterable
+from heapq import heappop, heappush
 from itertools import chain, islice
 
 from parrot.serve.context_index import PrefixIndex
@@ -115,7 +116,7 @@ class PredictedSeconds(Placer):
         self._with_running = with_running
         self._groups = groups
         self._blocks = blocks
-        self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # engines, and tasks for each
+        self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
         self._num_queued: dict[tuple[str, ...], int] = {}  # when this round planned first
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
@@ -241,13 +242,14 @@ class PredictedSeconds(Placer):
         if not plan:
             plan = self._plans[block.key] = self._plan(task, block, now, known)
         while plan:
-            engine_id, count = plan.pop()
+            # In turns: tasks come by length, and the longest must not all be on one engine.
+            left, engine_id = heappop(plan)
             load = self._loads.get(engine_id)
             if load is None or not load.is_open:
                 continue
             if self._cost_s(task, load, now, known, weight_of(task)) is not None:
-                if count > 1:
-                    plan.append((engine_id, count - 1))
+                if left < -1:
+                    heappush(plan, (left + 1, engine_id))
                 return load
         return None
 
@@ -261,7 +263,8 @@ class PredictedSeconds(Placer):
         candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), num_open, known)
         sites = [self._site(task, block, load, now, known) for load in candidates]
         tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
-        return split(sites, block.size, tolerance, most)[::-1]
+        shares = split(sites, block.size, tolerance, most)
+        return sorted((-share, engine_id) for engine_id, share in shares)
 
     def _site(
         self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: Beginnings
