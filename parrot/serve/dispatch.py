@@ -24,15 +24,15 @@ from parrot.serve.estimates import Estimates
 from parrot.serve.executor import Executor
 from parrot.serve.fleet import Connect, Fleet, http_connect
 from parrot.serve.frees import FreeSender
-from parrot.serve.grace import Grace
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.kv_log import KvCounts
 from parrot.serve.pauses import Source
 from parrot.serve.prefix import PrefixHasher, Segment
+from parrot.serve.queue import Queue
 from parrot.serve.retry import final_error
 from parrot.serve.reuse import Reuse
-from parrot.serve.scheduler.scheduler import Models, Scheduler
+from parrot.serve.scheduler.scheduler import Scheduler
 from parrot.serve.scheduler.task import CompletionTask
 from parrot.serve.tokenizers import TokenizerRegistry
 from parrot.utils.clock import Clock
@@ -79,18 +79,25 @@ class Dispatcher:
         )
         if config.global_scheduler.eager_fill:
             self.anticipation.listen(self._eager)
+        self._queue = Queue(
+            clock,
+            self._ledger,
+            self._scheduler,
+            self._timers,
+            config.engine_heartbeat_timeout,
+            self._give_up_unserved,
+            self._wake,
+        )
         self._attempts = Attempts(
             clock,
             self._ledger,
             self._scheduler,
             Executor(self._ledger, tokenizers),
             self._eager,
-            Ends(self._done, self._enter_queue, self._give_up, self._fleet.lose),
+            Ends(self._done, self._queue.enter, self._give_up, self._fleet.lose),
         )
         self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
-        self._queued: dict[int, CompletionTask] = {}  # by completion id
-        self._grace = Grace(self._timers, config.engine_heartbeat_timeout, self._end_grace)
         self._expiry: Timer | None = None
         self._is_pump_due = False
 
@@ -98,7 +105,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queued)
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
@@ -117,7 +124,7 @@ class Dispatcher:
         task.result_key = result_key
         self._reuse.lead(task)
         self._scheduler.add(task)
-        self._enter_queue(task)
+        self._queue.enter(task)
 
     def _make_task(
         self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
@@ -151,7 +158,7 @@ class Dispatcher:
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
-        task = self._queued.get(self._reuse.leader_of(completion).id)
+        task = self._queue.find(self._reuse.leader_of(completion))
         if task is not None:
             self._scheduler.update(task)
             self._wake()
@@ -174,8 +181,8 @@ class Dispatcher:
         self._eager.forgo(completion)
         if self._reuse.leave(completion):
             return True
-        if completion.id in self._queued:
-            self._drop_queued(self._queued[completion.id])
+        if (task := self._queue.find(completion)) is not None:
+            self._drop_queued(task)
         elif (task := self._attempts.find(completion)) is not None:
             self._drop_running(task)
         else:
@@ -183,15 +190,11 @@ class Dispatcher:
         return True
 
     def _drop_queued(self, task: CompletionTask) -> None:
-        self._scheduler.remove(task)
         if (heir := self._reuse.promote(task)) is None:
-            self._leave_queue(task.completion.id)
+            self._queue.remove(task)
             self._reuse.ended(task)
-            return
-        self._queued[heir.id] = self._queued.pop(task.completion.id)
-        task.completion = heir
-        task.refresh()
-        self._scheduler.add(task)
+        else:
+            self._queue.hand_over(task, heir)
 
     def _drop_running(self, task: CompletionTask) -> None:
         if (heir := self._reuse.promote(task)) is None:
@@ -262,11 +265,11 @@ class Dispatcher:
         self._eager.check_integrity()
         self._reuse.check_integrity(self._tasks())
         expected = self.anticipation.check_integrity()
-        for task in self._queued.values():
+        for task in self._queue.tasks():
             expected.update(task.keys)
         self._ledger.check_integrity(users, expected)
         self._scheduler.check_integrity()
-        assert self._scheduler.num_queued == len(self._queued), self._queued
+        assert self._scheduler.num_queued == len(self._queue), self._queue.tasks()
         placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)
         assert placed == len(self._attempts), (placed, self._attempts.tasks())
 
@@ -283,7 +286,7 @@ class Dispatcher:
         await self._fleet.close()
 
     def _tasks(self) -> list[CompletionTask]:
-        return [*self._queued.values(), *self._attempts.tasks()]
+        return [*self._queue.tasks(), *self._attempts.tasks()]
 
     # The pump: one for all that happened in a turn of the event loop
 
@@ -298,18 +301,18 @@ class Dispatcher:
             self._advance()
         except Exception:
             logger.exception("the scheduler failed; what is queued is given up")
-            for task in [*self._queued.values()]:
+            for task in self._queue.tasks():
                 with suppress(Exception):  # it may have gone half the way to an engine
                     self._scheduler.remove(task)
-                self._leave_queue(task.completion.id)
+                self._queue.leave(task)
                 self._give_up(task, InternalError("internal error of the scheduler"))
 
     def _advance(self) -> None:
         for placement in self._scheduler.schedule():
             engine = self._fleet.registry.get(placement.engine_id)
             assert engine is not None, placement
-            task = self._leave_queue(placement.task.completion.id)
-            self._attempts.start(task, engine, placement.priority)
+            self._queue.leave(placement.task)
+            self._attempts.start(placement.task, engine, placement.priority)
         for engine_id, context_ids in self._ledger.take_frees().items():
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
@@ -343,6 +346,9 @@ class Dispatcher:
         for follower in self._reuse.take_followers(task):
             self._settle(follower, CompletionState.FAILED, error)
 
+    def _give_up_unserved(self, task: CompletionTask) -> None:
+        self._give_up(task, self._fleet.registry.unserved(task.models))
+
     def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
         completion.state = state
         completion.times.finished = self._clock.now()
@@ -351,35 +357,6 @@ class Dispatcher:
         if not completion.output.is_settled:
             completion.output.fail(error)
 
-    # The queue
-
-    def _enter_queue(self, task: CompletionTask) -> None:
-        task.completion.state = CompletionState.QUEUED
-        self._queued[task.completion.id] = task
-        self._ledger.expect(task.keys)
-        if not self._scheduler.is_served(task.models):
-            self._grace.give(task.models, self._clock.now())
-        self._wake()
-
-    def _leave_queue(self, completion_id: int) -> CompletionTask:
-        task = self._queued.pop(completion_id)
-        self._ledger.unexpect(task.keys)
-        return task
-
-    def _end_grace(self, models: Models, since: float) -> float | None:
-        """Nobody came to serve them since then. Returns when the next such task was queued."""
-        later: list[float] = []
-        for task in self._scheduler.queued(models):
-            if self._queued.get(task.completion.id) is not task:
-                continue  # withdrawn when one before it failed
-            if task.arrived > since:
-                later.append(task.arrived)
-                continue
-            self._leave_queue(task.completion.id)
-            self._scheduler.remove(task)
-            self._give_up(task, self._fleet.registry.unserved(models))
-        return min(later, default=None)
-
     # Engines that come and go
 
     def _on_joined(self, engine: Engine) -> None:
@@ -387,15 +364,13 @@ class Dispatcher:
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
         self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
         self._scheduler.add_engine(engine.id, info.model, info.tasks_capacity, info.tokens_capacity)
-        self._grace.end(self._scheduler.is_served)
-        self._wake()
+        self._queue.engine_joined()
 
     def _on_lost(self, engine: Engine) -> None:
         given_up = self._attempts.leave(engine)
         self._eager.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.remove_engine(engine.id)
-        for models in self._scheduler.unserved():
-            self._grace.give(models, engine.last_seen)
+        self._queue.engine_lost(engine.last_seen)
         for task in given_up:
             self._give_up(task, final_error(Unavailable("every engine that ran it was lost")))

@@ -68,8 +68,10 @@ class RunningApps:
             del self._engines[engine_id]
 
     def changed(self, session_id: int) -> None:
-        for engine in self._by_session.get(session_id, {}).values():
-            engine.stale.add(session_id)
+        engines = self._by_session.get(session_id)
+        if engines is not None:
+            for engine in engines.values():
+                engine.stale.add(session_id)
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
         """Of the other applications on the engine, how many go before the task's, and how many
