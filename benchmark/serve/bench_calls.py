@@ -14,7 +14,7 @@ engines' cost model is zero, so all time is the service's. Three measurements:
 With `--features` another one: what the application-level features cost where they have nothing to
 gain. Two services run, one with all features on and one with all off, and take turns: the CPU time
 of a single call in each, for several numbers of engines and of programs. Turns are short, so that
-both meet the same machine; the ratio is that of the turns that were disturbed least.
+both meet the same machine: the ratio is the median of those of turns that follow each other.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,24 @@ SAMPLING = {"temperature": 0.0, "max_gen_length": 8}
 ZERO_COST = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
 
 
+CALLS_PER_SESSION = 50
+WARM_UP_TURNS = 8
+
+
 class Program:
-    """One session over plain REST."""
+    """Calls over plain REST, one after the other; every 50 of them are a session."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url
         self._scope: dict[str, Any] = {}
-
-    async def start(self) -> None:
-        self._scope = await self._post("/v1/session", {})
+        self._num_left = 0
 
     async def call(self, question: str) -> str:
+        if not self._num_left:
+            self._scope = await self._post("/v1/session", {})
+            self._num_left = CALLS_PER_SESSION
+        self._num_left -= 1
         answer = await self._post(
             "/v1/semantic_call",
             self._scope
@@ -81,31 +87,33 @@ class Program:
             return answer
 
 
-async def throughput(url: str, concurrency: int, num_calls: int, calls_per_session: int) -> float:
-    """Calls per second, submit to value."""
+async def run(programs: Sequence[Program], num_calls: int) -> None:
+    """So many calls by programs that all run at once."""
     remaining = iter(range(num_calls))
 
-    async def run_programs() -> None:
-        program = Program(http, url)
-        done = calls_per_session
+    async def work(program: Program) -> None:
         for number in remaining:
-            if done == calls_per_session:
-                await program.start()
-                done = 0
             assert await program.call(f"what is {number}?")
-            done += 1
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    await asyncio.gather(*map(work, programs))
+
+
+async def throughput(url: str, concurrency: int, num_calls: int) -> float:
+    """Calls per second, submit to value."""
+    async with connect() as http:
         start = time.perf_counter()
-        await asyncio.gather(*(run_programs() for _ in range(concurrency)))
+        await run([Program(http, url) for _ in range(concurrency)], num_calls)
         return num_calls / (time.perf_counter() - start)
+
+
+def connect() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
 async def latency(core_url: str, engine_url: str, num_calls: int) -> dict[str, float]:
     """Milliseconds: medians of a call through ServeCore and of one straight to the engine."""
     async with aiohttp.ClientSession() as http:
         program = Program(http, core_url)
-        await program.start()
         through, direct = [], []
         for number in range(num_calls):
             start = time.perf_counter()
@@ -171,10 +179,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     core = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}
     with Cluster(core=core, engines=[engine] * args.engines) as cluster, pinned(cluster):
         idle = idle_cpu(cluster, args.idle_seconds)
-        asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls // 4, 50))  # warm up
+        asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls // 4))  # warm up
         before = cpu_seconds(cluster.process("core").pid)
         rates = [
-            asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls, 50))
+            asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls))
             for _ in range(args.runs)
         ]
         core_cpu = cpu_seconds(cluster.process("core").pid) - before
@@ -193,57 +201,66 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_features(args: argparse.Namespace) -> dict[str, Any]:
-    rows = [
-        compare(args, num_engines, concurrency)
-        for num_engines in (1, 4)
-        for concurrency in (1, 32, 256)
-    ]
+    rows: list[dict[str, Any]] = []
+    for num_engines in (1, 4):
+        engines = [{"engine_type": "sim", "instance": ZERO_COST}] * num_engines
+        room = {"max_queue_size": 100_000}
+        core = {"max_sessions_num": 1_000_000}
+        with (
+            Cluster(core=core | {"global_scheduler": room}, engines=engines) as on,
+            Cluster(core=core | {"global_scheduler": features() | room}, engines=engines) as off,
+            pinned(on, off),
+        ):
+            for row in asyncio.run(compare({"on": on, "off": off}, args.turns)):
+                rows.append({"engines": num_engines} | row)
+                print(json.dumps(rows[-1]), flush=True)
     return {
         "command": "python3 " + " ".join(sys.argv),
         "python": platform.python_version(),
         "turns": args.turns,
-        "calls": args.calls,
         "rows": rows,
     }
 
 
-def compare(args: argparse.Namespace, num_engines: int, concurrency: int) -> dict[str, Any]:
-    """CPU milliseconds of a call with all features on and with all off."""
-    engines = [{"engine_type": "sim", "instance": ZERO_COST}] * num_engines
-    room = {"max_queue_size": 100_000}
-    core = {"max_sessions_num": 1_000_000}
-    with (
-        Cluster(core=core | {"global_scheduler": room}, engines=engines) as on,
-        Cluster(core=core | {"global_scheduler": features() | room}, engines=engines) as off,
-        pinned(on, off),
-    ):
-        spent: dict[str, list[float]] = {"on": [], "off": []}
-        sides = [("on", on), ("off", off)]
-        for cluster in (on, off):
-            spend(cluster, concurrency, args.calls)
-        for turn in range(args.turns):
-            for name, cluster in sides if turn % 2 else sides[::-1]:
-                spent[name].append(1e3 * spend(cluster, concurrency, args.calls))
-    ratios = sorted(a / b for a, b in zip(spent["on"], spent["off"], strict=True))
-    row = {
-        "engines": num_engines,
-        "concurrency": concurrency,
-        "on_ms": min(spent["on"]),
-        "off_ms": min(spent["off"]),
-        "ratio": min(spent["on"]) / min(spent["off"]),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
-    }
-    print(json.dumps(row), flush=True)
-    return row
+async def compare(sides: dict[str, Cluster], num_turns: int) -> list[dict[str, Any]]:
+    """CPU milliseconds of a call with all features on and with all off, by number of programs. The
+    first turns only fill the engines' memory, as it is after a while in use."""
+    async with connect() as http:
+        rows = []
+        for concurrency, num_calls in ((256, 512), (32, 400), (1, 100)):
+            programs = {
+                side: [Program(http, cluster.core_url) for _ in range(concurrency)]
+                for side, cluster in sides.items()
+            }
+            spent: dict[str, list[float]] = {side: [] for side in sides}
+            for turn in range(-WARM_UP_TURNS, num_turns):
+                for side in sides if turn % 2 else reversed(sides):
+                    ms = await spend(sides[side], programs[side], num_calls)
+                    if turn >= 0:
+                        spent[side].append(ms)
+            rows.append({"concurrency": concurrency, "calls": num_calls} | summary(**spent))
+        return rows
 
 
-def spend(cluster: Cluster, concurrency: int, num_calls: int) -> float:
-    """CPU seconds of ServeCore per call."""
+async def spend(cluster: Cluster, programs: Sequence[Program], num_calls: int) -> float:
+    """CPU milliseconds of ServeCore per call."""
     pid = cluster.process("core").pid
     before = cpu_seconds(pid)
-    asyncio.run(throughput(cluster.core_url, concurrency, num_calls, 50))
-    return (cpu_seconds(pid) - before) / num_calls
+    await run(programs, num_calls)
+    return 1e3 * (cpu_seconds(pid) - before) / num_calls
+
+
+def summary(on: list[float], off: list[float]) -> dict[str, Any]:
+    """`ratio_error`: the standard error of the median, by the quartiles."""
+    ratios = sorted(a / b for a, b in zip(on, off, strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "on_ms": statistics.median(on),
+        "off_ms": statistics.median(off),
+        "ratio": middle,
+        "ratio_error": 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5,
+        "ratio_quartiles": [low, high],
+    }
 
 
 def main() -> None:
@@ -254,7 +271,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--idle-seconds", type=float, default=20.0)
     parser.add_argument("--features", action="store_true", help="compare them on and off")
-    parser.add_argument("--turns", type=int, default=20, help="of each side")
+    parser.add_argument("--turns", type=int, default=24, help="of each side, with --features")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     result = compare_features(args) if args.features else measure(args)
