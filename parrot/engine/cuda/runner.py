@@ -29,6 +29,7 @@ from parrot.engine.device import noticing_loss
 from parrot.engine.kernels.attention import Capacity, PlanBuffers, can_be_dense
 from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.kernels.planner import WorkPlanner
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.kernels.work_list import SplitConfig, WorkList
@@ -299,15 +300,16 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _run_padding(self, work: WorkList) -> None:
-        sent = self._stage_padding(len(work.token_order), 1)
+        num_tokens = len(work.token_order)
+        sent = self._stage_padding(num_tokens, min(num_tokens, FEW_ROWS))
         decoded = self._forward_eagerly(sent, work)
         settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)
         for limited in (True, False):
-            for logits in (decoded.logits, decoded.logits.float()):
+            for logits in (decoded.logits[:1], decoded.logits[:1].float()):
                 (row,) = self._stage.send([settings.reshape(-1)])
                 draw_tokens(logits, best_tokens(logits), row.view(1, -1), limited=limited)
                 self._stage.sent()
-        self._adjuster.warm_up(decoded.logits, sent[0])
+        self._adjuster.warm_up(decoded.logits[:1], sent[0])
 
     def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
         positions = np.arange(num_tokens, dtype=np.int32) % self._info.max_seq_len

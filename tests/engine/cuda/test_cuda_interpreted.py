@@ -18,7 +18,9 @@ from parrot.engine.core import EngineCore
 from parrot.engine.cuda.inputs import StepInputs
 from parrot.engine.cuda.runner import CudaOptions, CudaRunner
 from parrot.engine.jobs import Order, Piece
+from parrot.engine.kernels import linear
 from parrot.engine.kernels.gate import GateConfig
+from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.model_runner import ModelRunner
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
@@ -58,14 +60,18 @@ MakeRunners = Callable[..., tuple[ModelRunner, CudaRunner]]
 
 @pytest.fixture
 def make_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRunners:
-    def make(family: str, gate: GateConfig | None = None) -> tuple[ModelRunner, CudaRunner]:
+    def make(
+        family: str, gate: GateConfig | None = None, max_rows: int = 8
+    ) -> tuple[ModelRunner, CudaRunner]:
         folder = make_tiny_model(tmp_path / family, family, overrides=OVERRIDES[family])
         checkpoint = open_checkpoint(str(folder))
         cpu = torch.device("cpu")
         with monkeypatch.context() as patch:  # the kernels read weights as they are
             patch.setattr(decoder, "make_linear", PlainLinear)
             model = Decoder(checkpoint.spec, checkpoint.take, torch.float32, cpu)
-        options = CudaOptions(max_rows=8, max_tokens=128, gate=gate, use_graphs=False, upcast=True)
+        options = CudaOptions(
+            max_rows=max_rows, max_tokens=128, gate=gate, use_graphs=False, upcast=True
+        )
         return ModelRunner(model, BLOCKS, SIZE), CudaRunner(model, BLOCKS, SIZE, options)
 
     return make
@@ -104,6 +110,47 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
     assert outputs[0] == outputs[1]
     assert (own.shared_tokens_saved > 0) == (gate is not None)
     assert (own.num_shared_steps > 0) == (gate is not None)
+
+
+class Launches:
+    """A kernel; keeps what the compiler would make a kernel of its own for."""
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self._kernel = kernel
+        self._seen = seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            kinds = tuple(_specialised(argument) for argument in arguments)
+            self._seen.add((kinds, tuple(constants.items())))
+            self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def _specialised(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return 1 if argument == 1 else argument % 16 == 0
+    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the values of padding are not defined
+def test_products_of_any_few_rows_are_warm(
+    make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, runner = make_runners("llama", max_rows=FEW_ROWS)
+    seen: set[Any] = set()
+    for name in ("few_rows_linear_kernel", "few_rows_qkv_kernel"):
+        monkeypatch.setattr(linear, name, Launches(getattr(linear, name), seen))
+    runner.warm_up()
+    warm = set(seen)
+    driver = Driver(runner)
+    for count in (1, 2, 16, 17, 33, 48):
+        contexts = [driver.context([7]) for _ in range(count)]
+        driver.step([(context, 1) for context in contexts])
+        for context in contexts:
+            driver.release(context)
+    assert seen == warm
 
 
 def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
