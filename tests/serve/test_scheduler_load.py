@@ -2,11 +2,12 @@
 
 import pytest
 
+from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.internal import Usage
 from parrot.serve.scheduler.cost import CostModel
-from parrot.serve.scheduler.load import EngineLoad
+from parrot.serve.scheduler.load import EngineLoad, weight_of
 from parrot.serve.scheduler.usual import UsualLoad
-from tests.serve.scheduler_bench import THROUGHPUT, Bench
+from tests.serve.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 
 def engine_of(bench: Bench, engine_id: int = 0) -> EngineLoad:
@@ -87,17 +88,25 @@ def test_a_chat_goes_where_its_steps_will_be_short() -> None:
     assert bench.run() == {chat: 1}
 
 
-def test_short_answers_count_for_more() -> None:
-    """A long answer goes beside another long one rather than beside a short one."""
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_reads_along_judges_by_the_time_per_token(is_streamed: bool) -> None:
     bench = Bench()
-    bench.engines(2)
-    long, short = bench.task(output=1000), bench.task(output=100)
-    bench.add(long)
-    engine_id = bench.run()[long]
-    bench.add(short)
-    assert bench.run() == {short: 1 - engine_id}
-    loads = [engine_of(bench, i) for i in (engine_id, 1 - engine_id)]
-    assert loads[1].weight > 4 * loads[0].weight
+    bench.engines(1)
+    criteria = LATENCY if is_streamed else PerformanceCriteria.TPOT
+    short, long = [bench.task(output=output, criteria=criteria) for output in (400, 1600)]
+    for task in (short, long):
+        task.completion.wants_stream = is_streamed
+    assert weight_of(short) == pytest.approx(4 * weight_of(long), rel=0.01)
+    bench.add(short, long)
+    bench.run()
+    assert engine_of(bench).weight == pytest.approx(weight_of(short) + weight_of(long))
+
+
+def test_who_waits_for_the_whole_judges_by_its_time() -> None:
+    bench = Bench()
+    short, long = bench.task(output=100), bench.task(output=1000)
+    assert weight_of(short) == weight_of(long) > 1.0
+    assert weight_of(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
 
 
 def test_reports_tell_prompts_from_sequences() -> None:

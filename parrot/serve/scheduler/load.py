@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.internal import Usage
 from parrot.serve.scheduler.cost import CostModel, EngineSpeed, ModelCosts, Work
 from parrot.serve.scheduler.outlook import Outlook
@@ -12,9 +13,9 @@ from parrot.serve.scheduler.usual import UsualLoad
 
 ANY_MODEL = None
 
-_HARM_WEIGHT = 10.0  # how much worse a second is for a waiting reader than for throughput work,
-_TYPICAL_OUTPUT = 300  # if the answer is as long as this: readers judge by the time per token;
-_MIN_OUTPUT, _MAX_OUTPUT = 64, 1024  # within bounds
+_HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
+_TYPICAL_OUTPUT = 300  # who reads along judges by the time per token: it is that for so many,
+_MIN_OUTPUT, _MAX_OUTPUT = 150, 1024  # and more for fewer, within bounds
 _FRESH_S = 0.01  # averages need not be newer
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
 
@@ -23,8 +24,16 @@ def weight_of(task: CompletionTask) -> float:
     """What a second more is worth to it."""
     if not task.is_latency:
         return 1.0
+    if not _is_read_along(task):
+        return _HARM_WEIGHT
     output = min(max(task.expected_output, _MIN_OUTPUT), _MAX_OUTPUT)
     return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
+
+
+def _is_read_along(task: CompletionTask) -> bool:
+    objective = task.objective
+    paced = objective is not None and objective.criteria is PerformanceCriteria.TPOT
+    return paced or task.wants_stream
 
 
 @dataclass(frozen=True, slots=True)
