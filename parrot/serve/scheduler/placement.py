@@ -23,7 +23,7 @@ _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling t
 _GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
 # How much later a block may end for the sake of using fewer engines.
-_THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.02
+_THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
 
 
 class GraphGroups:
@@ -117,7 +117,6 @@ class PredictedSeconds(Placer):
         self._groups = groups
         self._blocks = blocks
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
-        self._num_queued: dict[tuple[str, ...], int] = {}  # when this round planned first
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
         num_open = self._loads.num_open(task.models)
@@ -153,7 +152,6 @@ class PredictedSeconds(Placer):
 
     def new_round(self) -> None:
         self._plans.clear()
-        self._num_queued.clear()
 
     def queued(self, task: CompletionTask) -> None:
         self._blocks.add(task)
@@ -257,9 +255,8 @@ class PredictedSeconds(Placer):
         self, task: CompletionTask, block: Block, now: float, known: Beginnings
     ) -> list[tuple[int, int]]:
         models, num_open = task.models, self._loads.num_open(task.models)
-        num_queued = self._num_queued.setdefault(models, self._blocks.num_tasks(models))
         # Where other blocks have use for the other engines, each prefix is filled once.
-        most = max(1, round(num_open * block.size / num_queued))
+        most = max(1, round(num_open * block.size / self._blocks.num_tasks(models)))
         candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), num_open, known)
         sites = [self._site(task, block, load, now, known) for load in candidates]
         tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
