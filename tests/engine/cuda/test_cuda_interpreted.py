@@ -113,17 +113,15 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
 
 
 class Launches:
-    """A kernel; keeps what the compiler would make a kernel of its own for."""
+    """In place of a kernel; keeps what the compiler would make a kernel of its own for."""
 
-    def __init__(self, kernel: Any, seen: set[Any]) -> None:
-        self._kernel = kernel
+    def __init__(self, seen: set[Any]) -> None:
         self._seen = seen
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
             kinds = tuple(_specialised(argument) for argument in arguments)
             self._seen.add((kinds, tuple(constants.items())))
-            self._kernel[grid](*arguments, **constants)
 
         return launch
 
@@ -141,7 +139,7 @@ def test_products_of_any_few_rows_are_warm(
     _, runner = make_runners("llama", max_rows=FEW_ROWS)
     seen: set[Any] = set()
     for name in ("few_rows_linear_kernel", "few_rows_qkv_kernel"):
-        monkeypatch.setattr(linear, name, Launches(getattr(linear, name), seen))
+        monkeypatch.setattr(linear, name, Launches(seen))
     runner.warm_up()
     warm = set(seen)
     driver = Driver(runner)
