@@ -15,10 +15,12 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core import EngineCore
+from parrot.engine.cuda import warm_up
 from parrot.engine.cuda.inputs import StepInputs
 from parrot.engine.cuda.runner import CudaOptions, CudaRunner
 from parrot.engine.jobs import Order, Piece
 from parrot.engine.kernels import linear
+from parrot.engine.kernels.attention import KernelConfig
 from parrot.engine.kernels.gate import GateConfig
 from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.model_runner import ModelRunner
@@ -77,6 +79,12 @@ def make_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRunners
     return make
 
 
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a few programs fill, so that warming up is a matter of seconds."""
+    monkeypatch.setattr(warm_up, "KernelConfig", lambda: KernelConfig(deep_resident=4))
+
+
 def random_prompts(*lengths: int) -> list[list[int]]:
     rng = random.Random(0)
     return [[rng.randrange(250) for _ in range(length)] for length in lengths]
@@ -132,6 +140,7 @@ def _specialised(argument: Any) -> Any:
     return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
 
 
+@pytest.mark.usefixtures("small_device")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the values of padding are not defined
 def test_products_of_any_few_rows_are_warm(
     make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
@@ -284,6 +293,7 @@ def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
     assert result.tokens.keys() == {good.context_id}
 
 
+@pytest.mark.usefixtures("small_device")
 def test_warming_up_writes_no_block_of_a_context(make_runners: MakeRunners) -> None:
     _, own = make_runners("opt")
     own.warm_up()
