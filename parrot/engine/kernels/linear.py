@@ -64,7 +64,7 @@ def few_rows_add_and_norm(
     assert weight.shape[0] == num_out == len(norm_weight), (weight.shape, residual.shape)
     assert residual.is_contiguous()
     assert residual.dtype != torch.float16
-    parts = triton.cdiv(num_out, _tile(num_rows, num_out, x.shape[1], silu=False)["BN"])
+    parts = triton.cdiv(num_out, _num_outputs(num_rows, num_out))
     squares = torch.empty((num_rows, parts), dtype=torch.float32, device=x.device)
     rows = torch.empty_like(residual)
     _launch(x, weight, bias, rows, residual=residual, gain=norm_weight, squares_out=squares)
@@ -94,7 +94,7 @@ def few_rows_qkv(
     assert cos_sin.dtype == torch.float32
     assert can_rotate(shape, num_rows)
     q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
-    tile = _tile(num_rows, num_out, size, silu=False)
+    tile = _tile(num_rows, num_out, size, rows.dtype, silu=False)
     few_rows_qkv_kernel[(num_out // tile["BN"],)](
         rows,
         weight,
@@ -132,8 +132,7 @@ def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor 
 def can_rotate(shape: AttentionShape, num_rows: int) -> bool:
     """Whether `few_rows_qkv` takes so many rows with such heads."""
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    outputs = _tile(num_rows, num_out, shape.head_dim, silu=False)["BN"]
-    return num_rows <= FEW_ROWS and shape.head_dim % outputs == 0
+    return num_rows <= FEW_ROWS and shape.head_dim % _num_outputs(num_rows, num_out) == 0
 
 
 def _launch(
@@ -155,7 +154,7 @@ def _launch(
     assert weight.is_contiguous()
     assert out.is_contiguous()
     assert x.stride(1) == 1
-    tile = _tile(num_rows, num_out, size, silu=silu)
+    tile = _tile(num_rows, num_out, size, x.dtype, silu=silu)
     few_rows_linear_kernel[(triton.cdiv(num_out, tile["BN"]),)](
         x,
         weight,
@@ -179,11 +178,14 @@ def _launch(
     )
 
 
-def _tile(num_rows: int, num_out: int, size: int, *, silu: bool) -> dict[str, int]:
-    """Tuned on an H200 (docs/kernels.md). Short outputs need more programs than wide tiles give;
-    the fewer programs, the more of the weights must each have on its way."""
-    choose = _tile_of_32 if num_rows <= _HALF else _tile_of_64
-    outputs, columns, stages, warps = choose(num_out, silu=silu)
+def _tile(
+    num_rows: int, num_out: int, size: int, dtype: torch.dtype, *, silu: bool
+) -> dict[str, int]:
+    """Tuned on an H200 for types of two bytes (docs/kernels.md). Short outputs need more programs
+    than wide tiles give; the fewer programs, the more of the weights must each have on its way."""
+    outputs, columns, stages, warps = _choose(num_rows, num_out, silu=silu)
+    if dtype == torch.float32:  # twice the bytes, and no matrix unit: all would not fit
+        columns //= 4
     return {
         "BM": max(_MIN_DOT, triton.next_power_of_2(num_rows)),
         "BN": outputs,
@@ -191,6 +193,16 @@ def _tile(num_rows: int, num_out: int, size: int, *, silu: bool) -> dict[str, in
         "STAGES": stages,
         "num_warps": warps,
     }
+
+
+def _num_outputs(num_rows: int, num_out: int) -> int:
+    return _choose(num_rows, num_out, silu=False)[0]
+
+
+def _choose(num_rows: int, num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
+    """Outputs and columns of a tile, stages, warps."""
+    choose = _tile_of_32 if num_rows <= _HALF else _tile_of_64
+    return choose(num_out, silu=silu)
 
 
 def _tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:

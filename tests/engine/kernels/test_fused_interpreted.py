@@ -18,6 +18,7 @@ from parrot.engine.kernels.gate import AttentionShape
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,
+    _tile,
     few_rows_add_and_norm,
     few_rows_linear,
     few_rows_qkv,
@@ -132,6 +133,17 @@ def test_few_rows_linear(
         gate, up = expected.split(num_out, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("silu", [False, True])
+def test_tiles_fit_a_multiprocessor(dtype: torch.dtype, silu: bool) -> None:
+    for num_rows in (1, 16, 17, 32, 33, FEW_ROWS):
+        for num_out in (64, 1024, 4095, 4096, 5120, 6144, 8193, 150_000):
+            tile = _tile(num_rows, num_out, 8192, dtype, silu=silu)
+            heights = tile["BM"] + tile["BN"] * (2 if silu else 1)
+            moved = heights * tile["BK"] * dtype.itemsize * tile["STAGES"]
+            assert moved <= 227 * 1024, (num_rows, num_out, tile)
 
 
 @pytest.mark.parametrize(
