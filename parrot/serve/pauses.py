@@ -134,9 +134,6 @@ class PauseModel:
         that it is continued at all."""
         own = self._sources.get(source, _UNKNOWN)
         others = self._tenants.get(source.tenant, _UNKNOWN)
-        usual = _chance(own, others)
-        if not (own.num_continued or others.num_continued):
-            return max(elapsed_s, _USUAL_PAUSE_S) / max(usual, _MIN_CHANCE)
         share = _TENANT_WEIGHT / max(others.num_continued, _TENANT_WEIGHT)
         mine, theirs = own.beyond(elapsed_s), others.beyond(elapsed_s)
         weight = mine.weight + share * theirs.weight
@@ -145,6 +142,7 @@ class PauseModel:
         ) / (weight + _DOUBT)
         num_seen = own.num_continued + share * others.num_continued
         lasting = (weight + _DOUBT) / (num_seen + _DOUBT)
+        usual = _chance(own, others)
         chance = usual * lasting
         return rest_s / max(chance / (chance + 1 - usual), _MIN_CHANCE)
 

@@ -37,7 +37,7 @@ class RunningApps:
         self._key = key
         self._engines: dict[int, _Engine] = {}
         self._by_session: dict[int, dict[int, _Engine]] = {}
-        self._places: dict[CompletionTask, tuple[int, int]] = {}  # session and engine
+        self._engine_of: dict[CompletionTask, int] = {}
 
     def add(self, task: CompletionTask, engine_id: int) -> None:
         session_id = task.completion.session_id
@@ -47,14 +47,13 @@ class RunningApps:
         engine.tasks.setdefault(session_id, {})[task] = None
         engine.stale.add(session_id)
         self._by_session.setdefault(session_id, {})[engine_id] = engine
-        self._places[task] = (session_id, engine_id)
+        self._engine_of[task] = engine_id
 
     def discard(self, task: CompletionTask) -> None:
-        place = self._places.pop(task, None)
-        if place is None:
+        engine_id = self._engine_of.pop(task, None)
+        if engine_id is None:
             return
-        session_id, engine_id = place
-        engine = self._engines[engine_id]
+        session_id, engine = task.completion.session_id, self._engines[engine_id]
         tasks = engine.tasks[session_id]
         del tasks[task]
         if tasks:

@@ -62,21 +62,14 @@ class ModelCosts:
 
     def learn(self, work: Work, seconds: float, engine: "EngineSpeed") -> None:
         """What is wrong with the prediction is shared out by how uncertain each part of it is."""
-        slowness, (a, b, c, d) = engine.slowness, self._defaults
-        steps, sequences, tokens, prefilled = work
-        parts = (
-            steps * a * slowness,
-            sequences * b * slowness,
-            tokens * c * slowness,
-            prefilled * d * slowness,
-        )
+        slowness = engine.slowness
+        parts = [n * cost * slowness for n, cost in zip(work, self._defaults, strict=True)]
         predicted = _dot(self._scales, parts)
         if min(predicted, seconds) <= 0:
             return
         # Relative to the larger one, so a wild answer moves little and a slow engine is still met.
         unit = max(predicted, seconds)
-        a, b, c, d = parts
-        parts = (a / unit, b / unit, c / unit, d / unit)
+        parts = [part / unit for part in parts]
         error = (seconds - predicted) / unit
         self._drift()
         rows = self._variance

@@ -286,15 +286,11 @@ class LoadIndex:
 
     def num_members(self, models: tuple[str, ...]) -> int:
         """Engines with one of the models (empty: all)."""
-        if not models:
-            return len(self._loads)
-        return sum(len(self._members.get(name, ())) for name in models)
+        return sum(len(self._members.get(name, ())) for name in models or (ANY_MODEL,))
 
     def num_open(self, models: tuple[str, ...]) -> int:
         """Engines with one of the models (empty: any) that have a free slot."""
-        if not models:
-            return len(self._open[ANY_MODEL])
-        return sum(len(self._open.get(name, ())) for name in models)
+        return sum(len(self._open.get(name, ())) for name in models or (ANY_MODEL,))
 
     def least_loaded(self, models: tuple[str, ...], count: int) -> list[EngineLoad]:
         """Up to `count` open engines per model, least loaded first."""

@@ -140,15 +140,7 @@ class PredictedSeconds(Placer):
         return best
 
     def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
-        cached = _nobody if self._index is None else self._index.holders
-        running = self._running.holders if self._with_running else _nobody
-        length = task.prompt_len
-        for i in range(len(task.keys) - 1, -1, -1):
-            key = task.keys[i]
-            if load.id in (cached(key) or ()) or load.id in (running(key) or ()):
-                return length
-            length -= task.lengths[i]
-        return 0
+        return self._find(task).reused_len(load.id)
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -178,17 +170,15 @@ class PredictedSeconds(Placer):
         self, task: CompletionTask, count: int, num_open: int, known: Beginnings
     ) -> list[EngineLoad]:
         found = self._loads.least_loaded(task.models, count + len(task.avoided))
-        if len(found) < num_open or task.avoided:
-            candidates = {load.id: load for load in found}
-            if len(found) < num_open:
-                candidates |= self._proposed(task, known)
-            for engine_id in task.avoided:
-                if len(candidates) > 1:
-                    candidates.pop(engine_id, None)
-            found = list(candidates.values())
-        for load in found:
+        candidates = {load.id: load for load in found}
+        if len(candidates) < num_open:
+            candidates |= self._proposed(task, known)
+        for engine_id in task.avoided:
+            if len(candidates) > 1:
+                candidates.pop(engine_id, None)
+        for load in candidates.values():
             load.refresh()
-        return found
+        return list(candidates.values())
 
     def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
         models, proposed = task.models, {}
@@ -227,8 +217,6 @@ class PredictedSeconds(Placer):
             return None
         num_read = new_prompt + task.expected_output // 2
         growth_s = load.cost.sequence_s + num_read * load.cost.token_s
-        if task.is_latency or not load.num_latency:
-            return growth_s
         return None if _growth_limit_s(task, load, now) < growth_s else growth_s
 
     # Blocks
