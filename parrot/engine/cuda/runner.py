@@ -285,7 +285,8 @@ class CudaRunner:
         """Compile kernels and capture graphs, so that no request waits for them. No context's
         block is written."""
         for work in self._synthetic.for_kernels():
-            self._launcher.submit(self._run_padding, work).result()
+            token_ids, logits = self._launcher.submit(self._run_padding, work).result()
+        self._sample_padding(token_ids, logits)
         for num_tokens in self._synthetic.dense_lengths():  # cuDNN's plans belong to one thread
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
         if self._graphs is not None:
@@ -299,17 +300,21 @@ class CudaRunner:
             torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
-    def _run_padding(self, work: WorkList) -> None:
+    def _run_padding(self, work: WorkList) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, and the logits of as many as products of few rows take."""
         num_tokens = len(work.token_order)
         sent = self._stage_padding(num_tokens, min(num_tokens, FEW_ROWS))
-        decoded = self._forward_eagerly(sent, work)
+        return sent[0], self._forward_eagerly(sent, work).logits
+
+    def _sample_padding(self, token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        one = logits[:1]
         settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)
         for limited in (True, False):
-            for logits in (decoded.logits[:1], decoded.logits[:1].float()):
-                (row,) = self._stage.send([settings.reshape(-1)])
-                draw_tokens(logits, best_tokens(logits), row.view(1, -1), limited=limited)
+            for row in (one, one.float()):
+                (sent,) = self._stage.send([settings.reshape(-1)])
+                draw_tokens(row, best_tokens(row), sent.view(1, -1), limited=limited)
                 self._stage.sent()
-        self._adjuster.warm_up(decoded.logits[:1], sent[0])
+        self._adjuster.warm_up(one, token_ids)
 
     def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
         positions = np.arange(num_tokens, dtype=np.int32) % self._info.max_seq_len
