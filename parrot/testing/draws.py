@@ -15,6 +15,7 @@ from parrot.engine.kernels.adjustments import (
     adjustments_of,
 )
 from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, draw_settings
+from parrot.engine.kernels.sampling import adjust_logits
 from parrot.engine.noise_keys import noise_keys
 from parrot.engine.plan import SampleSpec
 from parrot.protocol.sampling import SamplingConfig
@@ -81,6 +82,20 @@ def adjustments_for(specs: Sequence[SampleSpec], *, pending: bool) -> Adjustment
         for i, s in enumerate(specs)
     ]
     return adjustments_of(rows)
+
+
+def adjusted(
+    logits: torch.Tensor, step: Adjustments, tokens: Sequence[int], device: str = "cpu"
+) -> torch.Tensor:
+    """What the kernel makes of them there; asserts that it leaves what is beyond the rows alone."""
+    rows, vocab_size = logits.shape
+    wide = torch.full((rows, vocab_size + 5), 9.0, device=device)
+    wide[:, :vocab_size] = logits
+    parts = (torch.from_numpy(part).to(device) for part in (step.rows, step.entries))
+    ids = torch.tensor(tokens, dtype=torch.int32, device=device)
+    adjust_logits(wide[:, :vocab_size], ids, *parts)
+    assert bool((wide[:, vocab_size:] == 9.0).all())
+    return wide[:, :vocab_size].cpu()
 
 
 def adjusted_exactly(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:

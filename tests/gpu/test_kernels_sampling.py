@@ -8,12 +8,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.kernels.adjustments import Adjustments
-from parrot.engine.kernels.sampling import adjust_logits, best_tokens, draw_tokens
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.sampler import sample
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.draws import (
     SETTINGS,
+    adjusted,
     adjusted_exactly,
     adjustments_for,
     penalized,
@@ -69,18 +69,6 @@ def test_tokens_are_those_of_the_cpu(
     assert differing <= 1
 
 
-def adjusted(logits: torch.Tensor, step: Adjustments, tokens: list[int]) -> torch.Tensor:
-    """Columns beyond the rows' ends are left alone."""
-    rows, vocab_size = logits.shape
-    wide = torch.full((rows, vocab_size + 5), 9.0, device="cuda")
-    wide[:, :vocab_size] = logits
-    parts = (torch.from_numpy(part).cuda() for part in (step.rows, step.entries))
-    ids = torch.tensor(tokens, dtype=torch.int32, device="cuda")
-    adjust_logits(wide[:, :vocab_size], ids, *parts)
-    assert bool((wide[:, vocab_size:] == 9.0).all())
-    return wide[:, :vocab_size].cpu()
-
-
 @pytest.mark.parametrize("length", [2, 30, 3000, 20000])
 @pytest.mark.parametrize("vocab_size", [259, 151936])
 def test_penalties_and_biases(vocab_size: int, length: int) -> None:
@@ -89,18 +77,18 @@ def test_penalties_and_biases(vocab_size: int, length: int) -> None:
     logits = normal(len(specs), vocab_size, torch.float32)
     newest = [spec.context_ids[-1] for spec in specs]
     known = adjustments_for(specs, pending=False)
-    got = adjusted(logits, known, newest)
+    got = adjusted(logits, known, newest, "cuda")
     want = adjusted_exactly(logits, specs)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(adjusted(logits, known, newest), got)
+    assert torch.equal(adjusted(logits, known, newest, "cuda"), got)
     ahead = adjustments_for(without_newest(specs), pending=True)
-    assert torch.equal(adjusted(logits, ahead, newest), got)
+    assert torch.equal(adjusted(logits, ahead, newest, "cuda"), got)
 
 
 def test_penalties_leave_what_is_not_finite() -> None:
     specs = penalized(500, 60)[:7]
     logits = normal(9, 500, torch.float32)
     logits[1, 17], logits[3, 499], logits[4, 3] = float("nan"), float("inf"), float("-inf")
-    got = adjusted(logits, adjustments_for(specs, pending=False), [0])
+    got = adjusted(logits, adjustments_for(specs, pending=False), [0], "cuda")
     assert torch.equal(got[7:], logits[7:])
     assert (best_tokens(got.cuda()) < 0).tolist() == [i in (1, 3, 4) for i in range(9)]

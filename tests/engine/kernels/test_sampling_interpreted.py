@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from parrot.engine.kernels import sampling_kernels
-from parrot.engine.kernels.adjustments import Adjustments
-from parrot.engine.kernels.sampling import adjust_logits, best_tokens, draw_tokens
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.sampler import sample
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.draws import (
     SETTINGS,
+    adjusted,
     adjusted_exactly,
     adjustments_for,
     penalized,
@@ -96,17 +96,6 @@ def test_few_tokens_are_left_of_a_flat_row() -> None:
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     assert set(tokens.tolist()) <= {4997, 4998, 4999}
     assert np.unique(tokens.numpy()).size > 1
-
-
-def adjusted(logits: torch.Tensor, step: Adjustments, tokens: list[int]) -> torch.Tensor:
-    """Columns beyond the rows' ends are left alone."""
-    rows, vocab_size = logits.shape
-    wide = torch.full((rows, vocab_size + 5), 9.0)
-    wide[:, :vocab_size] = logits
-    parts = (torch.from_numpy(part) for part in (step.rows, step.entries))
-    adjust_logits(wide[:, :vocab_size], torch.tensor(tokens, dtype=torch.int32), *parts)
-    assert (wide[:, vocab_size:] == 9.0).all()
-    return wide[:, :vocab_size]
 
 
 @pytest.mark.parametrize("length", [2, 30, 3000])
