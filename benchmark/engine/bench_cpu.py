@@ -26,8 +26,8 @@ import torch
 import transformers
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.model_runner import ModelRunner, load_runner
 from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.runner.cpu import ModelRunner, load_runner
 from parrot.testing.runner_driver import Driver
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -30,15 +30,20 @@ import triton
 from gpu_cases import CROWD, DECODES, MIXED, PREFILLS, VLLM, Decode, Sequences, Shape, load_256
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.cuda.runner import CudaRunner
-from parrot.engine.jobs import Order, Piece
-from parrot.engine.model_runner import load_runner
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import StepPlan
 from parrot.engine.models.shapes import KNOWN_SHAPES
-from parrot.engine.output import Language
-from parrot.engine.plan import StepPlan
+from parrot.engine.runner.cpu import load_runner
+from parrot.engine.runner.cuda import CudaRunner
+from parrot.protocol.engine_api import (
+    FillResponse,
+    GenerateResponse,
+    StreamChunk,
+    TokenizerResponse,
+)
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.internal import FillResponse, GenerateResponse, StreamChunk, TokenizerResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
 

@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.jobs import Order, Piece
-from parrot.engine.output import Language
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.output import Language
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.sampling import SamplingConfig

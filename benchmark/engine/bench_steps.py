@@ -22,9 +22,9 @@ import torch
 from bench_gpu import RESULTS, config_of
 from gpu_cases import Decode, Sequences
 
-from parrot.engine.cuda.runner import CudaRunner
-from parrot.engine.model_runner import load_runner
-from parrot.engine.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.runner.cpu import load_runner
+from parrot.engine.runner.cuda import CudaRunner
 from parrot.protocol.sampling import SamplingConfig
 
 CHOICES = {

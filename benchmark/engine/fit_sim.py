@@ -26,7 +26,7 @@ from gpu_cases import (
 
 from parrot.engine.config import SimConfig, load_engine_config
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.internal import FillPiece, GenerateRequest
+from parrot.protocol.engine_api import FillPiece, GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import LoopClock, run_virtual
 

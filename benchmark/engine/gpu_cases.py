@@ -5,9 +5,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parrot.engine.core.plan import SampleSpec, SequenceStep
 from parrot.engine.models.registry import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
-from parrot.engine.plan import SampleSpec, SequenceStep
 from parrot.protocol.sampling import SamplingConfig
 
 MEMORY_RATE = 4.3e12

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 from gpu_cases import PREFILLS, Decode, load_256
 
-from parrot.protocol.internal import NO_PARENT
+from parrot.protocol.engine_api import NO_PARENT
 
 Row = dict[str, Any]
 LOAD_TIMEOUT_S = 240

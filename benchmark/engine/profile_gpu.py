@@ -21,9 +21,9 @@ from gpu_cases import Decode, Sequences
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from parrot.engine.cuda.runner import CudaRunner
-from parrot.engine.model_runner import load_runner
-from parrot.engine.plan import StepPlan
+from parrot.engine.core.plan import StepPlan
+from parrot.engine.runner.cpu import load_runner
+from parrot.engine.runner.cuda import CudaRunner
 
 STEPS = 10
 TOP = 12

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from parrot.engine.kernels.attention import (
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.tree_attention import (
     Capacity,
     KernelConfig,
-    KVView,
     PlanBuffers,
     TreeAttention,
 )
-from parrot.engine.kernels.gate import AttentionShape, GateConfig
-from parrot.engine.kernels.work_list import SplitConfig, StepRows, WorkList, plan_work
+from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.kv_view import KVView
 
 MEMORY_RATE = 4.3e12
 MATRIX_RATE = 790e12

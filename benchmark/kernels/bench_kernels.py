@@ -33,15 +33,21 @@ from attention_cases import (
 from timing import ceilings, time_graph
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parrot.engine.kernels.attention import Capacity, KernelConfig, PlanBuffers, TreeAttention
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.tree_attention import (
+    Capacity,
+    KernelConfig,
+    PlanBuffers,
+    TreeAttention,
+)
+from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
-from parrot.engine.kernels.gate import AttentionShape, GateConfig
 from parrot.engine.kernels.linear import (
     UndividedRows,
     few_rows_add_and_norm,
     few_rows_linear,
 )
-from parrot.engine.kernels.work_list import SplitConfig, WorkList, plan_work
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAGE = 64

@@ -18,21 +18,23 @@ import triton
 from attention_cases import MEMORY_RATE, Workload, step_rows
 from timing import time_graph
 
-from parrot.engine.kernels.attention import Capacity, KVView, PlanBuffers, TreeAttention
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
+from parrot.engine.attention.work_list import SplitConfig, plan_work
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,
     rope_and_store,
     silu_mul,
 )
-from parrot.engine.kernels.gate import AttentionShape, GateConfig
+from parrot.engine.kernels.kv_view import KVView
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,
     few_rows_add_and_norm,
     few_rows_linear,
 )
-from parrot.engine.kernels.work_list import SplitConfig, plan_work
 
 PAGE = 64
 

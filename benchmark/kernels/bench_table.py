@@ -23,9 +23,10 @@ from attention_cases import Bench, Workload, floor_us
 from bench_kernels import shape_of, time_work
 from timing import ceilings
 
-from parrot.engine.kernels.attention import KernelConfig
-from parrot.engine.kernels.gate import AttentionShape, GateConfig
-from parrot.engine.kernels.work_list import SplitConfig
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.tree_attention import KernelConfig
+from parrot.engine.attention.work_list import SplitConfig
+from parrot.engine.kernels.attention_shape import AttentionShape
 
 KV_HEADS = (8, 32)
 BATCHES = (1, 8, 16, 32, 64, 128, 256)

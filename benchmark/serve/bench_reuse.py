@@ -26,11 +26,11 @@ from common import bound, circumstances, core_config, output_id, places, save, s
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.internal import RegisterRequest
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.dispatch import Dispatcher
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.simulation import PATIENT, SimClient, SimCluster, SimEngine, lan, run_virtual
 from parrot.testing.fake_engine import Script, fake_engine
 from parrot.utils.clock import MonotonicClock

@@ -20,12 +20,12 @@ from common import RESULTS, circumstances, save
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.serve.context_index import Boundary, Context, PrefixIndex
+from parrot.serve.contexts.index import Boundary, Context, PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prefix import PrefixHasher, Segment, SegmentKind
-from parrot.serve.scheduler.scheduler import Scheduler
-from parrot.serve.scheduler.task import CompletionTask, Placement
+from parrot.serve.prompts.segments import PrefixHasher, Segment, SegmentKind
+from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import MonotonicClock
 
 NUM_APPS, NUM_TEMPLATES = 200, 50

@@ -10,8 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import CONTENT_TYPE, render_metrics
 from parrot.engine.service import EngineService
-from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     FillRequest,
     FreeContextRequest,
     FreeContextResponse,
@@ -20,6 +19,7 @@ from parrot.protocol.internal import (
     PingResponse,
     StreamChunk,
 )
+from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.server import (
     create_base_app,
     error_response,

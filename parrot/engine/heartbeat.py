@@ -6,10 +6,10 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from parrot.engine.plan import DeviceLost
+from parrot.engine.core.plan import DeviceLost
 from parrot.engine.service import EngineService
+from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.errors import ParrotError, Unavailable
-from parrot.protocol.internal import EngineInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.utils.clock import Clock
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 from parrot.engine.app import create_app
-from parrot.engine.arrivals import InOrder
 from parrot.engine.config import (
     AnyEngineConfig,
     OpenAIConfig,
@@ -19,9 +18,10 @@ from parrot.engine.config import (
     load_engine_config,
     parse_engine_config,
 )
-from parrot.engine.driver import core_thread_is_alive
+from parrot.engine.core.driver import core_thread_is_alive
+from parrot.engine.core.plan import DeviceLost
 from parrot.engine.heartbeat import Heartbeat
-from parrot.engine.plan import DeviceLost
+from parrot.engine.reorder import InOrder
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.http import HttpClient

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from parrot.protocol.internal import RuntimeInfo
+from parrot.protocol.engine_api import RuntimeInfo
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MIB = 2**20

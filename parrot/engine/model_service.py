@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.driver import ThreadDriver
-from parrot.engine.output import Language
-from parrot.engine.plan import Runner
+from parrot.engine.core.driver import ThreadDriver
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import Runner
 from parrot.engine.runner_service import RunnerService
-from parrot.protocol.internal import TokenizerResponse
+from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 
@@ -62,7 +62,7 @@ def _import_loader(
 ) -> Callable[[], tuple[Runner, TokenizerResponse]]:
     """Only the engine's own type is imported: importing torch alone takes seconds."""
     if isinstance(config, BuiltinConfig):
-        from parrot.engine.model_runner import load_runner
+        from parrot.engine.runner.cpu import load_runner
 
         return partial(load_runner, config)
     from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner

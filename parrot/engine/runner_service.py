@@ -6,12 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.driver import Driver, ask
-from parrot.engine.jobs import BACKGROUND, Order, Piece, Sink
-from parrot.engine.plan import SUPPORTED_SAMPLING
-from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
-from parrot.protocol.internal import (
+from parrot.engine.core.driver import Driver, ask
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import BACKGROUND, Order, Piece, Sink
+from parrot.engine.core.plan import SUPPORTED_SAMPLING
+from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
     FillPiece,
@@ -24,6 +23,7 @@ from parrot.protocol.internal import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.ids import IdCounter
 

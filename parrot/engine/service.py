@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     EngineInfo,
     FillRequest,
     FillResponse,

@@ -4,9 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from parrot.protocol.errors import Unavailable, error_from_payload
-from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     FillPiece,
     FillRequest,
     FillResponse,
@@ -18,6 +16,8 @@ from parrot.protocol.internal import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.errors import Unavailable, error_from_payload
+from parrot.protocol.http import HttpClient
 
 
 class EngineClient:

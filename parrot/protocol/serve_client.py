@@ -4,9 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import Unavailable, error_from_payload
-from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     EngineInfo,
     HeartbeatRequest,
     HeartbeatResponse,
@@ -14,6 +12,8 @@ from parrot.protocol.internal import (
     RegisterResponse,
     RuntimeInfo,
 )
+from parrot.protocol.errors import Unavailable, error_from_payload
+from parrot.protocol.http import HttpClient
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsResponse,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from parrot.protocol.internal import EngineInfo
+from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.public import CompletionInfo
 
 TRACE_VERSION = 1

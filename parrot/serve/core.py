@@ -2,18 +2,18 @@
 
 from collections.abc import AsyncGenerator
 
+from parrot.protocol.engine_api import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    RegisterResponse,
+)
 from parrot.protocol.errors import (
     NoEngine,
     ParrotError,
     QueueFull,
     SessionGone,
     Unavailable,
-)
-from parrot.protocol.internal import (
-    HeartbeatRequest,
-    HeartbeatResponse,
-    RegisterRequest,
-    RegisterResponse,
 )
 from parrot.protocol.public import (
     CallResponse,
@@ -31,15 +31,15 @@ from parrot.protocol.public import (
     VarValue,
 )
 from parrot.serve.config import CoreConfig
-from parrot.serve.dispatch import Dispatcher
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.lifecycle import SessionExpiry
 from parrot.serve.metrics import CoreCollector, CoreMetrics
 from parrot.serve.native import NativeRunner, Sandbox, check_call
-from parrot.serve.reads import Reads
-from parrot.serve.running import TaskRunner
-from parrot.serve.session import Session, SessionRegistry, tenant_of
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import Session, SessionRegistry, tenant_of
+from parrot.serve.task_runner import TaskRunner
 from parrot.serve.views import engine_view, session_view, variables_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.ids import IdCounter

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from parrot.protocol.errors import TimedOut
-from parrot.serve.session import Session
+from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
 

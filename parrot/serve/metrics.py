@@ -15,12 +15,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from parrot.serve.eager import EagerCounts
-from parrot.serve.engines import EngineView
+from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.execution.engines import EngineView
+from parrot.serve.execution.prefetch import EagerCounts
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.kv_log import KvCounts
-from parrot.serve.session import Session
+from parrot.serve.sessions import Session
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

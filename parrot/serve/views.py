@@ -9,10 +9,10 @@ from parrot.protocol.public import (
     SessionInfo,
     VarInfo,
 )
-from parrot.serve.engines import EngineView
+from parrot.serve.execution.engines import EngineView
 from parrot.serve.graph.links import TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, RunStats, Timeline
-from parrot.serve.session import Session
+from parrot.serve.sessions import Session
 
 _NO_RUN = RunStats()
 

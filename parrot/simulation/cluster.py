@@ -3,16 +3,16 @@
 from types import TracebackType
 from typing import Any
 
-from parrot.engine.arrivals import InOrder
 from parrot.engine.config import SimConfig
+from parrot.engine.reorder import InOrder
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.internal import EngineInfo, HeartbeatRequest, RegisterRequest
+from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, RegisterRequest
 from parrot.protocol.trace import TraceSink
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.dispatch import Dispatcher
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.native import Sandbox
-from parrot.serve.tracing import TracingCore
+from parrot.serve.recorder import TracingCore
 from parrot.simulation.client import SimClient
 from parrot.simulation.engine_link import EngineLink
 from parrot.simulation.links import LAN_RTT_S, Latency, lan

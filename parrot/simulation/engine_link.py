@@ -5,9 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from parrot.engine.service import EngineService
-from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import NotFound
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     FillRequest,
     FillResponse,
     GenerateRequest,
@@ -16,6 +14,8 @@ from parrot.protocol.internal import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import NotFound
 
 
 class EngineLink(EngineClient):

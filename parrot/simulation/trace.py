@@ -8,7 +8,7 @@ from statistics import fmean
 
 from pydantic import TypeAdapter, ValidationError
 
-from parrot.protocol.internal import EngineInfo
+from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.public import CompletionInfo
 from parrot.protocol.trace import (
     TRACE_VERSION,

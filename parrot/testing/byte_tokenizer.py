@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from parrot.protocol.internal import SpecialIds, TokenizerResponse
+from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 
 BOS, EOS = "<s>", "<|im_end|>"
 CHATML = (

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parrot.engine.plan import (
+from parrot.engine.core.plan import (
     PENDING,
     LaunchedStep,
     RunnerInfo,

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from parrot.engine.config import SimConfig
-from parrot.engine.context import Context
-from parrot.engine.core import EngineCore
-from parrot.engine.jobs import Order, Piece
-from parrot.engine.output import Language
-from parrot.engine.plan import RunnerInfo, StepPlan
+from parrot.engine.core.contexts import Context
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
+from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.internal import NO_PARENT, FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.checking_runner import CheckingRunner
 from parrot.utils.clock import ManualClock

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.adjustments import (
     AdjustedRow,
     AdjustedTokens,
@@ -15,9 +16,8 @@ from parrot.engine.kernels.adjustments import (
     adjustments_of,
 )
 from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, draw_settings
+from parrot.engine.kernels.noise_keys import noise_keys
 from parrot.engine.kernels.sampling import adjust_logits
-from parrot.engine.noise_keys import noise_keys
-from parrot.engine.plan import SampleSpec
 from parrot.protocol.sampling import SamplingConfig
 
 SETTINGS: list[dict[str, Any]] = [

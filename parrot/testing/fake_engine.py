@@ -8,9 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import NotFound, ParrotError
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     NO_PARENT,
     EngineInfo,
     EngineType,
@@ -25,6 +23,8 @@ from parrot.protocol.internal import (
     TokenizerResponse,
     Usage,
 )
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import NotFound, ParrotError
 from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 
 Contents = list[Any]  # ids, or characters

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from parrot.engine.kernels.context_tree import IntArray
-from parrot.engine.kernels.gate import AttentionShape, GateConfig
-from parrot.engine.kernels.work_list import StepRows
+from parrot.engine.attention.context_tree import IntArray
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.work_list import StepRows
+from parrot.engine.kernels.attention_shape import AttentionShape
 
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 """A gate to which partial results and launches cost nothing."""

@@ -4,7 +4,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parrot.engine.plan import BlockCopy, Runner, SampleSpec, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.plan import (
+    BlockCopy,
+    Runner,
+    SampleSpec,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
 from parrot.protocol.sampling import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0)

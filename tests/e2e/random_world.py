@@ -12,7 +12,7 @@ from parrot.protocol.errors import (
     SessionGone,
     TimedOut,
 )
-from parrot.serve.session import Session
+from parrot.serve.sessions import Session
 from parrot.simulation import SimCluster, SimEngine
 from tests.e2e.sequential_reference import CallPlan, Place, Reference
 

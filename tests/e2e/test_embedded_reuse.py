@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from parrot.cluster import Cluster
+from parrot.protocol.engine_api import FillPiece, GenerateRequest, GenerateResponse
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import FillPiece, GenerateRequest, GenerateResponse
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient

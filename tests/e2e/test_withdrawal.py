@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from parrot.cluster import Cluster
+from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Cancelled, SessionGone, TimedOut
 from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import RuntimeInfo
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program, program
 

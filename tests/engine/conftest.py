@@ -1,3 +1,17 @@
-"""Torch must not be loaded before `parrot.engine` has settled how its threads wait."""
+"""Torch must not be loaded before `parrot.engine` has settled how its threads wait.
+
+Where there is no CUDA device, the kernels run in Triton's interpreter. `triton.jit` decides when it
+decorates, and parts of Triton that load later look again, so the variable is set before the kernels
+are first imported and stays. Nothing else on such a machine runs a kernel; a test that must compile
+one does so in a process without the variable. On a machine with a device these tests skip, and
+tests/gpu runs the same cases."""
+
+import importlib.util
+import os
 
 import parrot.engine  # noqa: F401
+
+import torch  # isort: skip
+
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

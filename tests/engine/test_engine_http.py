@@ -16,16 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import create_app
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig, SimConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.driver import ThreadDriver, deliver
+from parrot.engine.core.driver import ThreadDriver, deliver
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
 from parrot.engine.http_server import create_service, main
 from parrot.engine.model_service import _load_runner
-from parrot.engine.output import Language
-from parrot.engine.plan import DeviceLost, StepPlan, StepResult
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.engine import create_sim_engine
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.engine_api import EngineType, FillRequest, GenerateRequest, GenerateResponse
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import (
     AuthenticationFailed,
@@ -40,7 +41,6 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import EngineType, FillRequest, GenerateRequest, GenerateResponse
 from parrot.testing.app_server import serve_app
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
@@ -420,7 +420,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path
 
 def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
     for name in [*sys.modules]:
-        if name.startswith(("parrot.engine.model_runner", "parrot.engine.huggingface")):
+        if name.startswith(("parrot.engine.runner.cpu", "parrot.engine.huggingface")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     for engine_type in (BuiltinConfig, HuggingFaceConfig):

@@ -6,11 +6,11 @@ import socket
 import pytest
 
 from parrot.engine.config import SimConfig
+from parrot.engine.core.plan import DeviceLost
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
-from parrot.engine.plan import DeviceLost
 from parrot.engine.sim.engine import create_sim_engine
+from parrot.protocol.engine_api import FillRequest, HeartbeatResponse
 from parrot.protocol.errors import AuthenticationFailed, Unavailable
-from parrot.protocol.internal import FillRequest, HeartbeatResponse
 from parrot.utils.clock import Clock, ManualClock, MonotonicClock
 
 INTERVAL_S = 3.0

@@ -8,10 +8,10 @@ import pytest
 from parrot import P
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
+from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.dispatch import Dispatcher
-from parrot.serve.http_server import create_app
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.testing.fake_serve import running_in_thread
 from parrot.utils.clock import MonotonicClock

@@ -13,17 +13,17 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import transformers
 
-from parrot.engine import model_runner
+from parrot.engine.attention.gate import GateConfig
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.cuda.runner import CudaOptions, CudaRunner
-from parrot.engine.kernels.gate import GateConfig
-from parrot.engine.model_runner import load_runner
+from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.loader import load_decoder
-from parrot.engine.plan import SampleSpec, SequenceStep, StepPlan, StepResult
-from parrot.engine.sampler import sample
+from parrot.engine.runner import cpu
+from parrot.engine.runner.cpu import load_runner
+from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.engine.runner.sampling import sample
+from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.errors import OutOfMemory, ParrotError
-from parrot.protocol.internal import FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.kernel_cases import SHARE_ALL, relative_error
 from parrot.testing.runner_driver import Driver
@@ -235,7 +235,7 @@ def test_the_embedded_model_gives_the_tokens_of_the_cpu(
         seen.append(logits.clone())
         return sample(logits, specs)
 
-    monkeypatch.setattr(model_runner, "sample", watched)
+    monkeypatch.setattr(cpu, "sample", watched)
     for prompt, on_cpu, on_gpu in zip(prompts, *outputs, strict=True):
         if on_cpu == on_gpu:
             continue

@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 SCRIPT = """
 import sys, torch
 from contextlib import suppress
-from parrot.engine.cuda.runner import CudaOptions, CudaRunner
+from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.loader import load_decoder
-from parrot.engine.plan import DeviceLost, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.plan import DeviceLost, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
 model = load_decoder(open_checkpoint(sys.argv[1]), torch.float32, torch.device("cuda"))

@@ -6,14 +6,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.kernels.attention import KVView
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,
     rope_and_store,
     silu_mul,
 )
-from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.kv_view import KVView
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,

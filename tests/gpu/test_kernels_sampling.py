@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens
-from parrot.engine.sampler import sample
+from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.draws import (
     SETTINGS,

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.cuda.runner import CudaRunner
-from parrot.engine.jobs import Order, Piece
-from parrot.engine.model_runner import load_runner
-from parrot.engine.output import Language
-from parrot.engine.plan import PENDING, LaunchedStep, StepPlan
-from parrot.protocol.internal import GenerateResponse
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import PENDING, LaunchedStep, StepPlan
+from parrot.engine.runner.cpu import load_runner
+from parrot.engine.runner.cuda import CudaRunner
+from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.core_harness import Answer
 from parrot.testing.runner_driver import Driver

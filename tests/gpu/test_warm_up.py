@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import triton
 
-from parrot.engine.cuda.runner import CudaOptions, CudaRunner
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.loader import load_decoder
+from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Context, Driver
 from parrot.testing.tiny_model import make_tiny_model

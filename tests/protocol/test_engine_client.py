@@ -5,9 +5,9 @@ from contextlib import suppress
 import pytest
 from pydantic import ValidationError
 
+from parrot.protocol.engine_api import FillPiece, FillRequest, GenerateRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
-from parrot.protocol.internal import FillPiece, FillRequest, GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 
 

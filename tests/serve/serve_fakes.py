@@ -4,21 +4,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.internal import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.public import (
     CallResponse,
     ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
 )
-from parrot.serve.eager import EagerCounts
-from parrot.serve.engines import EngineView
-from parrot.serve.estimates import Estimates
+from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.execution.engines import EngineView
+from parrot.serve.execution.prefetch import EagerCounts
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.links import Predictor
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
-from parrot.serve.kv_log import KvCounts
+from parrot.serve.scheduling.predictor import Estimates
 from parrot.utils.clock import ManualClock
 from parrot.utils.ids import IdCounter
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import EngineInfo, EngineType, RegisterRequest
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -18,7 +19,6 @@ from parrot.protocol.errors import (
     TimedOut,
     Unavailable,
 )
-from parrot.protocol.internal import EngineInfo, EngineType, RegisterRequest
 from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
@@ -27,7 +27,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.reads import READ_GRACE_S
+from parrot.serve.readers import READ_GRACE_S
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from parrot.protocol.public import MAX_TEXT
+from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.http_server import create_app
 from parrot.testing.app_server import serve_app
 from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
 

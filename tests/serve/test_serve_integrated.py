@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import Cancelled, NoEngine, SessionGone
-from parrot.protocol.internal import RegisterRequest
 from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
@@ -16,7 +16,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.dispatch import Dispatcher
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import MonotonicClock
 from tests.serve.serve_fakes import given, made, taken, var_ids

@@ -16,7 +16,7 @@ from parrot.protocol.public import (
     VarGetRequest,
 )
 from parrot.protocol.trace import CHUNK_CHARS
-from parrot.serve.tracing import TraceFile
+from parrot.serve.recorder import TraceFile
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
 from parrot.simulation.report import percentile

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from parrot.engine.batch import IntArray, Span, Square
+from parrot.engine.attention.batch import IntArray, Span, Square
 
 T = TypeVar("T")
 

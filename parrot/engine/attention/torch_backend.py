@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from parrot.engine.attention.batch import Batch, IntArray, WorkList
 from parrot.engine.attention.buckets import (
     SpanBucket,
     SquareBucket,
@@ -12,7 +13,6 @@ from parrot.engine.attention.buckets import (
     bucket_squares,
 )
 from parrot.engine.attention.partial import attend, merge
-from parrot.engine.batch import Batch, IntArray, WorkList
 
 # One more call in each layer costs about as much as reading this much KV.
 _CALL_COST_BYTES = 1_200_000

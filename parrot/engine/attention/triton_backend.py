@@ -4,14 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from parrot.engine.kernels.attention import (
-    KVView,
-    NewKV,
-    PlanBuffers,
-    TreeAttention,
-    dense_attention,
-)
-from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.attention.tree_attention import PlanBuffers, TreeAttention, dense_attention
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.kv_view import KVView, NewKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.engine.models.checkpoint import EMBEDDED, Checkpoint, open_checkpoint, open_tokenizer
 from parrot.engine.models.loader import resolve_device, resolve_dtype
-from parrot.protocol.internal import TokenizerResponse
+from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)

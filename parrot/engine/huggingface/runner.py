@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from parrot.engine.device import noticing_loss
+from parrot.engine.core.plan import BlockCopy, RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.huggingface.paged_cache import PagedCache, Slots
-from parrot.engine.plan import BlockCopy, RunnerInfo, SequenceStep, StepPlan, StepResult
-from parrot.engine.sampler import sample
+from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ParrotError
 from parrot.utils.config import ConfigError
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from parrot.engine.plan import SampleSpec
+from parrot.engine.core.plan import SampleSpec
 from parrot.protocol.sampling import SamplingConfig
 
 IntArray = npt.NDArray[np.int32]

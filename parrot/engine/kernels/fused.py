@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from parrot.engine.kernels.attention import KVView, NewKV
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused_kernels import (
     add_rms_norm_kernel,
     rope_and_store_kernel,
     silu_mul_kernel,
 )
-from parrot.engine.kernels.gate import AttentionShape
+from parrot.engine.kernels.kv_view import KVView, NewKV
 from parrot.engine.kernels.launch import early_launch, starts_early
 
 _SILU_BLOCK = 1024

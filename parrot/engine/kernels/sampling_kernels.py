@@ -1,14 +1,14 @@
 """The kernels that choose a token for each row of logits. `sampling` launches them.
 
 All of a row's chunks first, then the best of what they found. Noise and scores are those of
-`parrot.engine.noise` and `parrot.engine.sampler`."""
+`parrot.engine.kernels.noise` and `parrot.engine.runner.sampling`."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 
 from parrot.engine.kernels import adjustments, draw_settings
-from parrot.engine.noise import LARGEST_BELOW_ONE, MIX_1, MIX_2
+from parrot.engine.kernels.noise import LARGEST_BELOW_ONE, MIX_1, MIX_2
 
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)

@@ -17,7 +17,7 @@ from parrot.engine.models.registry import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.engine.models.tokenizers import folder_tokenizer, gguf_tokenizer, word_tokenizer
-from parrot.protocol.internal import TokenizerResponse
+from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)

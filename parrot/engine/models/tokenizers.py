@@ -17,7 +17,7 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from parrot.protocol.internal import SpecialIds, TokenizerResponse
+from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.utils.config import ConfigError
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
 from parrot.protocol.errors import InvalidRequest, NotFound, OutOfMemory
-from parrot.protocol.internal import NO_PARENT, FillPiece, GenerateRequest
 
 
 async def _ended(turn: "asyncio.Future[None] | None") -> None:

@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 
 from parrot.engine.openai.contexts import Turn
 from parrot.engine.openai.wire import WireUsage
+from parrot.protocol.engine_api import StreamChunk, Usage
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.internal import StreamChunk, Usage
 
 R = TypeVar("R")
 

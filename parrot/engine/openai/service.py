@@ -19,14 +19,7 @@ from parrot.engine.openai.contexts import TextContext, TextContexts
 from parrot.engine.openai.gate import PriorityGate
 from parrot.engine.openai.jobs import Job, Times
 from parrot.engine.openai.upstream import Upstream
-from parrot.protocol.errors import (
-    Cancelled,
-    InvalidRequest,
-    ParrotError,
-    QuotaExceeded,
-    Unavailable,
-)
-from parrot.protocol.internal import (
+from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
     FillPiece,
@@ -39,6 +32,13 @@ from parrot.protocol.internal import (
     StreamChunk,
     TokenizerResponse,
     Usage,
+)
+from parrot.protocol.errors import (
+    Cancelled,
+    InvalidRequest,
+    ParrotError,
+    QuotaExceeded,
+    Unavailable,
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import Clock, MonotonicClock

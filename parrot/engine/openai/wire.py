@@ -7,8 +7,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.openai.dialect import Dialect
+from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import EngineFailed, InvalidRequest
-from parrot.protocol.internal import FinishReason
 from parrot.protocol.sampling import SamplingConfig
 
 DONE = b"[DONE]"

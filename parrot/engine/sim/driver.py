@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from parrot.engine.core import EngineCore
-from parrot.engine.driver import AsyncDriver, Verb, deliver
-from parrot.engine.plan import StepPlan
+from parrot.engine.core.driver import AsyncDriver, Verb, deliver
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.plan import StepPlan
 from parrot.engine.sim.runner import LETTER_IDS, SimRunner
 from parrot.utils.clock import Clock
 

@@ -1,8 +1,8 @@
 """The `sim` engine: the real core, scheduler and contexts over a runner that only takes time."""
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core import EngineCore
-from parrot.engine.output import Language
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.output import Language
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.runner import SimRunner

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
-from parrot.engine.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
 from parrot.engine.sim.unique_kv import UniqueKv
 

@@ -2,7 +2,7 @@
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from parrot.protocol.internal import SpecialIds, TokenizerResponse
+from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 
 UNKNOWN_ID, BOS_ID, EOS_ID = 256, 257, 258
 VOCAB_SIZE = 259

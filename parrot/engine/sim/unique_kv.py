@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from parrot.engine.plan import SequenceStep
+from parrot.engine.core.plan import SequenceStep
 
 
 class UniqueKv:

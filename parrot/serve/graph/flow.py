@@ -3,7 +3,7 @@
 from collections import deque
 
 from parrot.protocol.errors import ParrotError
-from parrot.serve.graph.demand import Demand
+from parrot.serve.graph.activation import Demand
 from parrot.serve.graph.links import Runner, TaskNode, VariableNode
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.graph.variable import VariableState

@@ -21,6 +21,7 @@ from parrot.protocol.public import (
     ParameterInfo,
     SemanticCallRequest,
 )
+from parrot.serve.graph.activation import Demand
 from parrot.serve.graph.build import (
     NO_ANCESTOR,
     Ancestor,
@@ -30,7 +31,6 @@ from parrot.serve.graph.build import (
     plan_call,
 )
 from parrot.serve.graph.cycles import find_cycle
-from parrot.serve.graph.demand import Demand
 from parrot.serve.graph.flow import Flow
 from parrot.serve.graph.links import (
     Predictor,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.adjustments import (
     BIAS,
     COUNT,
@@ -25,7 +26,6 @@ from parrot.engine.kernels.adjustments import (
     IntArray,
     adjustments_of,
 )
-from parrot.engine.plan import SampleSpec
 from parrot.protocol.sampling import SamplingConfig
 
 COUNTED: dict[str, Any] = {"frequency_penalty": 0.5}

@@ -11,7 +11,7 @@ import torch
 
 from parrot.engine.kernels import sampling_kernels
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens
-from parrot.engine.sampler import sample
+from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.draws import (
     SETTINGS,

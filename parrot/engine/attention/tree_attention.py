@@ -1,0 +1,359 @@
+"""Launch tree attention on a planned work list."""
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from parrot.engine.attention.work_list import ITEM_FIELDS, WorkList
+from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.kv_view import KVView, NewKV
+from parrot.engine.kernels.launch import early_launch, starts_early
+from parrot.engine.kernels.merge_kernels import merge_partials
+
+_HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one kernel is compiled. `block_keys` must divide the page size for tiles, and should for
+    items: a tile of keys that spans pages gathers its rows."""
+
+    block_keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def _wide_tiles() -> dict[int, TileConfig]:
+    return {64: TileConfig(64, 4, 3)}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """Chosen on an H200 (docs/kernels.md). `deep` and `light`: tiles of narrow items. `deep` reads
+    fastest, but its programs are few per multiprocessor (`deep_resident` on the whole device), so
+    that a count of equal programs just past a full round leaves most of the device idle in the
+    second; up to `deep_rounds` rounds of these `light` wins. `wide`: shared items and fills, by
+    height of tile."""
+
+    deep: TileConfig = TileConfig(64, 4, 3)
+    light: TileConfig = TileConfig(32, 2, 4)
+    deep_resident: int = 396
+    deep_rounds: int = 4
+    wide: dict[int, TileConfig] = field(default_factory=_wide_tiles)
+    merge_slots: int = 8
+    merge_warps: int = 1
+
+    def narrow(self, programs: int, *, is_even: bool) -> TileConfig:
+        return self.light if is_even and self.evenness_counts(programs) else self.deep
+
+    def evenness_counts(self, programs: int) -> bool:
+        return 1.0 < programs / self.deep_resident < self.deep_rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Room for a plan in fixed buffers; a captured graph always launches all of it. It has tiles
+    for narrow items that are even or not, and holds both."""
+
+    num_tokens: int
+    narrow: int
+    shared: int
+    fills: int
+    slots: int
+    is_even: bool = False
+
+    @classmethod
+    def of(cls, work: WorkList) -> "Capacity":
+        return cls(
+            len(work.token_order),
+            len(work.narrow),
+            len(work.shared),
+            len(work.fills),
+            work.num_slots,
+            work.narrow_is_even,
+        )
+
+    def holds(self, work: WorkList) -> bool:
+        need = Capacity.of(work)
+        return (
+            need.num_tokens <= self.num_tokens
+            and need.narrow <= self.narrow
+            and need.shared <= self.shared
+            and need.fills <= self.fills
+            and need.slots <= self.slots
+        )
+
+
+class PlanBuffers:
+    """A work list on the device, at fixed addresses: one int32 buffer, one copy per plan.
+
+        [ narrow | shared | fills | token_order | slot_indptr | slot_of ]
+
+    What a smaller plan leaves over is zero: items without tokens, tokens without slots."""
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        sizes = (
+            capacity.narrow * ITEM_FIELDS,
+            capacity.shared * ITEM_FIELDS,
+            capacity.fills * ITEM_FIELDS,
+            capacity.num_tokens,
+            capacity.num_tokens + 1,
+            capacity.slots,
+        )
+        # Items are read as 32-byte rows: keep every part aligned.
+        starts = np.cumsum([0, *(-(-size // 32) * 32 for size in sizes)]).tolist()
+        self.capacity = capacity
+        self.shared_rows = 0
+        self.fill_rows = 0
+        self.num_slots = 0
+        self.dense: tuple[tuple[int, int], ...] = ()
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        parts = list(zip(starts, sizes, strict=False))
+        self._host_parts = [self._host[a : a + n].numpy() for a, n in parts]
+        views = [self._device[a : a + n] for a, n in parts]
+        self.narrow, self.shared, self.fills = views[:3]
+        self.token_order, self.slot_indptr, self.slot_of = views[3:]
+
+    def upload(self, work: WorkList) -> None:
+        """Copy a plan in, on the current stream. The previous copy must have been done."""
+        assert self.capacity.holds(work), (self.capacity, Capacity.of(work))
+        items = (work.narrow, work.shared, work.fills)
+        sources = (*items, work.token_order, work.slot_indptr, work.slot_of)
+        for target, source in zip(self._host_parts, sources, strict=True):
+            flat = source.reshape(-1)
+            target[: len(flat)] = flat
+            target[len(flat) :] = 0
+        self._host_parts[4][len(work.slot_indptr) :] = work.num_slots
+        self._device.copy_(self._host, non_blocking=True)
+        self.shared_rows, self.fill_rows = work.shared_rows, work.fill_rows
+        self.num_slots = work.num_slots
+        self.dense = work.dense
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments that all launches of one `run` share."""
+
+    q: torch.Tensor
+    kv: KVView
+    plan: PlanBuffers
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    scale_log2: float
+    early: bool
+
+
+class TreeAttention:
+    """Attention of one layer shape. Owns the buffers of partial results.
+
+    `max_slots` bounds the partial results of a plan: float32 [max_slots, heads, head_dim].
+    `upcast` computes in float32 (the interpreter cannot compute in bfloat16). `overlap` runs the
+    launches of a plan side by side."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_slots: int,
+        device: torch.device,
+        config: KernelConfig | None = None,
+        *,
+        upcast: bool = False,
+        overlap: bool = True,
+    ) -> None:
+        self.shape = shape
+        self.config = config or KernelConfig()
+        self.upcast = upcast
+        overlap = overlap and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if overlap else None  # type: ignore[no-untyped-call]
+        size = (max(max_slots, 1), shape.num_heads)
+        self.partial_out = torch.empty((*size, shape.head_dim), dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(size, dtype=torch.float32, device=device)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: KVView,
+        plan: PlanBuffers,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        scale: float | None = None,
+        new: NewKV | None = None,
+        *,
+        only_last: bool = False,
+    ) -> torch.Tensor:
+        """Attend each token of `q` to the KV at positions up to its own; returns `out`.
+
+        q      [tokens, heads, head_dim]; heads contiguous, tokens at any stride
+        out    [tokens, heads, head_dim], contiguous
+        lse    float32 [tokens, heads] if wanted: log2 of the sum of exponentials
+        scale  of the scores, positive; default head_dim ** -0.5
+        new    needed where the plan has dense spans, whose log-sum-exp is not given
+        only_last  of a request's tokens, none but the last one's output is wanted"""
+        scale = self.shape.head_dim**-0.5 if scale is None else scale
+        side = self._side if len(plan.narrow) and len(plan.shared) + len(plan.fills) else None
+        early = side is None and starts_early(q.device)
+        step = _Step(q, kv, plan, out, lse, scale * math.log2(math.e), early)
+        self._check(step)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        if len(plan.shared):
+            self._wide(step, plan.shared, plan.shared_rows, own=False)
+        if len(plan.fills):
+            self._wide(step, plan.fills, plan.fill_rows, own=True)
+        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+            if len(plan.narrow):
+                programs = len(plan.narrow) // ITEM_FIELDS * self.shape.num_kv_heads
+                even = plan.capacity.is_even
+                self._items(step, plan.narrow, 16, self.config.narrow(programs, is_even=even))
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        if plan.capacity.slots:
+            self._merge(step)
+        for first, count in plan.dense:
+            assert new is not None
+            span = slice(first, first + count)
+            last = slice(first + count - 1, first + count) if only_last else span
+            out[last] = dense_attention(q[last], new.k[span], new.v[span], scale)
+        return out
+
+    def _check(self, step: _Step) -> None:
+        shape, kv, plan = self.shape, step.kv, step.plan
+        assert kv.k.shape[1:] == (shape.num_kv_heads, shape.page_size, shape.head_dim), kv.k.shape
+        assert kv.k.is_contiguous()
+        assert kv.v.is_contiguous()
+        assert kv.tables.stride(1) == 1
+        assert step.q.stride()[1:] == (shape.head_dim, 1), step.q.stride()
+        assert step.out.is_contiguous()
+        assert len(step.q) <= plan.capacity.num_tokens, (len(step.q), plan.capacity)
+        assert plan.num_slots <= len(self.partial_out), (plan.num_slots, len(self.partial_out))
+        assert step.scale_log2 > 0.0, step.scale_log2
+
+    def _wide(self, step: _Step, items: torch.Tensor, rows: int, *, own: bool) -> None:
+        tile = self.config.wide[rows]
+        if self.shape.page_size % tile.block_keys:
+            self._items(step, items, rows, tile)
+        else:
+            self._tiles(step, items, rows, tile, own=own)
+
+    def _items(self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig) -> None:
+        shape, kv, plan = self.shape, step.kv, step.plan
+        attend_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+            step.q,
+            kv.k,
+            kv.v,
+            kv.tables,
+            kv.positions,
+            plan.token_order,
+            items,
+            plan.slot_of,
+            step.out,
+            step.lse,
+            self.partial_out,
+            self.partial_lse,
+            step.scale_log2,
+            step.q.stride(0),
+            kv.k.stride(0),
+            kv.tables.stride(0),
+            STRIDE_HEAD=kv.k.stride(1),
+            STRIDE_TOKEN=kv.k.stride(2),
+            ALL_MASKED=rows == 16,
+            **early_launch(step.early),
+            **self._constants(step, rows, tile),
+        )
+
+    def _tiles(
+        self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig, *, own: bool
+    ) -> None:
+        shape, kv, plan = self.shape, step.kv, step.plan
+        block = [tile.block_keys, shape.head_dim]
+        k_rows, v_rows = (
+            TensorDescriptor.from_tensor(cache.view(-1, shape.head_dim), block)
+            for cache in (kv.k, kv.v)
+        )
+        attend_tiles[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+            step.q,
+            k_rows,
+            v_rows,
+            kv.tables,
+            kv.positions,
+            plan.token_order,
+            items,
+            plan.slot_of,
+            step.out,
+            step.lse,
+            self.partial_out,
+            self.partial_lse,
+            step.scale_log2,
+            step.q.stride(0),
+            kv.tables.stride(0),
+            OWN=own,
+            **self._constants(step, rows, tile),
+        )
+
+    def _constants(self, step: _Step, rows: int, tile: TileConfig) -> dict[str, int | bool | None]:
+        return {
+            "G": self.shape.group,
+            "H": self.shape.num_heads,
+            "D": self.shape.head_dim,
+            "PAGE": self.shape.page_size,
+            "BM": rows,
+            "BN": tile.block_keys,
+            "STAGES": tile.num_stages,
+            "UPCAST": self.upcast,
+            "WITH_LSE": step.lse is not None,
+            "num_warps": tile.num_warps,
+            "maxnreg": tile.max_registers,
+        }
+
+    def _merge(self, step: _Step) -> None:
+        merge_partials[(len(step.q), self.shape.num_heads)](
+            self.partial_out,
+            self.partial_lse,
+            step.plan.slot_indptr,
+            step.out,
+            step.lse,
+            H=self.shape.num_heads,
+            D=self.shape.head_dim,
+            SLOTS=self.config.merge_slots,
+            WITH_LSE=step.lse is not None,
+            num_warps=self.config.merge_warps,
+            **early_launch(step.early),
+        )
+
+
+def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN has `dense_attention` for these heads, where that was measured to be faster."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return False
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = (torch.empty((1, n, 128, shape.head_dim), dtype=dtype, device=device) for n in sizes)
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of tokens to themselves and those before: q [tokens, heads, head_dim], k and v
+    [tokens, kv_heads, head_dim]; or only that of the last token, if q has only one.
+
+    cuDNN's kernel for just this case needs less energy than ours, and energy is what bounds a long
+    prompt. It prepares itself for every number of tokens, which takes some 30 ms."""
+    is_causal = len(q) > 1
+    backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda and is_causal else SDPBackend.MATH
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,336 @@
+"""One step's attention as a list of work items, planned in numpy.
+
+An item is (query tokens, a span of KV, a run of slots for partial results). A shared node gives
+items whose queries are the tokens of all its requests; what a request does not share gives items
+of its own. Long spans are split so that all multiprocessors have work. A token that only one item
+covers gets its output directly; the partial results of others are merged by a second kernel:
+
+    tokens         0 1 2 3 4        requests A = {0}, B = {1}, C = {2 3 4}, a fill
+    shared node    [ item 0  ]      slots 0 2 4 6 8       a token's slots lie side by side
+    own KV         |1|2| 3   |      slots 1 3 5 7 9
+
+Three classes of items go to three launches: narrow (few rows, that is tokens times query heads per
+KV head: decodes), shared (nodes with more rows) and fills. Long beginnings of contexts, which see
+nothing but themselves, can be left to a library ("dense"); they are no items.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from parrot.engine.attention.context_tree import ContextTree, IntArray, TreeNode, build_tree
+from parrot.engine.attention.gate import GateConfig, choose_shared
+from parrot.engine.kernels.attention_shape import AttentionShape
+
+LongArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+OPEN_END = 1 << 30
+"""A span's end when it reaches as far as the query's own position."""
+
+ITEM_FIELDS = 8
+Q_FIRST, Q_COUNT, TABLE_ROW, KV_FIRST, KV_END, SLOT, OWN = range(7)
+"""Columns of an item. Its keys are the positions [KV_FIRST, KV_END) of block table row TABLE_ROW.
+
+OWN: its tokens are rows Q_FIRST... of q, one request's, and each sees keys up to its own position.
+Else its tokens are `token_order[Q_FIRST...]` and see all of its keys. Token j of it writes partial
+`slot_of[SLOT + j]`; a negative SLOT means straight to the output."""
+
+
+NARROW, SHARED, FILL = range(3)
+
+_UNEVEN_RATIO = 1.5
+"""Longest to mean length from which narrow spans count as uneven."""
+
+_EVEN_RATIO = 1.25
+"""Longest to mean length up to which narrow items count as even."""
+
+_SPLIT_ROUNDING = 0.4
+"""Added before rounding down: a span of 1.6 targets is split in two, one of 1.5 is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """How spans are cut, chosen on an H200 (docs/kernels.md).
+
+    `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
+    by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.
+    `narrow_rows`: the most rows of a narrow item. `tile_rows`: heights of the other classes'
+    tiles; the lowest that holds an item is taken. `hidden_bytes`: of narrow KV that the device
+    reads while one program of a shared item takes a key. The two run side by side, so a shared
+    span that ends before the narrow ones do need not be split for the sake of time.
+    `dense`: of a fill from position 0, as many tokens as are a multiple of this are dense, from
+    `dense_min` tokens on. None: no fill is."""
+
+    num_sms: int = 132
+    waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
+    min_span: tuple[int, int, int] = (128, 256, 256)
+    uneven: float = 2.0
+    narrow_rows: int = 16
+    tile_rows: tuple[int, ...] = (64,)
+    hidden_bytes: int = 110_000
+    dense: int | None = None
+    dense_min: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The sequences of one step: request r computes tokens at positions
+    [starts[r], starts[r] + q_lens[r]); they are rows [q_first[r], q_first[r] + q_lens[r]) of q.
+
+    `tables` is the int32 block table [requests, pages], in the order of the device's copy."""
+
+    tables: IntArray
+    starts: IntArray
+    q_lens: IntArray
+
+    @property
+    def q_first(self) -> IntArray:
+        ends = np.cumsum(self.q_lens, dtype=np.int32)
+        return (ends - self.q_lens).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Items are int32 [items, ITEM_FIELDS], most work first; `shared_rows` and `fill_rows` are the
+    heights of their tiles. `token_order`: a permutation of the rows of q. Token t merges partials
+    [slot_indptr[t], slot_indptr[t + 1]); an empty range means that it was written directly.
+    `narrow_is_even`: its longest item is not much longer than the others.
+    `dense`: (first row of q, tokens) of what no item covers: tokens 0... of one context each.
+
+    `num_shared_tokens`: KV tokens whose repeated reading the plan saves."""
+
+    narrow: IntArray
+    narrow_is_even: bool
+    shared: IntArray
+    fills: IntArray
+    shared_rows: int
+    fill_rows: int
+    token_order: IntArray
+    slot_indptr: IntArray
+    slot_of: IntArray
+    dense: tuple[tuple[int, int], ...]
+    num_shared_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slot_of)
+
+    def with_table_rows(self, rows: IntArray) -> "WorkList":
+        """The same, with `rows[i]` in the place of row i of the block tables."""
+
+        def mapped(items: IntArray) -> IntArray:
+            changed = items.copy()
+            changed[:, TABLE_ROW] = rows[items[:, TABLE_ROW]]
+            return changed
+
+        items = [mapped(items) for items in (self.narrow, self.shared, self.fills)]
+        return replace(self, narrow=items[0], shared=items[1], fills=items[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Parallel arrays, one entry per shared node or per request's own part. `causal_first` is
+    the position of the first token where the span is its own, else OPEN_END."""
+
+    q_first: LongArray
+    q_count: LongArray
+    table_row: LongArray
+    kv_first: LongArray
+    kv_end: LongArray
+    length: LongArray
+    causal_first: LongArray
+
+
+def plan_work(
+    step: StepRows,
+    shape: AttentionShape,
+    gate: GateConfig | None,
+    split: SplitConfig,
+) -> WorkList:
+    """Cover every (token, visible KV position) pair exactly once. `gate` None: share nothing."""
+    if gate is None:
+        tree = ContextTree(np.arange(len(step.q_lens), dtype=np.int32), ())
+    else:
+        tree = build_tree(step.tables, (step.starts // shape.page_size).astype(np.int32))
+    shared = choose_shared(tree, step.q_lens, shape, gate or GateConfig())
+    order = tree.order
+    token_order, first_in_order = _order_tokens(step, order)
+    num_dense = _num_dense(step, split)
+    spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
+    kinds = _classify(spans, shape, split)
+    heights = tuple(_tile_height(spans, kinds == kind, shape, split) for kind in (SHARED, FILL))
+    items, item_kinds, lengths = _cut(spans, kinds, (split.narrow_rows, *heights), shape, split)
+    indptr, slot_of = _assign_slots(items, token_order)
+    own = items[:, OWN] != 0
+    items[own, Q_FIRST] = token_order[items[own, Q_FIRST]]
+    num_shared_pages = sum((n.hi - n.lo - 1) * (n.end_page - n.first_page) for n in shared)
+    by_kind = [items[item_kinds == kind].astype(np.int32) for kind in (NARROW, SHARED, FILL)]
+    return WorkList(
+        narrow=by_kind[NARROW],
+        narrow_is_even=_is_even(lengths[item_kinds == NARROW]),
+        shared=by_kind[SHARED],
+        fills=by_kind[FILL],
+        shared_rows=heights[0],
+        fill_rows=heights[1],
+        token_order=token_order,
+        slot_indptr=indptr,
+        slot_of=slot_of,
+        dense=tuple((int(step.q_first[r]), int(num_dense[r])) for r in np.flatnonzero(num_dense)),
+        num_shared_tokens=num_shared_pages * shape.page_size,
+    )
+
+
+def _order_tokens(step: StepRows, order: IntArray) -> tuple[IntArray, LongArray]:
+    """Rows of q with the requests in sorted order, and where each sorted request's begin."""
+    counts = step.q_lens[order]
+    first_in_order = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    if first_in_order[-1] == len(order):  # decodes only
+        return order, first_in_order
+    shift = step.q_first[order] - first_in_order[:-1]
+    rows = np.repeat(shift, counts) + np.arange(first_in_order[-1])
+    return rows.astype(np.int32), first_in_order
+
+
+def _num_dense(step: StepRows, split: SplitConfig) -> LongArray:
+    """Of each request, the tokens that no item has to cover."""
+    q_lens = step.q_lens.astype(np.int64)
+    if split.dense is None:
+        return np.zeros_like(q_lens)
+    is_dense = (step.starts == 0) & (q_lens >= split.dense_min)
+    return np.where(is_dense, q_lens // split.dense * split.dense, 0)
+
+
+def _spans(
+    step: StepRows,
+    num_dense: LongArray,
+    order: IntArray,
+    shared: tuple[TreeNode, ...],
+    first_in_order: LongArray,
+    page_size: int,
+) -> _Spans:
+    own_first = np.zeros(len(order), dtype=np.int64)
+    for node in reversed(shared):  # parents first: the deepest node decides
+        own_first[node.lo : node.hi] = node.end_page * page_size
+    nodes = np.array([(n.lo, n.hi, n.first_page, n.end_page) for n in shared], dtype=np.int64)
+    lo, hi, first_page, end_page = nodes.reshape(-1, 4).T
+    skipped = num_dense[order]
+    starts = step.starts[order].astype(np.int64) + skipped
+    counts = step.q_lens[order].astype(np.int64) - skipped
+    node_first, node_end = first_page * page_size, end_page * page_size
+    left = np.flatnonzero(counts)
+    return _Spans(
+        q_first=np.concatenate((first_in_order[lo], (first_in_order[:-1] + skipped)[left])),
+        q_count=np.concatenate((first_in_order[hi] - first_in_order[lo], counts[left])),
+        table_row=np.concatenate((order[lo], order[left])).astype(np.int64),
+        kv_first=np.concatenate((node_first, own_first[left])),
+        kv_end=np.concatenate((node_end, np.full(len(left), OPEN_END))),
+        length=np.concatenate((node_end - node_first, (starts + counts - own_first)[left])),
+        causal_first=np.concatenate((np.full(len(lo), OPEN_END), starts[left])),
+    )
+
+
+def _classify(spans: _Spans, shape: AttentionShape, split: SplitConfig) -> LongArray:
+    wide = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
+    return np.where(spans.q_count * shape.group <= split.narrow_rows, NARROW, wide)
+
+
+def _tile_height(
+    spans: _Spans, chosen: BoolArray, shape: AttentionShape, split: SplitConfig
+) -> int:
+    tallest = int(spans.q_count.max(initial=0, where=chosen)) * shape.group
+    return next((rows for rows in split.tile_rows if rows >= tallest), split.tile_rows[-1])
+
+
+def _cut(
+    spans: _Spans,
+    kinds: LongArray,
+    heights: tuple[int, ...],
+    shape: AttentionShape,
+    split: SplitConfig,
+) -> tuple[LongArray, LongArray, LongArray]:
+    """Items with their kinds and numbers of keys, most work first. Q_FIRST is still a place in
+    sorted order and SLOT is zero."""
+    tokens_per_block = np.array(heights, dtype=np.int64)[kinds] // shape.group
+    blocks = -(-spans.q_count // tokens_per_block)
+    chunk = _chunk_lengths(spans, kinds, blocks, shape, split)
+    parts = -(-spans.length // chunk)
+    counts = blocks * parts
+    span = np.repeat(np.arange(len(kinds)), counts)
+    within = np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts, counts)
+    part, block = within // blocks[span], within % blocks[span]
+    q_first = block * tokens_per_block[span]
+    q_count = np.minimum(spans.q_count[span] - q_first, tokens_per_block[span])
+    kv_first = spans.kv_first[span] + part * chunk[span]
+    kv_end = np.where(part + 1 == parts[span], spans.kv_end[span], kv_first + chunk[span])
+    causal_end = spans.causal_first[span] + q_first + q_count
+    work = np.minimum(kv_end, causal_end) - kv_first
+    items = np.zeros((len(span), ITEM_FIELDS), dtype=np.int64)
+    items[:, Q_FIRST] = spans.q_first[span] + q_first
+    items[:, Q_COUNT] = q_count
+    items[:, TABLE_ROW] = spans.table_row[span]
+    items[:, KV_FIRST] = kv_first
+    items[:, KV_END] = kv_end
+    items[:, OWN] = spans.causal_first[span] != OPEN_END
+    seen = np.flatnonzero(work > 0)  # the last splits of a fill are invisible to its first tokens
+    most_first = seen[np.argsort(-work[seen], kind="stable")]
+    return items[most_first], kinds[span[most_first]], work[most_first]
+
+
+def _is_even(lengths: LongArray) -> bool:
+    return bool(lengths.max(initial=0) * len(lengths) <= _EVEN_RATIO * lengths.sum())
+
+
+def _chunk_lengths(
+    spans: _Spans,
+    kinds: LongArray,
+    blocks: LongArray,
+    shape: AttentionShape,
+    split: SplitConfig,
+) -> LongArray:
+    """Tokens per split of each span: even splits, none far above its class's fair share."""
+    work = (blocks * spans.length).astype(np.float64)
+    by_kind = np.bincount(kinds, weights=work, minlength=3)
+    waves = np.array(split.waves)
+    narrow = spans.length[kinds == NARROW]
+    if len(narrow) and narrow.max() * len(narrow) > _UNEVEN_RATIO * narrow.sum():
+        waves[NARROW] *= split.uneven
+    fair = by_kind * shape.num_kv_heads / (split.num_sms * waves)
+    target = np.maximum(fair, split.min_span)
+    hidden = narrow.sum() * shape.kv_token_bytes / split.hidden_bytes
+    target[SHARED] = max(target[SHARED], hidden)
+    target = target[kinds]
+    parts = np.maximum((spans.length / target + _SPLIT_ROUNDING).astype(np.int64), 1)
+    align = max(shape.page_size, 64)
+    chunk: LongArray = -(-spans.length // (parts * align)) * align
+    return chunk
+
+
+def _assign_slots(items: LongArray, token_order: IntArray) -> tuple[IntArray, IntArray]:
+    """Number the partial results, in `items` itself, and list each token's. An item whose tokens
+    nobody else covers needs none."""
+    num_tokens = len(token_order)
+    counts = items[:, Q_COUNT]
+    item, token = _covered_tokens(items, token_order)
+    covering = np.bincount(token, minlength=num_tokens)
+    alone = np.ones(len(items), dtype=bool)
+    alone[item[covering[token] > 1]] = False
+    slot_counts = np.where(alone, 0, counts)
+    slot_first = np.cumsum(slot_counts) - slot_counts
+    items[:, SLOT] = np.where(alone, -1, slot_first)
+    merged = ~alone[item]
+    merged_token = token[merged]
+    slot_of = np.empty(len(merged_token), dtype=np.int32)
+    slot_of[np.argsort(merged_token, kind="stable")] = np.arange(len(merged_token))
+    per_token = np.bincount(merged_token, minlength=num_tokens)
+    indptr = np.concatenate(([0], np.cumsum(per_token))).astype(np.int32)
+    return indptr, slot_of
+
+
+def _covered_tokens(items: LongArray, token_order: IntArray) -> tuple[LongArray, LongArray]:
+    """(item, row of q) pairs, item by item."""
+    counts = items[:, Q_COUNT]
+    item = np.repeat(np.arange(len(items)), counts)
+    place = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts - items[:, Q_FIRST], counts)
+    return item, token_order[place].astype(np.int64)

@@ -1,0 +1,239 @@
+"""Who runs the engine core's loop: a thread for real models, the event loop for simulation.
+
+Both keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox and are
+applied before a step is planned, so they take effect within one step and never meet a step half
+planned. One that was launched before goes on as it is.
+Outcomes are delivered on the event loop, all those of a step at once."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.plan import DeviceLost, StepPlan
+from parrot.engine.core.requests import Delivery
+from parrot.protocol.errors import EngineFailed, Unavailable
+from parrot.utils.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+_MAX_CATCH_UP_S = 0.02
+_THREAD_NAME = "engine-core"
+
+R = TypeVar("R")
+Verb = Callable[[EngineCore], None]
+
+
+class Driver(Protocol):
+    """Used from one event loop."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no step will ever run again."""
+        ...
+
+    async def start(self) -> EngineCore:
+        """Make the core and begin to run it. The core may be read, but only verbs change it."""
+        ...
+
+    def post(self, verb: Verb) -> None:
+        """Apply `verb` between two steps."""
+        ...
+
+    async def close(self) -> None:
+        """Fail what is unfinished with `Unavailable` and stop. May be called twice."""
+        ...
+
+
+async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
+    """Post a verb and wait for what it returns."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[R] = loop.create_future()
+
+    def settle(value: R) -> None:
+        if not answer.done():
+            answer.set_result(value)
+
+    driver.post(lambda core: core.deliver_later(settle, question(core)))
+    return await answer
+
+
+def deliver(outcomes: list[Delivery]) -> None:
+    """Make the calls; one sink's defect must not cost the others their answers."""
+    for call, argument in outcomes:
+        try:
+            call(argument)
+        except Exception:
+            logger.exception("an outcome could not be delivered")
+
+
+class ThreadDriver:
+    """Runs the core in a thread of its own, in which the model is also loaded. Idle, the thread
+    sleeps on a condition."""
+
+    def __init__(self, load: Callable[[], EngineCore]) -> None:
+        self._load = load
+        self._inbox: deque[Verb] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._is_loaded = False
+        self.is_lost = False
+
+    async def start(self) -> EngineCore:
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[EngineCore] = loop.create_future()
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, loaded), name=_THREAD_NAME, daemon=True
+        )
+        self._thread.start()
+        core = await loaded
+        self._is_loaded = True
+        return core
+
+    def post(self, verb: Verb) -> None:
+        with self._wake:
+            self._inbox.append(verb)
+            self._wake.notify()
+
+    async def close(self) -> None:
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread is not None and self._is_loaded:  # loading cannot be interrupted
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, loaded: "asyncio.Future[EngineCore]") -> None:
+        try:
+            core = self._load()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `start` raises it
+            _tell(loop, _settle_error, loaded, error)
+            return
+        _tell(loop, _settle_result, loaded, core)
+        may_step = False
+        while not self._is_closing:
+            with self._wake:
+                while not (self._inbox or may_step or self._is_closing):
+                    self._wake.wait()
+            may_step = self._step_or_fail(core)
+            self._deliver(core, loop)
+        self._apply_inbox(core)
+        core.fail_everything(Unavailable("the engine is shutting down"))
+        self._deliver(core, loop)
+
+    def _step_or_fail(self, core: EngineCore) -> bool:
+        """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
+        try:
+            core.wait_until_due()
+            self._apply_inbox(core)
+            return core.has_work and core.step()
+        except DeviceLost as error:
+            if not self.is_lost:
+                logger.critical("the device is lost: %s", error)
+            self.is_lost = True
+            core.fail_everything(Unavailable("the engine has lost its device"))
+        except Exception:
+            logger.exception("the engine core failed; its requests are given up")
+            core.fail_everything(EngineFailed("internal error of the engine"))
+        return False
+
+    def _apply_inbox(self, core: EngineCore) -> None:
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft()(core)
+
+    @staticmethod
+    def _deliver(core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
+        if outcomes := core.take_outcomes():
+            _tell(loop, deliver, outcomes)
+
+
+class AsyncDriver:
+    """Runs the core on the event loop. A step lasts `cost(plan)` seconds of `clock`."""
+
+    is_lost = False
+
+    def __init__(self, core: EngineCore, clock: Clock, cost: Callable[[StepPlan], float]) -> None:
+        self._core = core
+        self._clock = clock
+        self._cost = cost
+        self._inbox: deque[Verb] = deque()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._busy_until = 0.0
+
+    async def start(self) -> EngineCore:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-core")
+        return self._core
+
+    def post(self, verb: Verb) -> None:
+        self._inbox.append(verb)
+        self._wake.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        while self._inbox:
+            self._inbox.popleft()(self._core)
+        self._core.fail_everything(Unavailable("the engine is shutting down"))
+        deliver(self._core.take_outcomes())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except Exception:
+                logger.exception("the engine core failed; its requests are given up")
+                self._core.fail_everything(EngineFailed("internal error of the engine"))
+                deliver(self._core.take_outcomes())
+
+    async def _turn(self) -> None:
+        core = self._core
+        while self._inbox:
+            self._inbox.popleft()(core)
+        plan = core.plan() if core.has_work else None
+        if plan is not None:
+            outcome = core.run(plan)
+            await self._spend(self._cost(plan))
+            core.deliver(outcome)
+        deliver(core.take_outcomes())
+        if plan is None and not self._inbox:
+            self._wake.clear()
+            await self._wake.wait()
+            self._busy_until = self._clock.now()
+
+    async def _spend(self, seconds: float) -> None:
+        """Let the step's time pass. Sleeping too long is made up for in the next step."""
+        now = self._clock.now()
+        self._busy_until = max(self._busy_until, now - _MAX_CATCH_UP_S) + seconds
+        if (delay := self._busy_until - now) > 0:
+            await self._clock.sleep(delay)
+        else:
+            await asyncio.sleep(0)
+
+
+def core_thread_is_alive() -> bool:
+    """True after `close` only if the thread still loads a model, which cannot be interrupted."""
+    return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
+    """Call from another thread; nobody is left to be told once the loop has closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
+
+
+def _settle_result(future: "asyncio.Future[EngineCore]", core: EngineCore) -> None:
+    if not future.done():
+        future.set_result(core)
+
+
+def _settle_error(future: "asyncio.Future[EngineCore]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

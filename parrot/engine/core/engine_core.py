@@ -1,0 +1,369 @@
+"""The engine core: requests in, steps, outcomes out.
+
+    plan = scheduler.schedule();  result = runner.run(plan);  deliver(result)
+
+Where the runner can, a step is launched while the one before it still runs, so that the device
+never waits for the host. What a step does is then entered in two parts. Once it is launched: the KV
+that it computes, since whatever is planned next happens after it. Once it has run: its tokens.
+
+    device  | step 1                        | step 2                                  | step 3
+    host      requests, plan and launch 2 ... tokens of 1, requests, plan and launch 3 ... tokens
+
+Requests, aborts and frees change what is planned next, never a step on its way. A job that turns
+out to have ended leaves a sequence in that step whose token is ignored; what it writes is written
+before any later step, so its blocks may be given away at once.
+
+Not thread-safe: a driver (driver.py) calls everything here, and only between steps.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from parrot.engine.config import EngineConfig
+from parrot.engine.core.block_keys import BlockHasher
+from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.contexts import ContextTree
+from parrot.engine.core.jobs import Job, Order, StepTotals
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import (
+    DeviceLost,
+    LaunchedStep,
+    OverlappingRunner,
+    Runner,
+    RunnerInfo,
+    StepPlan,
+    StepResult,
+)
+from parrot.engine.core.policy import POLICIES
+from parrot.engine.core.requests import Delivery, RequestDesk
+from parrot.engine.core.scheduler import LocalScheduler, Step
+from parrot.engine.core.validation import OrderLimits
+from parrot.protocol.engine_api import RuntimeInfo
+from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
+from parrot.utils.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+_CANNOT_RUN = "the engine could not run this request"
+_NO_BACKGROUND_ROOM = "there is no room for a background fill"
+_LATENCY_SMOOTHING = 0.1
+_REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
+_MIN_REQUESTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A `StepResult`, and why sequences (by index) could not be run at all."""
+
+    result: StepResult
+    broken: Mapping[int, ParrotError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step on its way, whose tokens nobody has waited for."""
+
+    launched: LaunchedStep
+    step: Step
+
+
+class EngineCore:
+    """One model's requests, contexts and steps."""
+
+    def __init__(
+        self, config: EngineConfig, runner: Runner, language: Language, clock: Clock
+    ) -> None:
+        info = runner.info
+        num_blocks = info.num_blocks
+        if config.tokens_capacity is not None:
+            num_blocks = min(num_blocks, -(-config.tokens_capacity // info.block_size))
+        self.language = language
+        self._runner = runner
+        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self._planned: Step | None = None
+        self._flight: _Flight | None = None
+        self._suspects: list[Job] = []
+        self._info = info
+        self._clock = clock
+        hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
+        self._tree = ContextTree(BlockPool(num_blocks, info.block_size), hasher)
+        self._scheduler = LocalScheduler(
+            config.scheduler,
+            config.fill_chunk_size,
+            self._tree,
+            POLICIES[config.scheduler.policy](),
+        )
+        self.max_context_len = min(info.max_seq_len, num_blocks * info.block_size)
+        self._totals = StepTotals()
+        self._desk = RequestDesk(
+            self._tree,
+            self._scheduler,
+            language,
+            OrderLimits(self.max_context_len, info.vocab_size),
+            clock,
+            self._totals,
+            max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
+            random_seed=config.random_seed,
+        )
+        self._latency_ns = 0.0
+        self._last_step_ended = 0.0
+
+    @property
+    def runner_info(self) -> RunnerInfo:
+        return self._info
+
+    @property
+    def tokens_capacity(self) -> int:
+        return self._tree.num_blocks * self._tree.block_size
+
+    @property
+    def has_work(self) -> bool:
+        return self._desk.num_requests > 0 or self._flight is not None
+
+    def submit(self, order: Order) -> None:
+        """Never raises: a refusal goes to the order's sink."""
+        self._desk.accept(order)
+
+    def abort(self, request_id: int) -> None:
+        self._desk.abort(request_id)
+
+    def free(self, context_ids: Iterable[int]) -> int:
+        return self._desk.free(context_ids)
+
+    def reset(self) -> None:
+        self._desk.reset()
+
+    def fail_everything(self, error: ParrotError) -> None:
+        self._flight = None
+        self._desk.fail_everything(error)
+
+    def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Add a call to the outcomes, to be made where they are delivered."""
+        self._desk.deliver_later(call, argument)
+
+    def take_outcomes(self) -> list[Delivery]:
+        return self._desk.take_outcomes()
+
+    def wait_until_due(self) -> None:
+        """Return when the next step should be planned; requests that come later miss it."""
+        if self._flight is not None:
+            self._flight.launched.wait_until_due()
+
+    def step(self) -> bool:
+        """Run a step; or, where the runner can, launch one and wait for the one before it. False
+        when there was nothing to do."""
+        before, self._flight = self._flight, None
+        plan = self.plan()
+        planned = self._planned
+        flight = None if planned is None else self._launch(planned, before)
+        if before is not None and not self._land(before):
+            self._give_up([before.step] if planned is None else [before.step, planned])
+        elif flight is not None:
+            self._enter(flight.step, {})
+            self._flight = flight
+        elif planned is not None:
+            self._run_planned(planned)
+        return plan is not None or before is not None
+
+    def _launch(self, step: Step, before: _Flight | None) -> _Flight | None:
+        """None: it must be run, once the one before it has landed."""
+        self._suspects = [job for job in self._suspects if not job.has_ended]
+        if self._overlapping is None or self._suspects:
+            return None
+        try:
+            previous = None if before is None else before.launched
+            launched = self._overlapping.launch(step.plan, previous)
+        except DeviceLost:
+            raise
+        except Exception:
+            logger.exception("a step of %d sequences could not be launched", len(step.jobs))
+            return None
+        return None if launched is None else _Flight(launched, step)
+
+    def _land(self, flight: _Flight) -> bool:
+        """Wait for a step and enter its tokens. False: it has failed."""
+        try:
+            result = flight.launched.wait()
+        except DeviceLost:
+            raise
+        except Exception:
+            logger.exception("a launched step of %d sequences failed", len(flight.step.jobs))
+            return False
+        self._take_tokens(flight.step, result)
+        return True
+
+    def _give_up(self, steps: Sequence[Step]) -> None:
+        """The first of these steps has failed, and the second was planned as if it had not. What
+        they were to compute is planned again, and no step launched until their jobs have ended:
+        one of them may be to blame, which shows when steps are run one by one."""
+        written: set[int] = set()
+        for step in steps:
+            for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
+                written.update(sequence.block_ids[sequence.start // self._tree.block_size :])
+                job.awaits_token = False
+                self._suspects.append(job)
+        self._scheduler.lost_kv(self._tree.drop_blocks(written))
+
+    def _run_planned(self, step: Step) -> None:
+        """Run a step that could not be launched, without what has ended since it was planned."""
+        kept = [
+            (job, s._replace(token_ids=job.context.token_ids[s.start : s.end]))
+            for job, s in zip(step.jobs, step.plan.sequences, strict=True)
+            if not job.has_ended
+        ]
+        plan = StepPlan(tuple(s for _, s in kept), step.plan.copies)
+        self._planned = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
+        self.deliver(self.run(plan))
+
+    def plan(self) -> StepPlan | None:
+        """Decide on the next step. If not None, `run` and `deliver` must follow."""
+        self._planned = self._schedule()
+        while turned_away := self._scheduler.take_turned_away():
+            for job in turned_away:
+                self._desk.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
+            if self._planned is None:  # something may have waited for them
+                self._planned = self._schedule()
+        return None if self._planned is None else self._planned.plan
+
+    def _schedule(self) -> Step | None:
+        self._desk.open_forks()
+        return self._scheduler.schedule(self._clock.now())
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Raises `DeviceLost`, and nothing else."""
+        try:
+            return StepOutcome(self._runner.run(plan))
+        except DeviceLost:
+            raise
+        except Exception:
+            logger.exception("a step of %d sequences failed", len(plan.sequences))
+            return self._run_one_by_one(plan)
+
+    def _run_one_by_one(self, plan: StepPlan) -> StepOutcome:
+        """One sequence may have broken the step for all: run each alone. The copies come first
+        again, which does no harm: nobody has written over their sources yet."""
+        tokens: dict[int, int] = {}
+        errors: dict[int, ParrotError] = {}
+        broken: dict[int, ParrotError] = {}
+        copies = plan.copies
+        for index, sequence in enumerate(plan.sequences):
+            try:
+                result = self._runner.run(StepPlan((sequence,), copies))
+            except DeviceLost:
+                raise
+            except Exception as error:
+                logger.exception("context %d cannot be run", sequence.context_id)
+                broken[index] = (
+                    error if isinstance(error, ParrotError) else EngineFailed(_CANNOT_RUN)
+                )
+                continue
+            copies = ()
+            tokens |= result.tokens
+            errors |= result.errors
+        return StepOutcome(StepResult(tokens, errors), broken)
+
+    def deliver(self, outcome: StepOutcome) -> None:
+        """Enter what the step that was planned last has computed, and answer the requests that it
+        completed."""
+        step = self._planned
+        assert step is not None, "nothing was planned"
+        self._enter(step, outcome.broken)
+        self._take_tokens(step, outcome.result)
+
+    def _enter(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
+        """The KV that a step computes is there for all that comes after it."""
+        began = max(step.planned_at, self._last_step_ended)
+        for index, (job, sequence) in enumerate(zip(step.jobs, step.plan.sequences, strict=True)):
+            if job.has_ended:
+                continue  # its request failed with another job of this step, or it ended before
+            if index in broken:
+                self._desk.fail_job(job, broken[index])
+                continue
+            if job.request.started_at is None:
+                job.request.start(began, self._totals)
+            context = job.context
+            context.num_computed = sequence.end
+            if len(sequence.token_ids) > 1:
+                self._tree.publish(context)  # what is generated is published in the end
+            if sequence.sample is not None:
+                job.awaits_token = True
+                self._scheduler.keep_decoding(job)
+            elif not context.num_missing:
+                self._desk.finish(job)
+
+    def _take_tokens(self, step: Step, result: StepResult) -> None:
+        now = self._clock.now()
+        self._count_step(step, now - max(step.planned_at, self._last_step_ended))
+        self._last_step_ended = now
+        for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
+            if sequence.sample is None or job.has_ended:
+                continue
+            job.awaits_token = False
+            if job.job_id in result.errors:
+                self._desk.fail_job(job, result.errors[job.job_id])
+            elif job.job_id in result.tokens:
+                self._take_token(job, result.tokens[job.job_id], now)
+            else:
+                self._desk.fail_job(job, EngineFailed("the engine gave no token"))
+
+    def num_sure_steps(self, token_ids: Collection[int]) -> int:
+        """See `LocalScheduler`. So many steps may be planned once and delivered together."""
+        return 0 if self._desk.has_forks else self._scheduler.num_sure_steps(token_ids)
+
+    def deliver_sure(
+        self, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
+    ) -> None:
+        """Enter several steps like the one that was planned last, no more than were sure. `tokens`:
+        those of each job, by its id."""
+        num_steps, step = len(step_seconds), self._planned
+        assert step is not None, "nothing was planned"
+        for job in step.jobs:
+            context, generation = job.context, job.generation
+            assert generation is not None, f"job {job.job_id} does not generate"
+            copies = self._tree.reserve(context, len(context.token_ids) + num_steps - 1)
+            assert copies == (), f"no room for {num_steps} more tokens of {context}"
+            context.num_computed += num_steps
+            context.token_ids.extend(tokens[job.job_id])
+            generation.push_all(tokens[job.job_id])
+        for elapsed_s in step_seconds:
+            self._count_step(step, elapsed_s)
+
+    def _count_step(self, step: Step, elapsed_s: float) -> None:
+        self._totals.add(len(step.jobs), step.num_fill_tokens + step.num_background_tokens)
+        self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
+        self._scheduler.stepped(step, elapsed_s)
+
+    def _take_token(self, job: Job, token_id: int, now: float) -> None:
+        generation, request = job.generation, job.request
+        assert generation is not None, f"job {job.job_id} does not generate"
+        generation.push(token_id)
+        job.context.token_ids.append(token_id)
+        if request.prompt_done_at is None:
+            request.prompt_done_at = now
+        if request.stream and (chunk := generation.take_chunk()) is not None:
+            self._desk.deliver_later(request.sink.chunk, chunk)
+        if generation.finish_reason is not None:
+            self._desk.finish(job)
+
+    def runtime_info(self) -> RuntimeInfo:
+        """Plain reads: may be called from any thread, also during a step."""
+        tree = self._tree
+        return RuntimeInfo(
+            num_cached_tokens=tree.num_used_blocks * tree.block_size,
+            num_max_blocks=tree.num_blocks,
+            num_free_blocks=tree.num_free_blocks,
+            block_size=tree.block_size,
+            num_running_jobs=self._scheduler.num_admitted,
+            num_total_jobs=self._desk.num_requests,
+            cache_mem=self._info.cache_mem,
+            model_mem=self._info.model_mem,
+            recent_average_latency=self._latency_ns,
+            num_steps=self._totals.num_steps,
+        )
+
+    def check_integrity(self) -> None:
+        self._tree.check_integrity()
+        self._scheduler.check_integrity()
+        self._desk.check_integrity()

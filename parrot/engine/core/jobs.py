@@ -1,0 +1,208 @@
+"""What the engine was asked for: requests, their jobs, and the queues that keep them in order."""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Protocol
+
+from parrot.engine.core.contexts import Context
+from parrot.engine.core.output import Generation
+from parrot.protocol.engine_api import (
+    NO_PARENT,
+    FillResponse,
+    GenerateResponse,
+    StreamChunk,
+    Usage,
+)
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.sampling import SamplingConfig
+
+BACKGROUND = 2**31
+"""The priority of fills that nobody waits for yet: behind all others."""
+
+
+class Sink(Protocol):
+    """Where a request's outcome goes: chunks while it streams, then exactly one of the others."""
+
+    def chunk(self, chunk: StreamChunk) -> None: ...
+
+    def done(self, response: FillResponse | GenerateResponse) -> None: ...
+
+    def fail(self, error: ParrotError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Append tokens to a context, which is forked from its parent at its first use.
+
+    `first_id` is put before the tokens if the context is still empty (a BOS token)."""
+
+    context_id: int
+    token_ids: "array[int]"
+    parent_id: int = NO_PARENT
+    parent_len: int | None = None
+    first_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request as it reaches the core: fill all pieces; then, if `sampling` is given, generate
+    after the last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
+    sender's, for aborting. Roots that it creates share KV only with contexts of the same
+    `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
+    background fill."""
+
+    request_id: int
+    pieces: tuple[Piece, ...]
+    sink: Sink
+    priority: int = 0
+    sampling: SamplingConfig | None = None
+    stream: bool = False
+    cache_salt: str = ""
+    background_share: float = 1.0
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Of an engine's steps so far: their number, their sequences and prompt tokens added up."""
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    num_prompt_tokens: int = 0
+
+    def add(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_sequences += num_sequences
+        self.num_prompt_tokens += num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An accepted order: the account that its jobs share. Times are the clock's seconds; each is
+    stamped once, and None until then. `before`: the engine's totals when it started."""
+
+    request_id: int
+    sink: Sink
+    stream: bool
+    submitted_at: float
+    background_share: float = 1.0
+    jobs: "list[Job]" = field(default_factory=list)
+    num_unfinished: int = 0
+    num_filled: int = 0
+    num_missing: int = 0
+    prompt_len: int = 0
+    started_at: float | None = None
+    prompt_done_at: float | None = None
+    before: StepTotals | None = None
+    has_ended: bool = False
+
+    def start(self, now: float, totals: StepTotals) -> None:
+        """Its first step begins."""
+        self.started_at, self.before = now, replace(totals)
+
+    def usage(self, num_output_tokens: int, now: float, totals: StepTotals) -> Usage:
+        """`num_missing` counted each prompt token without KV once, when its job's first step was
+        planned."""
+        started = now if self.started_at is None else self.started_at
+        prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
+        before = totals if self.before is None else self.before
+        return Usage.model_construct(
+            cached_tokens=max(0, self.prompt_len - self.num_missing),
+            computed_tokens=self.num_missing,
+            output_tokens=num_output_tokens,
+            queue_s=started - self.submitted_at,
+            prefill_s=prompt_done - started,
+            decode_s=now - prompt_done,
+            steps=totals.num_steps - before.num_steps,
+            step_sequences=totals.num_sequences - before.num_sequences,
+            step_prompt_tokens=totals.num_prompt_tokens - before.num_prompt_tokens,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Bring a context's KV up to all its tokens, and with a `generation`, sample after the last.
+
+    Jobs of one context run in order of arrival. The first of them is opened when its context's
+    fork is carried out: only then are `token_ids` appended. `key` is its place among all jobs.
+    `awaits_token`: a step that samples for it is on its way."""
+
+    job_id: int
+    request: Request
+    context: Context
+    piece: Piece
+    generation: Generation | None
+    priority: int
+    key: tuple[int, ...] = ()
+    is_open: bool = False
+    is_admitted: bool = False
+    has_begun: bool = False
+    awaits_token: bool = False
+    has_ended: bool = False
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority >= BACKGROUND
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token lacks KV: one step gives one token."""
+        return (
+            self.generation is not None
+            and bool(self.generation.output_ids)
+            and self.context.num_missing == 1
+        )
+
+
+class JobLines:
+    """The jobs of each context, in order of arrival. Only the first of a line may run."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Context, list[Job]] = {}
+
+    def line(self, context: Context) -> Sequence[Job]:
+        return self._lines.get(context, ())
+
+    def first(self, context: Context) -> Job | None:
+        line = self._lines.get(context)
+        return line[0] if line else None
+
+    def append(self, job: Job) -> None:
+        self._lines.setdefault(job.context, []).append(job)
+
+    def remove(self, job: Job) -> None:
+        line = self._lines[job.context]
+        line.remove(job)
+        if not line:
+            del self._lines[job.context]
+
+
+_KEY = attrgetter("key")
+
+
+class JobQueue:
+    """Jobs in order of their keys. A job's key must not change while it is in a queue."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        """A snapshot, so the loop may change the queue."""
+        return iter(self._jobs[:])
+
+    def __contains__(self, job: Job) -> bool:
+        at = bisect_left(self._jobs, job.key, key=_KEY)
+        return at < len(self._jobs) and self._jobs[at] is job
+
+    def add(self, job: Job) -> None:
+        insort(self._jobs, job, key=_KEY)
+
+    def remove(self, job: Job) -> None:
+        at = bisect_left(self._jobs, job.key, key=_KEY)
+        assert self._jobs[at] is job, f"job {job.job_id} is not in the queue"
+        del self._jobs[at]

@@ -1,0 +1,202 @@
+"""From sampled tokens to text: incremental detokenising, stop rules, streaming deltas."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from parrot.protocol.engine_api import FinishReason, StreamChunk, TokenizerResponse
+from parrot.protocol.sampling import SamplingConfig
+
+_BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
+
+
+class Detokenizer:
+    """Tokens in, text out, without special tokens. Text that ends inside a character is held back;
+    if the character never comes, its beginning is left out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+        self._shown: list[int] = []  # the tokens of the last piece: what follows may depend on them
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, often of several tokens, often none."""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001 - the library raises nothing narrower
+            return self._restart()
+        if text is None:
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """The whole characters among what is held back; after this there are no more tokens."""
+        if not self._pending:
+            return ""
+        shown = self._tokenizer.decode(self._shown, skip_special_tokens=True)
+        text = decode(self._tokenizer, self._shown + self._pending)
+        self._pending.clear()
+        return text[len(shown) :]
+
+    def _restart(self) -> str:
+        """The library gives up on bytes that form no character; decode them alone, go on after."""
+        text = decode(self._tokenizer, self._pending)
+        self._pending.clear()
+        self._shown.clear()
+        self._stream = DecodeStream(skip_special_tokens=True)
+        return text
+
+
+def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """All at once; the same text as a `Detokenizer` gives piece by piece."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True).rstrip(_BROKEN)
+
+
+class StopStrings:
+    """Finds the first stop string in text that comes in pieces. Its memory is only the text that
+    may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def push(self, piece: str) -> str:
+        """The text that is now certain to come before any stop string. After `found`, no more."""
+        text = self._held + piece
+        hits = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            self.found = True
+            self._held = ""
+            return text[: min(hits)]
+        cut = len(text) - max(self._overlap(text, stop) for stop in self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that begins `stop`."""
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """What a model reads and writes: its tokenizer, as it travels and as it works."""
+
+    response: TokenizerResponse
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, response: TokenizerResponse) -> "Language":
+        return cls(response, Tokenizer.from_str(response.tokenizer_json))
+
+    @property
+    def tokenizer_id(self) -> str:
+        return hashlib.sha256(self.response.tokenizer_json.encode()).hexdigest()
+
+    def stop_ids(self, sampling: SamplingConfig) -> Collection[int]:
+        if sampling.ignore_tokenizer_eos:
+            return sampling.stop_token_ids
+        return (*self.response.special_ids.eos, *sampling.stop_token_ids)
+
+
+class Generation:
+    """The output of one Generate: its tokens, why it ended, and its text.
+
+    Text is rendered token by token only when somebody needs it so (streaming, stop strings);
+    otherwise once, at the end."""
+
+    def __init__(
+        self, sampling: SamplingConfig, seed: int, language: Language, stream: bool
+    ) -> None:
+        self.sampling = sampling
+        self.seed = seed
+        self.output_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.max_tokens = sampling.max_gen_length
+        self._language = language
+        self._stop_ids = language.stop_ids(sampling)
+        self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
+        self._detokenizer = Detokenizer(language.tokenizer) if stream or self._stops else None
+        self._pieces: list[str] = []
+        self._delta: list[str] = []
+        self._num_streamed_ids = 0
+
+    @property
+    def num_left(self) -> int:
+        """How many more tokens there may be."""
+        return self.max_tokens - len(self.output_ids)
+
+    def is_unmoved_by(self, token_ids: Collection[int]) -> bool:
+        """None of these tokens ends it, and nobody wants its text before the end."""
+        return self._detokenizer is None and not any(i in token_ids for i in self._stop_ids)
+
+    def push_all(self, token_ids: Sequence[int]) -> None:
+        """Take several tokens that do not move it, fewer than `num_left`."""
+        self.output_ids += token_ids
+
+    def push(self, token_id: int) -> None:
+        """Take the next sampled token; sets `finish_reason` when it is the last."""
+        self.output_ids.append(token_id)
+        if token_id in self._stop_ids:
+            self.finish_reason = FinishReason.STOP
+        elif self._detokenizer is not None:
+            self._add_text(self._detokenizer.push(token_id))
+        if self.finish_reason is None and len(self.output_ids) >= self.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
+            self._end_text()
+
+    def _end_text(self) -> None:
+        """Let go of what was held back, unless it is beyond a stop string."""
+        if self._detokenizer is None or (self._stops is not None and self._stops.found):
+            return
+        self._add_text(self._detokenizer.flush())
+        if self._stops is not None and not self._stops.found:
+            self._delta.append(self._stops.flush())
+
+    def _add_text(self, piece: str) -> None:
+        if self._stops is not None and piece:
+            piece = self._stops.push(piece)
+            if self._stops.found:
+                self.finish_reason = FinishReason.STOP
+        if piece:
+            self._delta.append(piece)
+
+    def take_chunk(self) -> StreamChunk | None:
+        """The tokens since the last chunk and exactly their text, or None while their text is
+        uncertain: it may end inside a character or begin a stop string."""
+        if self.finish_reason is None:
+            is_held = self._stops is not None and self._stops.num_held > 0
+            if is_held or not self._delta:
+                return None
+        text = "".join(self._delta)
+        self._pieces.append(text)
+        self._delta.clear()
+        ids = self.output_ids[self._num_streamed_ids :]
+        self._num_streamed_ids = len(self.output_ids)
+        return StreamChunk.model_construct(ids=ids, text=text) if ids or text else None
+
+    def text(self) -> str:
+        """The whole text, up to what stopped it."""
+        if self._detokenizer is not None:
+            return "".join(self._pieces) + "".join(self._delta)
+        ids = self.output_ids
+        if self.finish_reason is FinishReason.STOP:
+            ids = ids[:-1]
+        return decode(self._language.tokenizer, ids)

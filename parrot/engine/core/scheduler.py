@@ -1,0 +1,376 @@
+"""The local scheduler: which jobs share the next step, and who gives way when KV runs out.
+
+There are no prefill and decode phases. Every job has tokens whose KV is missing; a step takes some
+of them from many jobs. Jobs that miss one token (they generate) come first, then the others in
+order of their keys, in chunks, as far as the step's budget goes. Background jobs get what nobody
+else needs.
+
+A step may be planned while the one before it is on its way. Jobs that await a token of that one are
+taken to go on, with the token `PENDING`, unless it is their last. All else is as always: steps
+happen one after the other, so KV that is on its way may be read, and blocks that are in use there
+may be given away.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parrot.engine.config import SchedulerConfig
+from parrot.engine.core.background import BackgroundPace
+from parrot.engine.core.contexts import Context, ContextTree
+from parrot.engine.core.jobs import Job, JobQueue
+from parrot.engine.core.plan import PENDING, BlockCopy, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.policy import Policy
+from parrot.engine.core.room import IdleContexts, drop_kv
+
+
+class Share(NamedTuple):
+    """A job's part of a step."""
+
+    num_tokens: int
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan, and the job behind each of its sequences. `num_decodes` of them generate;
+    `num_fill_tokens` are all others' but for the background's."""
+
+    plan: StepPlan
+    jobs: tuple[Job, ...]
+    num_decodes: int
+    num_fill_tokens: int
+    num_background_tokens: int
+    planned_at: float
+
+
+class LocalScheduler:
+    """Keeps the open jobs in queues and plans steps. All open jobs are in exactly one queue; a job
+    is `admitted` while its context holds blocks for all its known tokens.
+
+    Room for KV is taken in this order: free blocks, KV of idle contexts, KV of jobs with a later
+    key (they are no longer admitted, and compute it again). So the first job never waits for
+    room, and every job becomes the first. Background jobs are the exception: they take free blocks
+    only, give way before idle contexts do, and without room they are turned away."""
+
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        fill_chunk_size: int | None,
+        tree: ContextTree,
+        policy: Policy,
+    ) -> None:
+        self._limits = limits
+        self._max_chunk = fill_chunk_size or limits.max_num_batched_tokens
+        self._tree = tree
+        self._policy = policy
+        self._decoding = JobQueue()
+        self._queue = JobQueue()
+        self._background = JobQueue()
+        self._pace = BackgroundPace(limits.background_chunk_size)
+        self._turned_away: list[Job] = []
+        self._num_decodes = 0
+        self._num_background_tokens = 0
+        self._shares: dict[Job, Share] = {}
+        self._begun_blocks: set[bytes] = set()
+        self._tokens_left = 0
+        self._context_tokens = 0
+        self.idle = IdleContexts(tree)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._decoding) + len(self._queue) + len(self._background)
+
+    @property
+    def num_admitted(self) -> int:
+        queues = (self._queue, self._background)
+        return len(self._decoding) + sum(job.is_admitted for queue in queues for job in queue)
+
+    def num_sure_steps(self, token_ids: Collection[int]) -> int:
+        """How many steps from now on are sure to give the same jobs a token each, and to end none,
+        if nothing is asked meanwhile and what is sampled is among `token_ids`."""
+        if not self._decoding or self._queue or self._background:
+            return 0
+        if self._limits.max_total_tokens is not None:
+            return 0
+        room = self._tree.num_free_blocks // len(self._decoding) - 1  # one may have to be copied
+        num_steps = room * self._tree.block_size
+        for job in self._decoding:
+            generation = job.generation
+            if job.request.stream or generation is None or not generation.is_unmoved_by(token_ids):
+                return 0
+            num_steps = min(num_steps, generation.num_left - 1)
+        return num_steps
+
+    def add(self, job: Job) -> None:
+        """Take a job whose context misses at least one token's KV."""
+        assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
+        self.idle.discard(job.context)
+        job.key = self._policy.key(job)
+        self._queue_of(job).add(job)
+
+    def remove(self, job: Job) -> None:
+        """A job that has ended. Its context keeps its KV."""
+        self._queue_of(job).remove(job)
+        job.is_admitted = False
+
+    def keep_decoding(self, job: Job) -> None:
+        """The job's prompt is computed: from now on it misses one token a step."""
+        if job not in self._decoding:
+            self._queue.remove(job)
+            self._decoding.add(job)
+
+    def reprioritise(self, job: Job, priority: int) -> None:
+        is_decoding = job in self._decoding
+        self._queue_of(job).remove(job)
+        job.priority = priority
+        job.key = self._policy.key(job)
+        (self._decoding if is_decoding else self._queue_of(job)).add(job)
+
+    def _queue_of(self, job: Job) -> JobQueue:
+        if job.is_background:
+            return self._background
+        return self._decoding if job in self._decoding else self._queue
+
+    def take_turned_away(self) -> list[Job]:
+        """Background jobs for which `schedule` found no room. They must be failed."""
+        turned_away, self._turned_away = self._turned_away, []
+        return turned_away
+
+    def lost_kv(self, contexts: Collection[Context]) -> None:
+        """These contexts have lost KV: their jobs have to be admitted again."""
+        for context in contexts:
+            if not context.block_ids:
+                self.idle.discard(context)
+        for queue in (self._decoding, self._queue, self._background):
+            for job in queue:
+                if job.context in contexts:
+                    self._readmit(job)
+
+    def _readmit(self, job: Job) -> None:
+        if job in self._decoding:
+            self._decoding.remove(job)
+            self._queue.add(job)
+        job.is_admitted = False
+
+    def stepped(self, step: Step, elapsed_s: float) -> None:
+        """A step is over."""
+        if step.num_decodes and not step.num_fill_tokens:
+            share = self._background_share()
+            self._pace.stepped(elapsed_s, step.num_background_tokens, share)
+
+    def _background_share(self) -> float:
+        """That of the background job whose turn it is."""
+        limit = self._limits.background_share
+        first = next(iter(self._background), None)
+        return limit if first is None else min(limit, first.request.background_share)
+
+    def schedule(self, now: float) -> Step | None:
+        """The next step, or None when no job can run."""
+        going_on = [job for job in self._decoding if job.awaits_token and _has_next(job)]
+        for job in going_on:
+            job.context.token_ids.append(PENDING)
+        try:
+            return self._plan(now)
+        finally:
+            for job in going_on:
+                job.context.token_ids.pop()
+
+    def _plan(self, now: float) -> Step | None:
+        self._shares = {}
+        self._begun_blocks.clear()
+        self._tokens_left = self._limits.max_num_batched_tokens
+        self._context_tokens = 0
+        self._num_background_tokens = 0
+        for job in self._decoding:
+            if job.is_admitted and job.context.num_missing and self._has_place(job):
+                self._take(job, 1)
+        self._num_decodes = len(self._shares)
+        is_blocked = False  # later jobs must not take the room that an earlier one waits for
+        for job in self._queue:
+            budget = self._fill_budget(job)
+            if not budget:
+                break
+            if not job.is_admitted and (
+                is_blocked or job.awaits_token or self._is_computed_by_another(job)
+            ):
+                continue
+            num_tokens = min(job.context.num_missing, budget, self._max_chunk)
+            if not (self._has_place(job) and self._take(job, num_tokens)):
+                is_blocked = True
+        num_fill_tokens = self._fill_tokens_taken()
+        if self._background and not self._queue:
+            self._plan_background()
+        if self._num_decodes and not num_fill_tokens:
+            self._pace.planned(self._num_background_tokens)
+        return self._build(num_fill_tokens, now) if self._shares else None
+
+    def _fill_tokens_taken(self) -> int:
+        return self._limits.max_num_batched_tokens - self._tokens_left - self._num_decodes
+
+    def _fill_budget(self, job: Job) -> int:
+        """Tokens that the step may still spend on `job`. Beside jobs of a higher priority that
+        generate they are few: else these would get a token only once per long step."""
+        first = next(iter(self._decoding), None)
+        if first is None or first.priority >= job.priority:
+            return self._tokens_left
+        left = self._limits.mixed_fill_tokens - self._fill_tokens_taken()
+        return max(0, min(self._tokens_left, left))
+
+    def _plan_background(self) -> None:
+        if self._turned_away:
+            return
+        budget = min(self._pace.num_tokens(len(self._decoding)), self._tokens_left)
+        for job in self._background:
+            if not budget or not self._has_place(job):
+                return
+            if not job.is_admitted and self._is_computed_by_another(job):
+                continue
+            num_tokens = min(job.context.num_missing, budget, self._max_chunk)
+            if self._take(job, num_tokens):
+                budget -= num_tokens
+                self._num_background_tokens += num_tokens
+            else:
+                self._turned_away.append(job)
+
+    def _is_computed_by_another(self, job: Job) -> bool:
+        """Let the job begin behind all that is published of its tokens. True if an earlier job of
+        this step computes what comes next: then it is published after the step."""
+        context = job.context
+        if context.num_missing > 1 and (num_found := self._tree.adopt(context)):
+            if not job.has_begun:
+                job.request.num_missing -= num_found
+            if not context.num_missing:
+                self._tree.rewind_one(context)
+        return self._tree.next_key(context) in self._begun_blocks
+
+    def _has_place(self, job: Job) -> bool:
+        """Whether the step's limits allow one more sequence, that of `job`."""
+        if len(self._shares) >= self._limits.max_batch_size or not self._tokens_left:
+            return False
+        limit = self._limits.max_total_tokens
+        total = self._context_tokens + len(job.context.token_ids)
+        return limit is None or total <= limit or not self._shares
+
+    def _take(self, job: Job, num_tokens: int) -> bool:
+        """Give the job a share of the step. False: no room for its KV. A job is admitted only with
+        room for all its known tokens, so that half-filled contexts do not block each other."""
+        context = job.context
+        end = len(context.token_ids)
+        while (copies := self._tree.reserve(context, end)) is None:
+            if not self._make_room(job, self._tree.blocks_missing(context, end)):
+                return False
+        job.is_admitted = job.has_begun = True
+        if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
+            self._begun_blocks.add(key)
+        self._shares[job] = Share(num_tokens, copies)
+        self._tokens_left -= num_tokens
+        self._context_tokens += end
+        return True
+
+    def _make_room(self, job: Job, num_blocks: int) -> bool:
+        """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""
+        if job.is_background:
+            return False
+        if self._background:
+            self._turn_away(num_blocks)
+        if self.idle.evict(num_blocks):
+            return True
+        victims = {
+            other.context: other
+            for queue in (self._decoding, self._queue, self._background)
+            for other in queue
+            if other.key > job.key and other.context.block_ids
+        }
+        by_key = sorted(victims, key=lambda context: victims[context].key, reverse=True)
+        contexts = [*self.idle, *by_key]
+        changed = drop_kv(self._tree, contexts, num_blocks)
+        unshared = set()
+        if self._tree.num_free_blocks < num_blocks:
+            unshared = self._tree.unshare_tail(job.context, contexts)
+        for context in changed | unshared:
+            self._gave_way(context, victims.get(context))
+        return bool(unshared) or self._tree.num_free_blocks >= num_blocks
+
+    def _turn_away(self, num_blocks: int) -> None:
+        """Drop KV of background jobs until so many blocks are free."""
+        jobs = {other.context: other for other in self._background if other.context.block_ids}
+        for context in drop_kv(self._tree, list(reversed(jobs)), num_blocks):
+            self._gave_way(context, jobs[context])
+
+    def _gave_way(self, context: Context, job: Job | None) -> None:
+        """`context` has lost KV; if it has a job, that job has to be admitted again."""
+        if job is None:
+            if not context.block_ids:
+                self.idle.discard(context)
+            return
+        self._readmit(job)
+        if job.is_background:
+            self._turned_away.append(job)
+        if (share := self._shares.pop(job, None)) is not None:
+            self._tokens_left += share.num_tokens
+            self._context_tokens -= len(context.token_ids)
+            if share.copies:  # its copied block will stay unwritten
+                self._tree.truncate(context, context.num_computed // self._tree.block_size)
+
+    def _build(self, num_fill_tokens: int, now: float) -> Step:
+        sequences = []
+        copies: list[BlockCopy] = []
+        for job, share in self._shares.items():
+            context = job.context
+            start = context.num_computed
+            end = start + share.num_tokens
+            copies += share.copies
+            sequences.append(
+                SequenceStep(
+                    context.context_id,
+                    context.token_ids[start:end],
+                    start,
+                    context.block_ids[: -(-end // self._tree.block_size)],
+                    _sample_spec(job) if end == len(context.token_ids) else None,
+                )
+            )
+        return Step(
+            StepPlan(tuple(sequences), tuple(copies)),
+            tuple(self._shares),
+            self._num_decodes,
+            num_fill_tokens,
+            self._num_background_tokens,
+            now,
+        )
+
+    def check_integrity(self) -> None:
+        for queue in (self._decoding, self._queue, self._background):
+            keys = [job.key for job in queue]
+            assert keys == sorted(keys), f"queue out of order: {keys}"
+            for job in queue:
+                assert job.is_open, f"job {job.job_id} is queued before it is open"
+                assert job.context not in self.idle, f"idle context with job {job.job_id}"
+                has_work = job.context.num_missing > 0 or job.awaits_token
+                assert has_work, f"job {job.job_id} has nothing to do"
+                assert job.is_background is (queue is self._background), job
+        assert not self._turned_away, self._turned_away
+        for job in self._decoding:
+            num_missing = job.context.num_missing
+            goes_on = job.is_decoding or (job.awaits_token and not num_missing)
+            assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
+            assert job.is_admitted, f"job {job.job_id} generates without room"
+
+
+def _has_next(job: Job) -> bool:
+    """Whether the token that the job awaits may be followed by another."""
+    return job.generation is not None and job.generation.num_left > 1
+
+
+def _sample_spec(job: Job) -> SampleSpec | None:
+    generation = job.generation
+    if generation is None:
+        return None
+    return SampleSpec(
+        job.job_id,
+        generation.sampling,
+        generation.seed,
+        len(job.context.token_ids),
+        generation.output_ids,
+        job.context.token_ids,
+    )

@@ -1,0 +1,93 @@
+"""Refusing what can never run, before anything has changed."""
+
+from dataclasses import dataclass
+
+from parrot.engine.core.contexts import ContextTree
+from parrot.engine.core.jobs import JobLines, Order, Piece
+from parrot.protocol.engine_api import NO_PARENT
+from parrot.protocol.errors import InvalidRequest, NotFound, PromptTooLong
+from parrot.protocol.sampling import SamplingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OrderLimits:
+    """`max_context_len`: tokens of one context that fit both the model and the KV pool."""
+
+    max_context_len: int
+    vocab_size: int
+
+    def check_length(self, length: int, generates: bool) -> None:
+        """Raise `PromptTooLong` if a context of that length, and one generated token, cannot be."""
+        if length + generates > self.max_context_len:
+            raise PromptTooLong(
+                f"a context of {length} tokens does not fit this engine: at most "
+                f"{self.max_context_len}, with the first generated token"
+            )
+
+    def check_tokens(self, piece: Piece) -> None:
+        """Raise `InvalidRequest` for a token that the model does not have."""
+        if piece.token_ids and (largest := max(piece.token_ids)) >= self.vocab_size:
+            raise self._foreign_token(largest, "token_ids")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `InvalidRequest` for a bias of a token that the model does not have."""
+        if sampling.logit_bias and (largest := max(sampling.logit_bias)) >= self.vocab_size:
+            raise self._foreign_token(largest, "logit_bias")
+
+    def _foreign_token(self, token_id: int, param: str) -> InvalidRequest:
+        size = self.vocab_size
+        return InvalidRequest(
+            f"token id {token_id} is outside of the vocabulary of {size}", param=param
+        )
+
+
+def check_order(order: Order, tree: ContextTree, lines: JobLines, limits: OrderLimits) -> None:
+    """Raise if a token, a parent or a length is already known to be impossible. What is not known
+    yet (a parent still generates) is checked when the job opens."""
+    if order.sampling is not None:
+        limits.check_sampling(order.sampling)
+    lengths: dict[int, int] = {}
+    last = len(order.pieces) - 1
+    for index, piece in enumerate(order.pieces):
+        limits.check_tokens(piece)
+        length = _length_before(piece, lengths, tree, lines) + len(piece.token_ids)
+        limits.check_length(length, order.sampling is not None and index == last)
+        lengths[piece.context_id] = length
+
+
+def _length_before(
+    piece: Piece, lengths: dict[int, int], tree: ContextTree, lines: JobLines
+) -> int:
+    """Tokens that the piece's context will have at least, before the piece."""
+    if (length := _length_of(piece.context_id, lengths, tree, lines)) is not None:
+        return length
+    if piece.parent_id == NO_PARENT:
+        return 0
+    parent_length = _length_of(piece.parent_id, lengths, tree, lines)
+    if parent_length is None:
+        raise NotFound(f"no context {piece.parent_id} to fork from", param="parent_context_id")
+    if piece.parent_len is None:
+        return parent_length
+    parent = tree.get(piece.parent_id)
+    if parent is not None and not lines.line(parent) and parent_length < piece.parent_len:
+        raise fork_too_long(piece.parent_id, parent_length, piece.parent_len)
+    return piece.parent_len
+
+
+def _length_of(
+    context_id: int, lengths: dict[int, int], tree: ContextTree, lines: JobLines
+) -> int | None:
+    if context_id in lengths:
+        return lengths[context_id]
+    context = tree.get(context_id)
+    if context is None:
+        return None
+    known = len(context.token_ids) if context.fork is None else context.fork.length or 0
+    line = lines.line(context)
+    return known + sum(len(job.piece.token_ids) for job in line if not job.is_open)
+
+
+def fork_too_long(parent_id: int, length: int, wanted: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"context {parent_id} has {length} tokens, cannot fork it at {wanted}", param="parent_len"
+    )

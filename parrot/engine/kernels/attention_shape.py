@@ -1,0 +1,27 @@
+"""The shape of a model's attention (no torch)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One layer's attention. `page_size` tokens per page; KV in 2-byte numbers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 4 * self.num_kv_heads * self.head_dim
+
+    @property
+    def partial_token_bytes(self) -> int:
+        """A float32 partial output of one token, written once and read once."""
+        return 8 * self.num_heads * self.head_dim

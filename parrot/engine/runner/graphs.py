@@ -1,0 +1,211 @@
+"""Steps as CUDA graphs.
+
+A graph is captured for a size (rows, and of how many of them there are logits) and room for a plan
+(a `Capacity`). A step runs in the smallest that holds it; rows and items that are left over do
+nothing. Usual rooms are captured before the engine serves; another one that is wanted again and
+again is captured then, and until then the step takes a larger one.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from parrot.engine.attention.tree_attention import Capacity, KernelConfig, PlanBuffers
+from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.attention.work_list import SplitConfig, WorkList
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.sampling import best_tokens
+from parrot.engine.runner.forward import Forward
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHARED = 128
+_MIN_SHARED = 8
+
+_WANTED_OFTEN = 8
+_LAUNCH_S = 200e-6
+_MATRIX_RATE = 790e12
+_MAX_MIXED = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """`logits` None: every row has one token, and there are logits of every row."""
+
+    rows: int
+    logits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where a step of some size finds its arrays."""
+
+    token_ids: torch.Tensor
+    plan: TritonPlan
+    logit_rows: torch.Tensor | None
+
+
+Bind = Callable[[StepSize, PlanBuffers], Bound]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Row by row: the token of the largest logit, or -1 where the logits are not finite."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(slots=True)
+class Graph:
+    graph: torch.cuda.CUDAGraph
+    plan: PlanBuffers
+    decoded: Decoded
+    work: WorkList | None
+
+
+def decode(logits: torch.Tensor) -> Decoded:
+    return Decoded(best_tokens(logits), logits)
+
+
+def bucket_list(max_rows: int) -> tuple[int, ...]:
+    """From 16 on multiples of 16, or products of few rows would be slower."""
+    sizes = [1, 2, 4, 8, 16, 32, *range(48, 128, 16), *range(128, 513, 32)]
+    return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
+
+
+def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[StepSize, ...]:
+    """For steps with prompts in them. Of large steps the device has more to do than the host, so
+    that padding would cost more than a graph saves: `layer_weights` (of one layer) tells when."""
+    useful = int(_LAUNCH_S * _MATRIX_RATE / (2 * layer_weights))
+    limit = min(max_tokens, _MAX_MIXED, useful)
+    sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
+    return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)
+
+
+class Rooms:
+    """The sizes in which room for plans comes."""
+
+    def __init__(self, shape: AttentionShape, split: SplitConfig) -> None:
+        assert len(split.tile_rows) == 1, "a graph has tiles of one height"
+        self._narrow_tokens = max(1, split.narrow_rows // shape.group)
+        self._tile_tokens = max(1, split.tile_rows[-1] // shape.group)
+        # Splitting aims for so many programs, and each item is one per KV head.
+        self._kv_heads = shape.num_kv_heads
+        self._config = KernelConfig()
+        self._extra = -(-int(split.num_sms * split.waves[0]) // shape.num_kv_heads)
+
+    def largest(self, size: StepSize) -> Capacity:
+        if size.logits is None:
+            return self._decoding(size.rows, 2 * size.rows + 4 * self._extra, _MAX_SHARED)
+        tiles = 2 * -(-size.rows // self._tile_tokens) + 2 * self._extra
+        narrow = size.logits + 4 * self._extra
+        slots = 4 * size.rows + narrow * self._narrow_tokens
+        return Capacity(size.rows, narrow, tiles, tiles, slots)
+
+    def of(self, size: StepSize, work: WorkList) -> Capacity | None:
+        """None: larger than any room, or with what no graph has."""
+        largest = self.largest(size)
+        if work.dense or not largest.holds(work):
+            return None
+        if size.logits is not None:
+            return largest
+        shared = _MIN_SHARED if len(work.shared) else 0
+        while shared < len(work.shared):
+            shared *= 2
+        rows, extra = size.rows, self._extra
+        sizes = (rows, rows + extra, rows + 2 * extra, largest.narrow)
+        narrow = next(size for size in sizes if size >= len(work.narrow))
+        room = self._decoding(rows, narrow, shared, has_slots=work.num_slots > 0)
+        is_even = work.narrow_is_even and self._config.evenness_counts(narrow * self._kv_heads)
+        return replace(room, is_even=is_even)
+
+    def _decoding(self, rows: int, narrow: int, shared: int, *, has_slots: bool = True) -> Capacity:
+        slots = narrow * self._narrow_tokens + shared * self._tile_tokens
+        return Capacity(rows, narrow, shared, 0, slots if has_slots else 0)
+
+
+class StepGraphs:
+    """Owns the graphs; `attention` must be used by nothing else. `sizes` by number of rows."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        attention: TritonAttention,
+        rooms: Rooms,
+        sizes: Sequence[StepSize],
+        bind: Bind,
+    ) -> None:
+        self._forward = forward
+        self._attention = attention
+        self._rooms = rooms
+        self.sizes = sizes
+        self._bind = bind
+        self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
+        self._num_wanted: Counter[tuple[StepSize, Capacity]] = Counter()
+        self._pool = torch.cuda.graph_pool_handle()
+        self.num_replays = 0
+
+    def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
+        """The smallest that holds a step."""
+        for size in self.sizes:
+            if (size.logits is None) == (num_logits is None) and size.rows >= num_rows:
+                return size if (size.logits or 0) >= (num_logits or 0) else None
+        return None
+
+    def find(self, size: StepSize, work: WorkList) -> Graph | None:
+        """The graph for a plan, with the plan in place. None: no graph is large enough."""
+        room = self._rooms.of(size, work)
+        if room is None:
+            return None
+        graphs = self._graphs[size]
+        graph = graphs.get(room)
+        if graph is None:
+            self._num_wanted[size, room] += 1
+            if self._num_wanted[size, room] >= _WANTED_OFTEN:
+                graph = self._capture(size, room, work)
+            else:
+                graph = next(
+                    (graphs[r] for r in sorted(graphs, key=_launched) if r.holds(work)), None
+                )
+        if graph is not None and graph.work is not work:
+            graph.plan.upload(work)
+            graph.work = work
+        return graph
+
+    def replay(self, graph: Graph) -> Decoded:
+        graph.graph.replay()
+        self.num_replays += 1
+        return graph.decoded
+
+    def prepare(self, size: StepSize, work: WorkList, *, largest: bool = False) -> None:
+        """Capture a graph for plans like this one, or with all room that there is."""
+        room = self._rooms.largest(size) if largest else self._rooms.of(size, work)
+        if room is not None and room not in self._graphs[size]:
+            self._capture(size, room, work)
+
+    def _capture(self, size: StepSize, room: Capacity, work: WorkList) -> Graph:
+        plan = PlanBuffers(room, self._attention.device)
+        plan.upload(work)
+        bound = self._bind(size, plan)
+        arguments = (bound.token_ids, self._attention, bound.plan, bound.logit_rows)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # What is compiled or set up at first use, is now.
+            decode(self._forward(*arguments))
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            decoded = decode(self._forward(*arguments))
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        logger.debug("captured a graph for %s in %s", size, room)
+        captured = self._graphs[size][room] = Graph(graph, plan, decoded, work)
+        return captured
+
+
+def _launched(room: Capacity) -> int:
+    return room.narrow + room.shared + room.fills

@@ -1,0 +1,107 @@
+"""The KV of all contexts: one pool of blocks.
+
+    pool [layers, 2 (k, v), kv_heads, blocks, block_size, head_dim]
+
+One head of one block is contiguous, and so is one head of a run of neighbouring blocks: on a CPU a
+span whose blocks happen to be neighbours is used in place, and gathering any others is one copy of
+long pieces.
+
+A slot that its owner has not written yet is zero, never what an earlier owner left there: masked
+positions then add nothing to a result, even when an earlier owner's KV was NaN. Kernels that never
+read what is not written do without that, and want the heads of a block side by side: with
+`paged`, memory is ordered [layers, 2, blocks, kv_heads, block_size, head_dim] behind the same
+shape.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parrot.engine.attention.batch import IntArray
+from parrot.engine.core.plan import BlockCopy
+from parrot.utils.config import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+_CPU_CACHE_LIMIT = 2048 * MIB
+_CPU_SHARE_OF_FREE = 0.25
+_DEVICE_SHARE_OF_FREE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of the KV that a model keeps."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+
+def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
+    """How many blocks to keep by default: what memory is free now for, never counting on swap."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = int(free * _DEVICE_SHARE_OF_FREE)
+        if budget < layout.block_bytes:
+            raise ConfigError(
+                f"the weights leave {free / GIB:.1f} GiB of {device}'s memory free: not enough for "
+                f"KV; use a smaller model or a device with more memory"
+            )
+    else:
+        budget = min(_CPU_CACHE_LIMIT, int(_available_memory() * _CPU_SHARE_OF_FREE))
+    return max(1, budget // layout.block_bytes)
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping; half of all memory where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return (
+            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+        )
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class KVCache:
+    """Owns the pool; the control half owns who uses which block."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, *, paged: bool = False
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        outer, inner = (layout.num_layers, 2), (layout.block_size, layout.head_dim)
+        middle = (layout.num_kv_heads, num_blocks)
+        memory = torch.zeros(
+            (*outer, *(reversed(middle) if paged else middle), *inner),
+            dtype=layout.dtype,
+            device=device,
+        )
+        self.pool = memory.transpose(2, 3) if paged else memory
+        self._clears = not paged
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def prepare(self, copies: Sequence[BlockCopy], fresh_blocks: IntArray | None = None) -> None:
+        """Do the copies of a step, in order, and clear the blocks that it begins."""
+        for copy in copies:
+            source, target = self.pool[:, :, :, copy.source], self.pool[:, :, :, copy.target]
+            target[:, :, :, : copy.num_tokens] = source[:, :, :, : copy.num_tokens]
+            if self._clears:
+                target[:, :, :, copy.num_tokens :] = 0
+        if self._clears and fresh_blocks is not None and len(fresh_blocks):
+            blocks = torch.from_numpy(fresh_blocks).to(self.pool.device)
+            self.pool.index_fill_(3, blocks, 0)

@@ -1,0 +1,155 @@
+"""One token for each row of logits, by each row's own sampling settings.
+
+Sampled is the token with the largest sum of scaled logit and noise (noise.py) among those that
+top-k, top-p and min-p leave. Tokens whose logits are equal are left or taken together."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from parrot.engine.core.plan import SampleSpec, StepResult
+from parrot.engine.kernels.draw_settings import MIN_TEMPERATURE
+from parrot.engine.kernels.noise import gumbel_noise
+from parrot.engine.kernels.noise_keys import noise_keys
+from parrot.protocol.errors import ModelNumerics, ParrotError
+from parrot.protocol.sampling import SamplingConfig
+
+# Most of the probability is nearly always in this many tokens; if not, all are sorted.
+_TOP_CANDIDATES = 1024
+
+
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
+    """logits float32 [rows, vocab], changed in place; row i is for `specs[i]`."""
+    # A sum is finite only if all its terms are: one pass, and no mask of the size of the logits.
+    finite = logits.sum(dim=-1).isfinite()
+    _adjust(logits, specs)
+    tokens = torch.where(finite, _choose(logits, specs), -1)
+    return results(specs, tokens.tolist())
+
+
+def results(specs: Sequence[SampleSpec], tokens: Sequence[int]) -> StepResult:
+    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite."""
+    if min(tokens) >= 0:
+        return StepResult({s.job_id: t for s, t in zip(specs, tokens, strict=True)}, {})
+    chosen: dict[int, int] = {}
+    errors: dict[int, ParrotError] = {}
+    for spec, token in zip(specs, tokens, strict=True):
+        if token >= 0:
+            chosen[spec.job_id] = token
+        else:
+            errors[spec.job_id] = ModelNumerics("the model's logits are not finite")
+    return StepResult(chosen, errors)
+
+
+def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
+    """Penalties, then biases."""
+    for row, spec in enumerate(specs):
+        _penalize_repetition(logits, row, spec)
+    additions = [entry for row, spec in enumerate(specs) for entry in _additions(row, spec)]
+    if not additions:
+        return
+    rows, tokens, values = zip(*additions, strict=True)
+    keep = [i for i, token in enumerate(tokens) if 0 <= token < logits.shape[1]]
+    at = tuple(_tensor([column[i] for i in keep], logits, torch.long) for column in (rows, tokens))
+    logits.index_put_(
+        at, _tensor([values[i] for i in keep], logits, torch.float32), accumulate=True
+    )
+
+
+def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
+    """(row, token, value to add) as OpenAI defines its penalties and biases."""
+    config = spec.sampling
+    found: list[tuple[int, int, float]] = []
+    if config.presence_penalty or config.frequency_penalty:
+        tokens, counts = np.unique(np.asarray(spec.output_ids, dtype=np.int64), return_counts=True)
+        penalties = config.presence_penalty + config.frequency_penalty * counts
+        found += zip([row] * len(tokens), tokens.tolist(), (-penalties).tolist(), strict=True)
+    if config.logit_bias:
+        found += [(row, token, bias) for token, bias in config.logit_bias.items()]
+    return found
+
+
+def _penalize_repetition(logits: torch.Tensor, row: int, spec: SampleSpec) -> None:
+    """As in transformers: scores of all tokens of the context move away from it."""
+    penalty = spec.sampling.repetition_penalty
+    if penalty in (0.0, 1.0) or not len(spec.context_ids):
+        return
+    seen = np.unique(np.asarray(spec.context_ids, dtype=np.int64))
+    tokens = _tensor(seen[seen < logits.shape[1]], logits, torch.long)
+    scores = logits[row, tokens]
+    logits[row, tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    drawn = [row for row, spec in enumerate(specs) if not spec.sampling.takes_the_largest]
+    if len(drawn) == len(specs):
+        return _draw(logits, specs)
+    tokens = logits.argmax(dim=-1)
+    if drawn:
+        rows = _tensor(drawn, logits, torch.long)
+        tokens[rows] = _draw(logits[rows], [specs[row] for row in drawn])
+    return tokens
+
+
+def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """Rows that are not finite get any token."""
+    inverse = [1.0 / max(s.sampling.temperature, MIN_TEMPERATURE) for s in specs]
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).mul_(_column(inverse, logits))
+    floors = _floors(scores, [s.sampling for s in specs])
+    noise = gumbel_noise(
+        _tensor(noise_keys([s.seed for s in specs], [s.position for s in specs]), logits, None),
+        logits.shape[1],
+    )
+    noise.add_(scores)
+    if floors is not None:
+        noise.masked_fill_(scores < floors, -math.inf)
+    return noise.argmax(dim=-1)
+
+
+def _floors(scores: torch.Tensor, configs: Sequence[SamplingConfig]) -> torch.Tensor | None:
+    """The least score [rows, 1] that may be sampled; None: any."""
+    vocab_size = scores.shape[1]
+    floors = [math.log(c.min_p) if c.min_p else -math.inf for c in configs]
+    found = _column(floors, scores) if any(c.min_p for c in configs) else None
+    if all((c.top_k or vocab_size) >= vocab_size and c.top_p == 1.0 for c in configs):
+        return found
+    top_k = _tensor([min(c.top_k or vocab_size, vocab_size) for c in configs], scores, torch.long)
+    top_p = torch.tensor([c.top_p for c in configs], dtype=torch.float64, device=scores.device)
+    count = min(vocab_size, _TOP_CANDIDATES)
+    lowest = _lowest_kept(scores, scores.topk(count, dim=-1).values, top_k, top_p)
+    if lowest is None:
+        ordered = scores.sort(dim=-1, descending=True).values
+        lowest = _lowest_kept(scores, ordered, top_k, top_p)
+        assert lowest is not None
+    return lowest if found is None else torch.maximum(lowest, found)
+
+
+def _lowest_kept(
+    scores: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor | None:
+    """top-k, then top-p of what it left. `best`: each row's best scores in order; None if they are
+    too few to tell. Sums in float64, so that those over a large vocabulary are not rounded away."""
+    vocab_size, count = scores.shape[1], best.shape[1]
+    is_any_rank, is_any_mass = top_k == vocab_size, top_p == 1.0
+    kth = best.gather(1, (top_k.clamp(max=count) - 1).unsqueeze(1))
+    kth = kth.masked_fill(is_any_rank.unsqueeze(1), -math.inf)
+    total = scores.double().exp_().masked_fill_(scores < kth, 0.0).sum(dim=-1, keepdim=True)
+    weights = best.double().exp_()
+    before = weights.cumsum(dim=-1) - weights
+    num_kept = (before < top_p.unsqueeze(1) * total).sum(dim=-1)
+    is_short = torch.where(is_any_rank, ~is_any_mass & (num_kept == count), top_k > count)
+    if count < vocab_size and bool(is_short.any()):
+        return None
+    lightest = best.gather(1, (num_kept.clamp(min=1) - 1).unsqueeze(1))
+    return torch.maximum(kth, lightest.masked_fill(is_any_mass.unsqueeze(1), -math.inf))
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
+
+
+def _tensor(values: Any, like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=dtype, device=like.device)

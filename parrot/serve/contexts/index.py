@@ -1,0 +1,97 @@
+"""Contexts, and the index that finds one by the prompt it begins with."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from parrot.serve.contexts.think_time import Source
+
+Owner = int | str  # a session's id, or a tenant's name
+
+
+class Boundary(NamedTuple):
+    """The prompt with this key ends at `length`; `last` is its last token (or character)."""
+
+    key: bytes
+    length: int
+    last: int | str
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """`length` tokens are or will be in it before it generates; `reserved` more may be generated.
+    `is_computed`: its engine is known to have its tokens; before that, the run that opened it may
+    still fail and take its forks with it. `awaiting`: whose output it ends with and since when, so
+    that a next call may be expected."""
+
+    id: int
+    engine_id: int
+    owner: Owner
+    parent: "Context | None"
+    parent_len: int
+    length: int
+    reserved: int
+    opened_at: float
+    last_used: float
+    boundaries: list[Boundary] = field(default_factory=list)
+    children: "set[Context]" = field(default_factory=set)
+    users: int = 0  # runs that generate on it
+    pins: int = 0  # users, and children with pins
+    is_computed: bool = False
+    is_doomed: bool = False
+    num_forks: int = 0  # so far
+    awaiting: tuple[Source, float] | None = None
+
+
+class Match(NamedTuple):
+    """The first `num_covered` segments of a prompt are the beginning of `context`."""
+
+    num_covered: int
+    context: Context
+    boundary: Boundary
+
+
+class PrefixIndex:
+    """Prefix key -> engine -> the context that has the prompt of that key."""
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, dict[int, tuple[Context, Boundary]]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(holders) for holders in self._entries.values())
+
+    def match(self, engine_id: int, keys: Sequence[bytes]) -> Match | None:
+        """The longest beginning of a prompt that a context of this engine has."""
+        for i in range(len(keys) - 1, -1, -1):
+            holders = self._entries.get(keys[i])
+            if holders is not None and (found := holders.get(engine_id)) is not None:
+                return Match(i + 1, *found)
+        return None
+
+    def holders(self, key: bytes) -> Collection[int] | None:
+        """The engines that have the prompt of this key."""
+        return self._entries.get(key)
+
+    def publish(self, context: Context, boundary: Boundary) -> None:
+        context.boundaries.append(boundary)
+        self._entries.setdefault(boundary.key, {})[context.engine_id] = (context, boundary)
+
+    def unpublish(self, context: Context) -> None:
+        """Nobody will find the context any more. It keeps its boundaries."""
+        for boundary in context.boundaries:
+            holders = self._entries.get(boundary.key)
+            found = None if holders is None else holders.get(context.engine_id)
+            if holders is not None and found is not None and found[0] is context:
+                del holders[context.engine_id]
+                if not holders:
+                    del self._entries[boundary.key]
+
+    def is_held(self, key: bytes) -> bool:
+        """Some engine has the prompt of this key."""
+        return key in self._entries
+
+    def contexts(self) -> Iterator[Context]:
+        """Every entry's context, with repetitions."""
+        for holders in self._entries.values():
+            for context, _ in holders.values():
+                yield context

@@ -1,0 +1,371 @@
+"""The context ledger: the only truth about which contexts live on which engine.
+
+A context is a flat sequence of tokens; a fork shares the beginning of its parent:
+
+    parent   |-- 100 tokens --------------|        k0 at 40, k1 at 100
+    fork          parent_len 40 |-- 30 new --|     k2 at 70
+
+Only the part after `parent_len` is a context's own; so shared tokens count once. A parent is freed
+after its children (they are freed first under pressure), and a context with running users, its own
+or below it, is never evicted. A context that must go but still has children or users is *doomed*:
+nobody finds it any more, and it is freed with the last of them."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from parrot.serve.config import KvEviction
+from parrot.serve.contexts.account import Account
+from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
+from parrot.serve.contexts.index import Boundary, Context, Owner, PrefixIndex
+from parrot.serve.contexts.kv_log import ELSEWHERE, FreeReason, KvLog
+from parrot.serve.contexts.next_use import Expectations, Forecast, NextUse
+from parrot.serve.contexts.think_time import PauseModel, Source
+from parrot.utils.clock import Clock
+from parrot.utils.ids import IdCounter
+
+_SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
+
+
+class ContextLedger:
+    def __init__(
+        self,
+        clock: Clock,
+        constant_timeout_s: float,
+        on_free: Callable[[], None],
+        eviction: KvEviction = "next_use",
+    ) -> None:
+        """Tenants' contexts expire after `constant_timeout_s` unused. `on_free` is called whenever
+        there is something to take with `take_frees`."""
+        self._clock = clock
+        self._constant_timeout_s = constant_timeout_s
+        self._on_free = on_free
+        self._ids = IdCounter(1)
+        self._accounts: dict[int, Account] = {}
+        self._eviction = eviction
+        self.index = PrefixIndex()
+        self.pauses = PauseModel()
+        self.log = KvLog()
+        self._by_session: dict[int, dict[int, Context]] = {}
+        self._constants: OrderedDict[int, Context] = OrderedDict()  # tenants', LRU first
+        self._expectations = Expectations()
+        self._next_use = NextUse(self._expectations, self.pauses)
+        self._frees: dict[int, list[int]] = {}
+
+    # Engines
+
+    def add_engine(self, engine_id: int, capacity: int, block_size: int = 1) -> None:
+        idle: EvictionOrder
+        if self._eviction == "lru":
+            idle = LeastRecentlyUsed()
+        else:
+            idle = FarthestNextUse(self._next_use.predict, self._clock)
+        self._accounts[engine_id] = Account(capacity, block_size, idle)
+
+    def forget_engine(self, engine_id: int) -> list[int]:
+        """The engine is gone, and its contexts with it. Returns their ids."""
+        account = self._accounts[engine_id]
+        context_ids = list(account.contexts)
+        for context in account.contexts.values():
+            self._forget(context, FreeReason.ENGINE)
+        self.log.forget_engine(engine_id)
+        del self._accounts[engine_id]
+        self._frees.pop(engine_id, None)
+        return context_ids
+
+    def num_contexts(self, engine_id: int) -> int:
+        return len(self._accounts[engine_id].contexts)
+
+    def num_tokens(self, engine_id: int) -> int:
+        return self._accounts[engine_id].used
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """A queued task would continue contexts with these keys."""
+        self._expectations.add_queued(keys)
+
+    def unexpect(self, keys: Iterable[bytes]) -> None:
+        self._expectations.remove_queued(keys)
+
+    def anticipate(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        """A completion that waits for inputs would continue contexts with these keys."""
+        self._expectations.add_waiting(keys, forecast)
+
+    def forgo(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        self._expectations.remove_waiting(keys, forecast)
+
+    def note_use(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
+        """A prompt is about to be computed, and a context of the engine has its first `num_hit`
+        tokens. `missing`: the key and length of every longer beginning. Returns how many of the
+        tokens are computed again that some context has or had."""
+        for key, length in reversed(missing):
+            reason = ELSEWHERE if self.index.is_held(key) else self.log.why_gone(key)
+            if reason is not None:
+                self.log.used(engine_id, num_hit, length - num_hit, reason)
+                return length - num_hit
+        self.log.used(engine_id, num_hit, 0, None)
+        return 0
+
+    # The life of a context
+
+    def open(
+        self,
+        engine_id: int,
+        owner: Owner,
+        boundaries: Sequence[Boundary],
+        *,
+        length: int,
+        reserved: int = 0,
+        parent: Context | None = None,
+        parent_len: int = 0,
+    ) -> Context:
+        """A new context, forked at `parent_len`. Nothing is evicted for it: see `make_room`."""
+        now = self._clock.now()
+        context = Context(
+            self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
+        )
+        account = self._accounts[engine_id]
+        account.contexts[context.id] = context
+        account.used += account.size(context)
+        if isinstance(owner, int):
+            self._by_session.setdefault(owner, {})[context.id] = context
+        else:
+            self._constants[context.id] = context
+        if parent is not None:
+            assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
+            parent.children.add(context)
+            account.idle.discard(parent)
+            parent.num_forks += 1
+            parent.last_used = now
+            if parent.id in self._constants:
+                self._constants.move_to_end(parent.id)
+        for boundary in boundaries:
+            self.index.publish(context, boundary)
+        account.idle.add(context, recent=True)
+        return context
+
+    def pin(self, context: Context) -> None:
+        """A run uses it."""
+        context.users += 1
+        self._accounts[context.engine_id].idle.discard(context)
+        link: Context | None = context
+        while link is not None:
+            link.pins += 1
+            link = link.parent if link.pins == 1 else None
+
+    def unpin(self, context: Context) -> None:
+        """The run is over; not for a context that was dropped. Dooms take effect here."""
+        context.users -= 1
+        context.last_used = self._clock.now()
+        link: Context | None = context
+        while link is not None:
+            link.pins -= 1
+            assert link.pins >= 0, link
+            link = link.parent if link.pins == 0 else None
+        self._rest(context, recent=True)
+
+    def mark_computed(self, context: Context) -> None:
+        """Its engine has computed it, so also all that it was forked from."""
+        link: Context | None = context
+        while link is not None and not link.is_computed:
+            link.is_computed = True
+            link = link.parent
+
+    def settle(
+        self, context: Context, length: int, boundary: Boundary | None, source: Source
+    ) -> None:
+        """Its generation ended: it has `length` tokens; `boundary` covers the output's text.
+        `source`: whose output it is."""
+        context.awaiting = (source, self._clock.now())
+        if isinstance(context.owner, int):
+            self.pauses.ended(context.owner, source)
+        account = self._accounts[context.engine_id]
+        account.used -= account.size(context)
+        context.length, context.reserved = length, 0
+        account.used += account.size(context)
+        self.mark_computed(context)
+        if boundary is not None and not context.is_doomed:
+            self.index.publish(context, boundary)
+
+    def drop(self, context: Context) -> list[Context]:
+        """Free it and everything forked from it, whoever uses it. Returns those with users: their
+        runs cannot go on."""
+        dropped, used = [context], []
+        for link in dropped:
+            dropped.extend(link.children)
+            if link.users:
+                used.append(link)
+        for link in reversed(dropped):
+            self._free(link, FreeReason.BROKEN)
+        if context.parent is not None:
+            self._rest(context.parent, recent=True)
+        return used
+
+    def release_session(self, session_id: int, heir: str | None = None) -> None:
+        """Free the session's contexts, those in use as soon as that ends; or leave all to a tenant
+        who may use them again."""
+        self.pauses.session_ended(session_id)
+        contexts = list(self._by_session.get(session_id, {}).values())
+        if heir is not None:
+            self._bequeath(contexts, heir)
+            return
+        for context in contexts:
+            self._doom(context)
+        for context in contexts:
+            self._rest(context, recent=True)
+
+    # Room
+
+    def make_room(self, engine_id: int) -> bool:
+        """Evict until the engine's contexts fit its capacity; False: they still do not."""
+        account = self._accounts[engine_id]
+        while account.used > account.capacity and (first := account.idle.first()) is not None:
+            self._evict(first, FreeReason.ROOM)
+        return account.used <= account.capacity
+
+    def make_spare_room(self, engine_id: int, num_tokens: int) -> bool:
+        """Evict what nobody is known to want until so many more tokens fit, with some to spare;
+        False: they do not."""
+        account = self._accounts[engine_id]
+        limit = _SPARE * account.capacity
+        while account.used + num_tokens > limit:
+            first = account.idle.first()
+            if first is None or first.num_forks or self._is_wanted(first):
+                return False
+            self._evict(first, FreeReason.ROOM)
+        return True
+
+    def release(self, context: Context) -> None:
+        """Whoever opened it has no use for it any more: free it, unless it is in use, or somebody
+        else wants what it has computed. That of a tenant's context stays as cache."""
+        account = self._accounts.get(context.engine_id)
+        if account is None or context.id not in account.contexts:
+            return
+        if context.pins or context.children:
+            return
+        is_kept = isinstance(context.owner, str) or self._is_wanted(context)
+        if not (context.is_computed and is_kept):
+            self._evict(context, FreeReason.BROKEN)
+
+    def _is_wanted(self, context: Context) -> bool:
+        now = self._clock.now()
+        expected = self._expectations.soonest(context.boundaries, now)
+        return expected is not None or context.awaiting is not None
+
+    def evict_idle(self, engine_id: int) -> None:
+        """Free everything on the engine that no run uses."""
+        account = self._accounts[engine_id]
+        while (first := account.idle.first()) is not None:
+            self._evict(first, FreeReason.MEMORY)
+
+    def expire(self) -> None:
+        """Free tenants' contexts that were not used for the timeout."""
+        now = self._clock.now()
+        while self._constants:
+            context = next(iter(self._constants.values()))
+            if context.last_used + self._constant_timeout_s > now:
+                return
+            if context.pins or context.children:
+                context.last_used = now
+                self._constants.move_to_end(context.id)
+            else:
+                self._evict(context, FreeReason.EXPIRED)
+
+    def next_expiry(self) -> float | None:
+        for context in self._constants.values():
+            return context.last_used + self._constant_timeout_s
+        return None
+
+    def take_frees(self) -> dict[int, list[int]]:
+        """The contexts freed since the last call, per engine: the caller tells the engines."""
+        frees, self._frees = self._frees, {}
+        return frees
+
+    def check_integrity(self, users: Mapping[int, int], expected: Mapping[bytes, int]) -> None:
+        """Recount everything. `users`: how many runs use each context, by its id, and `expected`:
+        how often each key is, as their owners know it. Raises AssertionError with what differs."""
+        self._expectations.check_integrity(expected)
+        live: dict[int, Context] = {}
+        for account in self._accounts.values():
+            live.update(account.contexts)
+            account.check_integrity()
+        counted = {c.id: c.users for c in live.values() if c.users}
+        assert counted == users, (counted, users)
+        for context in self.index.contexts():
+            assert context.id in live, context
+            assert not context.is_doomed, context
+        sessions = {c.id for owned in self._by_session.values() for c in owned.values()}
+        assert sessions | set(self._constants) == set(live), (sessions, set(live))
+
+    # Inside
+
+    def _evict(self, context: Context, reason: FreeReason) -> None:
+        """Whoever would have continued it would continue its parent now."""
+        assert not context.pins, context
+        parent, awaiting = context.parent, context.awaiting
+        self._free(context, reason)
+        if parent is None:
+            return
+        if awaiting and (parent.awaiting is None or parent.awaiting[1] < awaiting[1]):
+            parent.awaiting = awaiting
+        self._rest(parent, recent=False)
+
+    def _bequeath(self, contexts: Iterable[Context], heir: str) -> None:
+        for context in contexts:
+            self._disown(context)
+            context.owner = heir
+            self._constants[context.id] = context
+
+    def _doom(self, context: Context) -> None:
+        if not context.is_doomed:
+            context.is_doomed = True
+            self.index.unpublish(context)
+
+    def _rest(self, context: Context, recent: bool) -> None:
+        """A context may have become idle: offer it for eviction, or free it if doomed, and then
+        its parent likewise. `recent`: see `EvictionOrder.add`."""
+        link: Context | None = context
+        while link is not None and not link.pins and not link.children:
+            account = self._accounts[link.engine_id]
+            if link.id not in account.contexts:
+                return
+            if not link.is_doomed:
+                account.idle.add(link, recent=recent)
+                return
+            parent = link.parent
+            self._free(link, FreeReason.SESSION)
+            link = parent
+
+    def _free(self, context: Context, reason: FreeReason) -> None:
+        account = self._accounts[context.engine_id]
+        assert not context.children, context
+        account.used -= account.size(context)
+        del account.contexts[context.id]
+        account.idle.discard(context)
+        self._forget(context, reason)
+        if (parent := context.parent) is not None:
+            parent.children.discard(context)
+            if context.pins:
+                self._unpin_chain(parent)
+        self._frees.setdefault(context.engine_id, []).append(context.id)
+        self._on_free()
+
+    def _unpin_chain(self, link: Context | None) -> None:
+        """A pinned child has gone."""
+        while link is not None:
+            link.pins -= 1
+            link = link.parent if link.pins == 0 else None
+
+    def _forget(self, context: Context, reason: FreeReason) -> None:
+        self.index.unpublish(context)
+        num_tokens = context.length + context.reserved - context.parent_len
+        if context.is_computed:
+            self.log.remember([boundary.key for boundary in context.boundaries], reason)
+            self.log.freed(context.engine_id, num_tokens, reason)
+        self._disown(context)
+
+    def _disown(self, context: Context) -> None:
+        self._constants.pop(context.id, None)
+        if isinstance(context.owner, int):
+            owned = self._by_session[context.owner]
+            del owned[context.id]
+            if not owned:
+                del self._by_session[context.owner]

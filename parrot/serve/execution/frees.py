@@ -1,0 +1,49 @@
+"""Tells engines which contexts they may forget, in batches and never on anybody's path."""
+
+import logging
+
+from parrot.protocol.errors import ParrotError
+from parrot.serve.execution.engines import Engine
+from parrot.utils.clock import Clock
+from parrot.utils.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
+_MAX_BATCH = 65536  # context ids that one request may have
+_MAX_TRIES = 3
+
+
+class FreeSender:
+    """At most one request per engine is under way; what comes meanwhile goes with the next."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tasks = TaskSet()
+        self._pending: dict[Engine, list[int]] = {}
+
+    def send(self, engine: Engine, context_ids: list[int]) -> None:
+        pending = self._pending.get(engine)
+        if pending is not None:
+            pending.extend(context_ids)
+        else:
+            self._pending[engine] = list(context_ids)
+            self._tasks.spawn(self._run(engine), name=f"frees of engine {engine.id}")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _run(self, engine: Engine) -> None:
+        failures = 0
+        while engine.is_alive and failures < _MAX_TRIES and (pending := self._pending[engine]):
+            batch = pending[:_MAX_BATCH]
+            try:
+                await engine.client.free_contexts(batch)
+            except ParrotError as error:
+                failures += 1
+                logger.warning("engine %s did not free: %s", engine.info.engine_name, error.message)
+            else:
+                failures = 0
+                del pending[: len(batch)]
+            await self._clock.sleep(_INTERVAL_S)
+        del self._pending[engine]

@@ -1,0 +1,162 @@
+"""From an encoded prompt to the engine's request: which context to fork, and what to fill.
+
+    tenant's context    |-- constant text --|
+    completion's own                        |-- values, text --|-- output --|
+
+The constant beginning gets a context of its own, which every later call of that template forks. The
+completion's context forks the longest beginning that the engine has, wherever that comes from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
+from parrot.protocol.errors import InvalidRequest, PromptTooLong
+from parrot.serve.contexts.index import Boundary, Context, Owner
+from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.execution.run import Attempt
+from parrot.serve.prompts.encode import Units, join
+
+
+def open_request(
+    ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]
+) -> GenerateRequest | None:
+    """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
+    per segment. None: nothing may be generated any more. Raises `PromptTooLong`."""
+    task, engine = attempt.task, attempt.engine
+    completion = task.completion
+    prompt = _Prompt(ledger, attempt, parts)
+    room = prompt.limit_output()
+    if room == 0:
+        return None
+    completion.stats.recomputed_tokens = ledger.note_use(engine.id, prompt.length, prompt.missing())
+    prompt.extend_constant()
+    context = attempt.context = prompt.extend(
+        completion.session_id, len(parts), attempt.resumed, room
+    )
+    ledger.pin(context)
+    ledger.make_room(engine.id)
+    return GenerateRequest.model_construct(
+        session_id=completion.session_id,
+        task_id=completion.id,
+        priority=attempt.priority,
+        cache_salt=completion.options.tenant,
+        context_id=context.id,
+        fills=prompt.fills,
+        sampling_config=attempt.sampling,
+    )
+
+
+def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
+    """The same for the beginning of a prompt, behind which nothing is generated. Nothing is to be
+    filled and no context is opened if the engine has it all."""
+    prompt = _Prompt(ledger, attempt, parts)
+    prompt.extend_constant()
+    if any(parts[prompt.covered :]):
+        prompt.extend(attempt.task.completion.session_id, len(parts))
+    if attempt.opened:
+        attempt.context = attempt.opened[-1]
+        ledger.pin(attempt.context)
+    return prompt.fills
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """How far the prompt is there: `parent` has its first `covered` segments, `length` units, of
+    which `last` is the last."""
+
+    ledger: ContextLedger
+    attempt: Attempt
+    parts: Sequence[Units]
+    covered: int = 0
+    parent: Context | None = None
+    length: int = 0
+    last: int | str = ""
+    fills: list[FillPiece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        match = self.ledger.index.match(self.attempt.engine.id, self.attempt.task.keys)
+        if match is not None:
+            self.covered, self.parent = match.num_covered, match.context
+            _, self.length, self.last = match.boundary
+
+    def missing(self) -> list[tuple[bytes, int]]:
+        """The key and length of each beginning that is not there."""
+        ends = accumulate(map(len, self.parts[self.covered :]), initial=self.length)
+        next(ends)
+        return list(zip(self.attempt.task.keys[self.covered :], ends, strict=True))
+
+    def limit_output(self) -> int:
+        """How much room the output needs, in the engine's units; limits the attempt's sampling to
+        it. Engines with text know their limits themselves, so there it is only a guess."""
+        attempt, info = self.attempt, self.attempt.engine.info
+        wanted = attempt.task.completion.sampling.max_gen_length - len(attempt.resumed)
+        prompt_len = self.length + sum(map(len, self.parts[self.covered :]))
+        if not prompt_len:
+            raise InvalidRequest("the prompt is empty")
+        if attempt.tokenizer is None:
+            return max(1, wanted)
+        limit = min(info.max_seq_len, info.tokens_capacity)
+        if prompt_len >= limit:
+            raise PromptTooLong(f"the prompt has {prompt_len} tokens; the limit is {limit - 1}")
+        room = max(0, min(wanted, limit - prompt_len - len(attempt.resumed)))
+        if room and room != attempt.sampling.max_gen_length:
+            attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
+        return room
+
+    def extend_constant(self) -> None:
+        """A context with the constant beginning, if that is longer than what is there."""
+        task = self.attempt.task
+        options, num_constant = task.completion.options, task.num_constant
+        if not options.cache_prefix or num_constant <= self.covered:
+            return
+        if sum(map(len, self.parts[:num_constant])) >= self.attempt.engine.info.block_size:
+            self.extend(options.tenant, num_constant)
+
+    def extend(self, owner: Owner, stop: int, more: Units = (), reserved: int = 0) -> Context:
+        """Fork: a context with the segments up to `stop` and `more` after them."""
+        parts = (
+            [*self.parts[self.covered : stop], more] if more else self.parts[self.covered : stop]
+        )
+        units = join(parts)
+        boundaries = self._boundaries(stop)
+        if not units:
+            # An engine generates after a unit that the context itself was given.
+            units = self.last if isinstance(self.last, str) else (self.last,)
+            self.length -= 1
+        context = self.ledger.open(
+            self.attempt.engine.id,
+            owner,
+            boundaries,
+            length=self.length + len(units),
+            reserved=reserved,
+            parent=self.parent,
+            parent_len=self.length,
+        )
+        self.attempt.opened.append(context)
+        self.fills.append(
+            FillPiece.model_construct(
+                context_id=context.id,
+                parent_context_id=NO_PARENT if self.parent is None else self.parent.id,
+                parent_len=None if self.parent is None else self.length,
+                token_ids=None if isinstance(units, str) else list(units),
+                text=units if isinstance(units, str) else None,
+            )
+        )
+        self.covered, self.parent, self.length = stop, context, context.length
+        self.last = units[-1]
+        return context
+
+    def _boundaries(self, stop: int) -> list[Boundary]:
+        """Where the segments up to `stop` end. Empty ones end where their predecessor does."""
+        parts = self.parts[self.covered : stop]
+        ends = accumulate(map(len, parts), initial=self.length)
+        next(ends)
+        last, boundaries = self.last, []
+        for key, end, part in zip(
+            self.attempt.task.keys[self.covered :], ends, parts, strict=False
+        ):
+            last = part[-1] if part else last
+            if end:
+                boundaries.append(Boundary(key, end, last))
+        return boundaries

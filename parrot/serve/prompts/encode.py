@@ -1,0 +1,91 @@
+"""A task's prompt in the units of one engine: token ids, or characters where contexts are text."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from parrot.protocol.errors import UnsupportedField
+from parrot.serve.prompts.segments import Segment, SegmentKind
+from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer, Style
+
+Units = Ids | str
+"""A part of a prompt: ids for one engine, its text for another."""
+
+
+async def encode_prompt(
+    segments: Sequence[Segment],
+    chat: bool,
+    tokenizer: ModelTokenizer | None,
+    *,
+    is_whole: bool = True,
+) -> list[Units]:
+    """One item per segment, chat markup included; not `is_whole`: the last question goes on behind
+    them. Does not suspend unless a long text has to be tokenised. Without a tokenizer a chat's
+    turns are plain text: the engine knows no roles.
+
+    Raises `UnsupportedField` if the model has no chat template."""
+    if tokenizer is None:
+        return [segment.text for segment in segments]
+    if not chat:
+        encoded = [await _encode(segment, i == 0, tokenizer) for i, segment in enumerate(segments)]
+    elif tokenizer.chat is None:
+        raise UnsupportedField("the model has no chat template", param="chat")
+    else:
+        encoded = await _encode_chat(segments, is_whole, tokenizer)
+    encoded[0] = tokenizer.with_bos(encoded[0])
+    return list(encoded)
+
+
+async def encode_text(text: str, tokenizer: ModelTokenizer | None) -> Units:
+    """Plain text in the middle of a prompt."""
+    if tokenizer is None:
+        return text
+    return await _encode_text(text, Style(special=False, first=False), tokenizer)
+
+
+def join(parts: Sequence[Units]) -> Units:
+    """One after the other. All are of one kind; of no parts: no ids."""
+    if parts and isinstance(parts[0], str):
+        return "".join([part for part in parts if isinstance(part, str)])
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(chain.from_iterable([part for part in parts if not isinstance(part, str)]))
+
+
+async def _encode_chat(
+    segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer
+) -> list[Ids]:
+    """The markup before a turn goes with the turn's first segment, the markup before an answer with
+    the last segment of its question:
+
+        [m0 "Hello "] [name m1] [answer] [m2 "And?" m3]      with m = ChatTemplate.markup(2)"""
+    assert tokenizer.chat is not None
+    num_turns = sum(segment.ends_turn for segment in segments) + (not is_whole)
+    markup = tokenizer.chat.markup(num_turns)
+    style = Style(special=True, first=False)
+    used, at_start = 0, True
+    encoded: list[Ids] = []
+    for segment in segments:
+        ids = await _encode(segment, False, tokenizer)
+        if at_start:
+            opening = Style(special=True, first=used == 0)
+            ids = await _encode_text(markup[used], opening, tokenizer) + ids
+            used += 1
+        at_start = segment.kind is SegmentKind.OUTPUT
+        if segment.ends_turn:
+            ids += await _encode_text(markup[used], style, tokenizer)
+            used += 1
+        encoded.append(ids)
+    return encoded
+
+
+async def _encode(segment: Segment, first: bool, tokenizer: ModelTokenizer) -> Ids:
+    tokenized = segment.tokenized
+    if tokenized is not None and tokenized.tokenizer_id == tokenizer.tokenizer_id:
+        return tokenized.ids
+    style = Style(special=segment.kind is SegmentKind.CONSTANT, first=first)
+    return await _encode_text(segment.text, style, tokenizer)
+
+
+async def _encode_text(text: str, style: Style, tokenizer: ModelTokenizer) -> Ids:
+    ids = tokenizer.encoder.encode_now(text, style)
+    return await tokenizer.encoder.encode(text, style) if ids is None else ids

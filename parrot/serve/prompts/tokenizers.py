@@ -1,0 +1,222 @@
+"""Tokenisation of prompt pieces in ServeCore, with the tokenizers that the engines gave it.
+
+Pieces are encoded one by one, so a prompt's tokens up to a boundary never depend on what follows.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+from tokenizers import Tokenizer
+
+from parrot.protocol.engine_api import TokenizerResponse
+from parrot.protocol.errors import InvalidRequest
+from parrot.serve.prompts.chat import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+Ids = tuple[int, ...]
+
+LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
+CACHE_CHARS = 16 * 2**20
+
+
+class Style(NamedTuple):
+    """How a piece is read. `special`: texts of special tokens in it are those tokens (else plain
+    text). `first`: it begins the prompt, where some tokenizers put a space."""
+
+    special: bool
+    first: bool
+
+
+class PieceEncoder:
+    """One tokenizer.json. Results are kept, the least recently used ones dropped."""
+
+    def __init__(self, tokenizer_json: str, cache_chars: int = CACHE_CHARS) -> None:
+        definition = orjson.loads(tokenizer_json)
+        inner = _without_leading_space(definition)
+        inner_json = tokenizer_json if inner == definition else orjson.dumps(inner).decode()
+        special, plain = _load(tokenizer_json), _load(tokenizer_json, plain=True)
+        self._tokenizers: dict[Style, Tokenizer] = {
+            Style(True, True): special,
+            Style(False, True): plain,
+            Style(True, False): special if inner_json is tokenizer_json else _load(inner_json),
+            Style(False, False): plain
+            if inner_json is tokenizer_json
+            else _load(inner_json, plain=True),
+        }
+        self._decoder = special
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in special.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._cache: OrderedDict[tuple[Style, str], Ids] = OrderedDict()
+        self._cache_room = self._cache_chars = cache_chars
+        self._in_threads: dict[tuple[Style, str], asyncio.Task[Ids]] = {}
+
+    def encode_now(self, text: str, style: Style) -> Ids | None:
+        """The ids; None if the text is so long that only `encode` should do it."""
+        found = self._cache.get((style, text))
+        if found is not None:
+            self._cache.move_to_end((style, text))
+            return found
+        if len(text) > LARGE_TEXT:
+            return None
+        return self._remember(text, style, self._encode(text, style))
+
+    async def encode(self, text: str, style: Style) -> Ids:
+        """The ids, without blocking the event loop (the tokenizer releases the GIL). Equal texts
+        that are asked for at the same time are encoded once."""
+        known = self.encode_now(text, style)
+        if known is not None:
+            return known
+        running = self._in_threads.get((style, text))
+        if running is None:
+            running = asyncio.create_task(self._encode_in_thread(text, style))
+            self._in_threads[style, text] = running
+        return await asyncio.shield(running)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._decoder.decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int | None) -> str:
+        text = None if token_id is None else self._decoder.id_to_token(token_id)
+        return text or ""
+
+    async def _encode_in_thread(self, text: str, style: Style) -> Ids:
+        try:
+            ids = await asyncio.to_thread(self._encode, text, style)
+        finally:
+            del self._in_threads[style, text]
+        return self._remember(text, style, ids)
+
+    def _encode(self, text: str, style: Style) -> Ids:
+        # The batch call of one text is twice as fast as `encode`, which computes offsets.
+        (encoding,) = self._tokenizers[style].encode_batch_fast([text], add_special_tokens=False)
+        return tuple(encoding.ids)
+
+    def _remember(self, text: str, style: Style, ids: Ids) -> Ids:
+        if len(text) > self._cache_chars:
+            return ids
+        self._cache[style, text] = ids
+        self._cache_room -= len(text)
+        while self._cache_room < 0:
+            (_, dropped), _ids = self._cache.popitem(last=False)
+            self._cache_room += len(dropped)
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """An encoder with the model's own rules. `chat`: None if the model has no chat template.
+
+    Models may share a tokenizer.json and still differ here (a base model and its chat version)."""
+
+    tokenizer_id: str
+    encoder: PieceEncoder
+    bos: int | None
+    eos: frozenset[int]
+    chat: ChatTemplate | None
+
+    def with_bos(self, ids: Ids) -> Ids:
+        """The first ids of a prompt, with the BOS token if the model wants one."""
+        if self.bos is None or ids[:1] == (self.bos,):
+            return ids
+        return (self.bos, *ids)
+
+    def clean_output(
+        self, ids: Sequence[int], stop_ids: Container[int], stopped: bool
+    ) -> Ids | None:
+        """The ids that make up an output's text, without the stop token that ended it. None if the
+        ids cannot stand for the text: then it must be tokenised again."""
+        if stopped:
+            if not ids or ids[-1] not in stop_ids:
+                return None  # a stop string ended it, perhaps in the middle of a token
+            ids = ids[:-1]
+        if not self.encoder.special_ids.isdisjoint(ids):
+            return None  # markup made up by the model; its text form is harmless
+        return tuple(ids)
+
+
+class TokenizerRegistry:
+    """The tokenizers of all models, shared by the engines that serve the same model."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[str, str], ModelTokenizer] = {}
+        self._encoders: dict[str, PieceEncoder] = {}
+
+    def get(self, model: str, tokenizer_id: str) -> ModelTokenizer | None:
+        return self._models.get((model, tokenizer_id))
+
+    async def add(self, model: str, tokenizer_id: str, payload: TokenizerResponse) -> None:
+        """Raises `InvalidRequest` if the payload is no usable tokenizer."""
+        encoder = self._encoders.get(tokenizer_id)
+        if encoder is None:
+            encoder = await asyncio.to_thread(_build_encoder, payload.tokenizer_json)
+            encoder = self._encoders.setdefault(tokenizer_id, encoder)
+        ids = payload.special_ids
+        chat = _chat_template(payload, encoder)
+        self._models[model, tokenizer_id] = ModelTokenizer(
+            tokenizer_id, encoder, ids.bos if ids.add_bos else None, frozenset(ids.eos), chat
+        )
+
+
+def _build_encoder(tokenizer_json: str) -> PieceEncoder:
+    try:
+        return PieceEncoder(tokenizer_json)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise InvalidRequest(f"the engine's tokenizer is unusable: {error}") from None
+
+
+def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ChatTemplate | None:
+    """None also for a broken template: only chat calls need it."""
+    if payload.chat_template is None:
+        return None
+    ids = payload.special_ids
+    bos, eos = encoder.token_text(ids.bos), encoder.token_text(ids.eos[0] if ids.eos else None)
+    try:
+        return ChatTemplate(payload.chat_template, bos, eos)
+    except InvalidRequest as error:
+        logger.warning("%s; chat calls will be refused", error)
+        return None
+
+
+def _load(definition: str, *, plain: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = plain
+    return tokenizer
+
+
+def _without_leading_space(definition: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer for pieces inside a prompt: sentencepiece-like ones put a space before
+    every text they are given, which is right only at the beginning."""
+    return definition | {
+        part: _strip_prefixing(definition.get(part)) for part in ("normalizer", "pre_tokenizer")
+    }
+
+
+def _strip_prefixing(step: Any) -> Any:
+    if not isinstance(step, dict):
+        return step
+    match step.get("type"):
+        case "Prepend":
+            return None
+        case "Metaspace":
+            return {k: v for k, v in step.items() if k != "add_prefix_space"} | {
+                "prepend_scheme": "never"
+            }
+        case "ByteLevel" if step.get("add_prefix_space"):
+            return step | {"add_prefix_space": False}
+        case "Sequence":
+            name = "normalizers" if "normalizers" in step else "pretokenizers"
+            inner = [_strip_prefixing(s) for s in step[name]]
+            return step | {name: [s for s in inner if s is not None]}
+        case _:
+            return step

@@ -1,0 +1,178 @@
+"""Reads: a program wants variables, and waits until it has them, gives up or goes away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+
+from parrot.protocol.errors import ParrotError, TimedOut
+from parrot.protocol.public import FirstVarsRequest, ReadOptions
+from parrot.serve.graph.links import Reader, VariableNode
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.lifecycle import time_limit
+from parrot.serve.sessions import Session
+from parrot.utils.clock import Clock
+from parrot.utils.timers import TimerQueue
+
+# After a read has timed out, its work goes on for this long: a program that reads again and again
+# with short timeouts must not start it from the beginning each time.
+READ_GRACE_S = 0.25
+
+
+class Reads:
+    """Cancelling a read, or closing its iterator, withdraws it: what nobody else wants stops. Each
+    raises `TimedOut` at its timeout, and the error of what it reads."""
+
+    def __init__(self, timers: TimerQueue, clock: Clock) -> None:
+        self._timers = timers
+        self._clock = clock
+
+    async def value(self, session: Session, node: VariableNode, options: ReadOptions) -> str:
+        variable = node.variable
+        if variable.is_settled:
+            return variable.result()
+        with self._open(session, options) as read:
+            read.want(node)
+            async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+                return await variable.wait()
+
+    async def stream(
+        self, session: Session, node: VariableNode, options: ReadOptions
+    ) -> AsyncGenerator[str]:
+        """All the text in deltas, the past ones first."""
+        variable = node.variable
+        if variable.is_settled:
+            if text := variable.result():
+                yield text
+            return
+        deltas = variable.stream()
+        with self._open(session, options) as read:
+            read.want(node, as_stream=True)
+            while True:
+                async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+                    delta = await anext(deltas, None)
+                if delta is None:
+                    return
+                yield delta
+
+    async def first(
+        self, session: Session, nodes: Sequence[VariableNode], request: FirstVarsRequest
+    ) -> list[SemanticVariable]:
+        """The first `request.k` of different variables to be ready, in the order in which they
+        were. Raises as soon as too many have failed. The others lose this reader the moment that
+        the last winner is there, before anything else runs."""
+        with self._open(session, request) as read:
+            race = _Race(request.k, len(nodes), read)
+            try:
+                for node in sorted(nodes, key=_settled_at):
+                    race.enter(node)
+                async with time_limit(self._timers, read.end, f"the first {request.k} of many"):
+                    await race.decided
+            finally:
+                race.close()
+        return race.result()
+
+    @contextmanager
+    def _open(self, session: Session, options: ReadOptions) -> Iterator["_Read"]:
+        read = _Read(session, options, self._clock.now())
+        if read.end is not None:
+            session.timed_reads[read] = read.end
+        grace_s = 0.0
+        try:
+            yield read
+        except TimedOut:
+            grace_s = READ_GRACE_S
+            raise
+        finally:
+            session.timed_reads.pop(read, None)
+            session.last_active = self._clock.now()
+            if grace_s:
+                self._timers.call_at(session.last_active + grace_s, read.leave)
+            else:
+                read.leave()
+
+
+class _Read:
+    """What one request wants. `end`: when it times out, on the clock's scale."""
+
+    def __init__(self, session: Session, options: ReadOptions, now: float) -> None:
+        limits = [s for s in (options.timeout, options.deadline) if s is not None]
+        self.end = None if options.timeout is None else now + options.timeout
+        self._deadline = now + min(limits) if limits else None
+        self._criteria = options.criteria
+        self._graph = session.graph
+        self._readers: list[Reader] = []
+
+    def want(self, node: VariableNode, *, as_stream: bool = False) -> None:
+        self._readers.append(
+            self._graph.add_reader(
+                node, self._criteria, deadline=self._deadline, wants_stream=as_stream
+            )
+        )
+
+    def leave(self) -> None:
+        """Want nothing any more. Safe in any state."""
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            self._graph.remove_reader(reader)
+
+
+class _Race:
+    """Counts who is ready and who has failed until it is `decided`. Both happen inside the turn in
+    which a variable is settled."""
+
+    def __init__(self, num_wanted: int, num_entries: int, read: _Read) -> None:
+        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_wanted = num_wanted
+        self._num_open = num_entries
+        self._read = read
+        self._watched: list[SemanticVariable] = []
+        self._winners: list[SemanticVariable] = []
+        self._error: ParrotError | None = None
+
+    def enter(self, node: VariableNode) -> None:
+        if node.is_settled:
+            self._on_settled(node.variable)
+        elif not self.decided.done():
+            self._watched.append(node.variable)
+            node.variable.on_settled(self._on_settled)
+            self._read.want(node)
+
+    def close(self) -> None:
+        for variable in self._watched:
+            variable.forget(self._on_settled)
+
+    def result(self) -> list[SemanticVariable]:
+        if self._error is not None:
+            raise self._error
+        return self._winners
+
+    def _on_settled(self, variable: SemanticVariable) -> None:
+        if self.decided.done():
+            return
+        self._num_open -= 1
+        if variable.error is None:
+            self._winners.append(variable)
+        elif self._num_open + len(self._winners) < self._num_wanted:
+            self._error = self._too_few(variable.error)
+        if self._error is not None or len(self._winners) == self._num_wanted:
+            self.decided.set_result(None)
+            self._read.leave()
+
+    def _too_few(self, cause: ParrotError) -> ParrotError:
+        """Of the type of the failure that decided it."""
+        possible = self._num_open + len(self._winners)
+        error = type(cause)(
+            f"only {possible} of the {self._num_wanted} wanted can be ready, since others failed: "
+            f"{cause.message}",
+            param=cause.param,
+        )
+        error.__cause__ = cause
+        return error
+
+
+def _settled_at(node: VariableNode) -> float:
+    """Given values come first, what has yet to be made comes last."""
+    if not node.is_settled:
+        return inf
+    return 0.0 if node.producer is None else node.producer.task.times.finished or 0.0

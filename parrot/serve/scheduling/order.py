@@ -1,0 +1,244 @@
+"""Order policies: which queued task comes first. Tasks belong to groups: the groups are ordered by
+their keys, and the tasks within each by theirs, least first.
+
+    critical_path   by application: the least predicted work left first, aged; in it, the longest
+                    path first; calls with a deadline that is still to be met go before all
+    las             by application: the least service had so far first; in it, by arrival
+    app_fifo        by application: the first to come first; in it, by arrival
+    fcfs            by arrival, whatever the application
+
+An application is a session. Only `critical_path` uses what is known of the future."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from parrot.serve.scheduling.deadlines import Deadlines, latest_start
+from parrot.serve.scheduling.hold_back import RunningApps
+from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.clock import Clock
+
+_WORK_WEIGHT = 2.0  # seconds of seniority that one second of remaining work costs
+_SERVED_WEIGHT = 0.1  # and one of work done, so that an app without an end loses its place some day
+_LATENCY_LEAD_S = 10.0  # a latency task goes before throughput tasks that came so much earlier
+_PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
+_BURST_GAP_S = 10.0  # an app that wanted nothing for so long starts again as a new one
+
+
+class OrderPolicy:
+    """By arrival, all in one group: `fcfs`. What a policy overrides it keeps up by itself.
+
+    A task's keys may change only by `update` of the scheduler, or when `due` names it. A group's
+    key may grow at any time; when it may have shrunk, `progressed` names the group."""
+
+    holds_back = False  # whether tasks should ever wait for the sake of those that run
+
+    def group(self, task: CompletionTask) -> Hashable:
+        return None
+
+    def group_key(self, group: Hashable) -> float:
+        return 0.0
+
+    def task_key(self, task: CompletionTask) -> float:
+        return task.arrived
+
+    def priority_s(self, task: CompletionTask) -> float:
+        """The task's place in an engine's queue, least first."""
+        return task.arrived
+
+    def due(self) -> Iterable[CompletionTask]:
+        """Queued tasks whose group or key has changed with time since the last call."""
+        return ()
+
+    def arrived(self, task: CompletionTask) -> None: ...
+
+    def updated(self, task: CompletionTask) -> None:
+        """It was read anew, and will be in the queue again."""
+
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None: ...
+
+    def ended(self, task: CompletionTask) -> None: ...
+
+    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+        """Of the other applications on the engine, how many go before the task, so that it should
+        wait for their sake, and how many there are. Only if it `holds_back`."""
+        raise NotImplementedError
+
+    def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
+        """The work of all that the session wants and has not got, in seconds of an engine that does
+        nothing else."""
+        return ()
+
+    def forget(self, session_id: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _App:
+    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed (or
+    has ended). `places`: of its groups, in the engines' queues."""
+
+    start: float
+    served_s: float = 0.0
+    remaining_s: float = 0.0
+    num_tasks: int = 0
+    last_active: float = 0.0
+    is_forgotten: bool = False
+    places: dict[Hashable, float] = field(default_factory=dict)
+
+    @property
+    def is_active(self) -> bool:
+        return self.num_tasks > 0 or self.remaining_s > 0.0
+
+
+class _ByApp(OrderPolicy):
+    """Keeps an account for each session. Subclasses say what makes a session come first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._apps: dict[int, _App] = {}
+
+    def group(self, task: CompletionTask) -> Hashable:
+        return task.completion.session_id
+
+    def priority_s(self, task: CompletionTask) -> float:
+        """The group's key, as it was when one of the application's calls ended last: what is placed
+        until the next ends stands side by side, as the parts of a map stage should."""
+        places, group = self._apps[task.completion.session_id].places, self.group(task)
+        if group not in places:
+            places[group] = self.group_key(group)
+        return places[group]
+
+    def arrived(self, task: CompletionTask) -> None:
+        self._account(task.completion.session_id).num_tasks += 1
+
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
+        self._apps[task.completion.session_id].served_s += work_s
+
+    def ended(self, task: CompletionTask) -> None:
+        session_id = task.completion.session_id
+        account = self._apps[session_id]
+        account.num_tasks -= 1
+        account.places.clear()
+        account.last_active = self._clock.now()
+        if account.is_forgotten and not account.num_tasks:
+            del self._apps[session_id]
+
+    def forget(self, session_id: int) -> None:
+        """The session has ended: its account goes with its last task."""
+        account = self._apps.get(session_id)
+        if account is not None:
+            account.is_forgotten = True
+            if not account.num_tasks:
+                del self._apps[session_id]
+
+    def _account(self, session_id: int) -> _App:
+        """Of a session that wants something now."""
+        account = self._apps.get(session_id)
+        if account is None:
+            account = self._apps[session_id] = _App(self._clock.now())
+        return account
+
+
+class AppFifo(_ByApp):
+    """Older applications first."""
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, int)
+        return self._apps[group].start
+
+
+class LeastAttainedService(_ByApp):
+    """The application first that has had the least, running calls included; each counts as the
+    seconds that it was predicted to take when it was placed."""
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, int)
+        return self._apps[group].served_s
+
+
+class CriticalPath(_ByApp):
+    """The shortest remaining work first, so that the mean time to completion is small. The key of
+    an application is the time when it came, plus a multiple of its remaining work: so one that is
+    far from its end waits longer, but only in proportion, and nobody starves.
+
+    Latency and throughput tasks of an application are two groups, the first with a lead."""
+
+    holds_back = True
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._deadlines = Deadlines(clock)
+        self._running = RunningApps(lambda task: self.group_key(self.group(task)))
+        self._placed_s: dict[CompletionTask, float] = {}
+
+    def group(self, task: CompletionTask) -> tuple[int, bool]:
+        if self._deadlines.is_urgent(task):
+            return _URGENT
+        return (task.completion.session_id, task.is_latency)
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, tuple)
+        if group == _URGENT:
+            return float("-inf")
+        session_id, is_latency = group
+        account = self._apps[session_id]
+        work_s = _WORK_WEIGHT * account.remaining_s + _SERVED_WEIGHT * account.served_s
+        return account.start + work_s - (_LATENCY_LEAD_S if is_latency else 0.0)
+
+    def task_key(self, task: CompletionTask) -> float:
+        if self._deadlines.is_urgent(task):
+            return latest_start(task)
+        return task.arrived - _PATH_WEIGHT * task.remaining_path_s
+
+    def arrived(self, task: CompletionTask) -> None:
+        super().arrived(task)
+        self._deadlines.watch(task)
+
+    def updated(self, task: CompletionTask) -> None:
+        self._deadlines.watch(task)
+        self._running.discard(task)
+
+    def priority_s(self, task: CompletionTask) -> float:
+        """By urgency alone. Which application is first is decided before its calls are placed:
+        prompts in that order would wait beside each call that generates, and batches be small."""
+        if self._deadlines.is_urgent(task):
+            return float("-inf")
+        return 0.0 if task.is_latency else _LATENCY_LEAD_S
+
+    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+        return self._running.ahead(task, engine_id)
+
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
+        self._placed_s[task] = work_s
+        self._running.add(task, engine_id)
+        self._deadlines.forget(task)
+
+    def ended(self, task: CompletionTask) -> None:
+        session_id = task.completion.session_id
+        self._running.discard(task)
+        self._apps[session_id].served_s += self._placed_s.pop(task, 0.0)
+        self._running.changed(session_id)
+        super().ended(task)
+        self._deadlines.forget(task)
+
+    def due(self) -> Iterable[CompletionTask]:
+        return self._deadlines.due()
+
+    def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
+        if not remaining_s and session_id not in self._apps:
+            return ()
+        account = self._account(session_id)
+        before_s, account.remaining_s = account.remaining_s, remaining_s
+        account.last_active = self._clock.now()
+        self._running.changed(session_id)
+        return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
+
+    def _account(self, session_id: int) -> _App:
+        account = self._apps.get(session_id)
+        if account is None:
+            account = self._apps[session_id] = _App(self._clock.now())
+        elif not account.is_active and self._clock.now() - account.last_active > _BURST_GAP_S:
+            account.start, account.served_s = self._clock.now(), 0.0
+        return account
+
+
+_URGENT = (-1, True)

@@ -1,0 +1,292 @@
+"""Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
+
+from collections.abc import Collection, Hashable, Iterable
+from heapq import heappop, heappush
+from itertools import chain, islice
+
+from parrot.serve.contexts.index import PrefixIndex
+from parrot.serve.scheduling.blocks import (
+    Beginnings,
+    Block,
+    QueuedBlocks,
+    RunningPrefixes,
+    find_beginnings,
+)
+from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex, weight_of
+from parrot.serve.scheduling.split import Site, split
+from parrot.serve.scheduling.task import CompletionTask
+
+_LEAST_LOADED = 4  # engines considered for their load alone
+_MAX_SITES = 16  # the same for a block, or twice its size
+_MAX_HOLDERS = 16  # engines considered for what they have; a warm prefix may be on all of them
+_WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
+_GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
+_LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
+# How much later a block may end for the sake of using fewer engines.
+_THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
+
+
+class GraphGroups:
+    """Tasks of a group that come one by one go where the others are: they share a batch, and leave
+    the other engines to others. The pull is weaker than a real difference in load."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[int, str], dict[int, int]] = {}
+
+    def engines(self, task: CompletionTask) -> Collection[int]:
+        """Where others of its group run."""
+        return () if task.group is None else self._running.get(task.group, ())
+
+    def extra_s(self, task: CompletionTask, engine: EngineLoad) -> float:
+        """Predicted seconds on top of the task's own time; negative for an advantage."""
+        if engine.id not in self.engines(task):
+            return 0.0
+        return -_GROUP_PULL * task.expected_output * engine.cost.step_s
+
+    def placed(self, task: CompletionTask, engine_id: int) -> None:
+        if task.group is not None:
+            engines = self._running.setdefault(task.group, {})
+            engines[engine_id] = engines.get(engine_id, 0) + 1
+
+    def ended(self, task: CompletionTask, engine_id: int) -> None:
+        if task.group is not None:
+            engines = self._running[task.group]
+            engines[engine_id] -= 1
+            if not engines[engine_id]:
+                del engines[engine_id]
+                if not engines:
+                    del self._running[task.group]
+
+
+class Placer:
+    """Chooses an engine for each task in turn. `queued` and `unqueued` tell of tasks to come;
+    a task that `choose` gets is still among them. `placed` and `ended` bracket its run. The same
+    books tell every placer what fits: beginnings that running prompts share take memory once."""
+
+    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
+        self._loads = loads
+        self._running = running
+
+    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        """An open engine with one of the task's models; None if it fits none."""
+        raise NotImplementedError
+
+    def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
+        """Prompt tokens that the engine would not have to compute."""
+        return self._running.shared_len(task, load.id)
+
+    def new_round(self) -> None:
+        """Time has passed, or something has ended, since the last choice."""
+
+    def queued(self, task: CompletionTask) -> None: ...
+
+    def unqueued(self, task: CompletionTask) -> None: ...
+
+    def placed(self, task: CompletionTask, load: EngineLoad) -> None: ...
+
+    def ended(self, task: CompletionTask, load: EngineLoad) -> None: ...
+
+    def check_integrity(self, queued: Iterable[CompletionTask]) -> None: ...
+
+    def _fits(self, load: EngineLoad, new_tokens: int) -> bool:
+        return not load.num_tasks or load.num_tokens + new_tokens <= load.max_tokens
+
+
+class PredictedSeconds(Placer):
+    """The least sum of the seconds that the task takes, and of those that it takes from the tasks
+    already there, each weighted by what a second is worth to it. Queued tasks that belong together
+    are dealt out as a block, in the first of their turns.
+
+    The least loaded engines are considered, those that need not compute a beginning of the prompt
+    (since `index` has it, or, if `with_running`, a prompt that runs there) and those where `groups`
+    has others of the task's group."""
+
+    def __init__(
+        self,
+        loads: LoadIndex,
+        running: RunningPrefixes,
+        blocks: QueuedBlocks,
+        *,
+        index: PrefixIndex | None,
+        with_running: bool,
+        groups: GraphGroups | None,
+    ) -> None:
+        super().__init__(loads, running)
+        self._index = index
+        self._with_running = with_running
+        self._groups = groups
+        self._blocks = blocks
+        self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
+
+    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        num_open = self._loads.num_open(task.models)
+        if num_open == 1:  # nothing to compare
+            (load,) = self._loads.least_loaded(task.models, 1)
+            load.refresh()
+            new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+            return None if self._growth_s(task, load, new_prompt, now) is None else load
+        known = self._find(task)
+        block = None if task.avoided else self._blocks.find(task)
+        if block is not None:
+            planned = self._next_planned(task, block, now, known)
+            if planned is not None:
+                return planned
+        best, best_cost = None, float("inf")
+        weight = weight_of(task)
+        for load in self._candidates(task, _LEAST_LOADED, num_open, known):
+            cost = self._cost_s(task, load, now, known, weight)
+            if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
+                best, best_cost = load, cost
+        return best
+
+    def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
+        return self._find(task).reused_len(load.id)
+
+    def new_round(self) -> None:
+        self._plans.clear()
+
+    def queued(self, task: CompletionTask) -> None:
+        self._blocks.add(task)
+
+    def unqueued(self, task: CompletionTask) -> None:
+        self._blocks.remove(task)
+
+    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
+        if self._groups is not None:
+            self._groups.placed(task, load.id)
+
+    def ended(self, task: CompletionTask, load: EngineLoad) -> None:
+        if self._groups is not None:
+            self._groups.ended(task, load.id)
+
+    def check_integrity(self, queued: Iterable[CompletionTask]) -> None:
+        self._blocks.check_integrity(queued)
+
+    def _find(self, task: CompletionTask) -> Beginnings:
+        cached = _nobody if self._index is None else self._index.holders
+        return find_beginnings(task, self._running.holders, cached, self._with_running)
+
+    def _candidates(
+        self, task: CompletionTask, count: int, num_open: int, known: Beginnings
+    ) -> list[EngineLoad]:
+        found = self._loads.least_loaded(task.models, count + len(task.avoided))
+        candidates = {load.id: load for load in found}
+        if len(candidates) < num_open:
+            candidates |= self._proposed(task, known)
+        for engine_id in task.avoided:
+            if len(candidates) > 1:
+                candidates.pop(engine_id, None)
+        for load in candidates.values():
+            load.refresh()
+        return list(candidates.values())
+
+    def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
+        models, proposed = task.models, {}
+        group = () if self._groups is None else self._groups.engines(task)
+        for engine_id in chain(known.engines(_MAX_HOLDERS), islice(group, _MAX_HOLDERS)):
+            load = self._loads.get(engine_id)
+            if load is not None and load.is_open and (not models or load.model in models):
+                proposed[engine_id] = load
+        return proposed
+
+    # One task
+
+    def _cost_s(
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings, weight: float
+    ) -> float | None:
+        """None: not there, not now. `weight`: the task's."""
+        new_prompt = task.prompt_len - known.shared_len(load.id)
+        growth_s = self._growth_s(task, load, new_prompt, now)
+        if growth_s is None:
+            return None
+        output, outlook = task.expected_output, load.outlook(now)
+        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.cost.prefill_s
+        cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s
+        cost_s += outlook.steps_s(output) + output * growth_s
+        cost_s += outlook.harm_s(prefill_s, output, growth_s) / weight
+        if self._groups is not None and task.group is not None:
+            cost_s += self._groups.extra_s(task, load)
+        return cost_s
+
+    def _growth_s(
+        self, task: CompletionTask, load: EngineLoad, new_prompt: int, now: float
+    ) -> float | None:
+        """By how much it lengthens a step; None: it may not be there now. `new_prompt`: tokens of
+        its prompt that no running one there has."""
+        if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
+            return None
+        num_read = new_prompt + task.expected_output // 2
+        growth_s = load.cost.sequence_s + num_read * load.cost.token_s
+        return None if _growth_limit_s(task, load, now) < growth_s else growth_s
+
+    # Blocks
+
+    def _next_planned(
+        self, task: CompletionTask, block: Block, now: float, known: Beginnings
+    ) -> EngineLoad | None:
+        plan = self._plans.get(block.key)
+        if not plan:
+            plan = self._plans[block.key] = self._plan(task, block, now, known)
+        while plan:
+            # In turns: tasks come by length, and the longest must not all be on one engine.
+            left, engine_id = heappop(plan)
+            load = self._loads.get(engine_id)
+            if load is None or not load.is_open:
+                continue
+            if self._cost_s(task, load, now, known, weight_of(task)) is not None:
+                if left < -1:
+                    heappush(plan, (left + 1, engine_id))
+                return load
+        return None
+
+    def _plan(
+        self, task: CompletionTask, block: Block, now: float, known: Beginnings
+    ) -> list[tuple[int, int]]:
+        models, num_open = task.models, self._loads.num_open(task.models)
+        # Where other blocks have use for the other engines, each prefix is filled once.
+        most = max(1, round(num_open * block.size / self._blocks.num_tasks(models)))
+        candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), num_open, known)
+        sites = [self._site(task, block, load, now, known) for load in candidates]
+        tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
+        shares = split(sites, block.size, tolerance, most)
+        return sorted((-share, engine_id) for engine_id, share in shares)
+
+    def _site(
+        self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: Beginnings
+    ) -> Site:
+        cost, output, outlook = load.cost, task.expected_output, load.outlook(now)
+        new_shared = max(0, block.shared - known.shared_len(load.id))
+        own = max(0.0, block.prompt_len - block.shared)
+        fill_s = max(0, block.shared - known.reused_len(load.id)) * cost.prefill_s
+        own_fill_s = own * cost.prefill_s
+        growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
+        shared_growth_s = new_shared * cost.token_s
+        each = own + min(task.max_output, load.max_tokens)
+        free = load.max_tokens - load.num_tokens - new_shared
+        room = min(load.max_tasks - load.num_tasks, int(free / each))
+        spare_s = _growth_limit_s(task, load, now) - shared_growth_s
+        if spare_s < room * growth_s:
+            room = int(spare_s / growth_s)
+        weight = weight_of(task)
+        return Site(
+            load.id,
+            outlook.wait_s + fill_s + outlook.steps_s(output) + output * shared_growth_s,
+            own_fill_s + output * growth_s,
+            outlook.harm_s(fill_s, output, shared_growth_s) / weight,
+            outlook.harm_s(own_fill_s, output, growth_s) / weight,
+            max(0, room),
+        )
+
+
+def _nobody(key: bytes) -> Collection[int] | None:
+    return None
+
+
+def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float:
+    """By how much a newcomer may lengthen a step: latency tasks bound the batch they sit in. What
+    has waited for as long as it will take comes in all the same: where there are always latency
+    tasks it would starve, and its queue with it."""
+    has_waited = now - task.arrived > task.remaining_path_s
+    if task.is_latency or not load.num_latency or has_waited:
+        return float("inf")
+    return _LATENCY_STEP_GROWTH * load.cost.step_s - load.step_s

@@ -1,0 +1,84 @@
+"""What request routers do, for comparison: they know neither graphs nor predicted seconds."""
+
+from collections import OrderedDict
+from itertools import chain
+
+from parrot.serve.scheduling.blocks import RunningPrefixes
+from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex
+from parrot.serve.scheduling.placement import Placer
+from parrot.serve.scheduling.task import CompletionTask
+
+# The defaults of SGLang's router.
+_MIN_MATCH = 0.3  # of a prompt that an engine must have seen to attract it
+_BALANCE_ABS, _BALANCE_REL = 64, 1.5  # beyond both differences in load, load alone counts
+
+_MAX_KEYS = 100_000  # prefixes remembered
+
+
+class Router(Placer):
+    def _open(self, task: CompletionTask) -> list[EngineLoad]:
+        """Where it fits; engines that failed with it only if there is no other."""
+        found = [load for load in self._loads.members(task.models) if self._has_room(task, load)]
+        return [load for load in found if load.id not in task.avoided] or found
+
+    def _has_room(self, task: CompletionTask, load: EngineLoad) -> bool:
+        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        room = min(task.max_output, load.max_tokens)
+        return load.is_open and self._fits(load, new_prompt + room)
+
+
+class RoundRobin(Router):
+    """Every engine in turn."""
+
+    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
+        super().__init__(loads, running)
+        self._last_id = -1
+
+    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        found = sorted(self._open(task), key=lambda load: load.id)
+        later = (load for load in found if load.id > self._last_id)
+        load = next(chain(later, found), None)
+        if load is not None:
+            self._last_id = load.id
+        return load
+
+
+class PrefixAware(Router):
+    """The engine that was sent the longest beginning of the prompt, if that is a good part of it
+    and the load is not too uneven, else the one with the fewest tasks. What an engine has evicted
+    since is not known: the router only knows what it sent."""
+
+    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
+        super().__init__(loads, running)
+        self._sent: OrderedDict[bytes, set[int]] = OrderedDict()
+
+    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        found = self._open(task)
+        if not found:
+            return None
+        if not self._is_uneven(task):
+            matches = {load.id: self._matched(task, load) for load in found}
+            longest = max(matches.values())
+            if longest > _MIN_MATCH * task.prompt_len:
+                found = [load for load in found if matches[load.id] == longest]
+        return min(found, key=lambda load: (load.num_tasks, load.id))
+
+    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
+        for key in task.keys:
+            self._sent.setdefault(key, set()).add(load.id)
+            self._sent.move_to_end(key)
+        while len(self._sent) > _MAX_KEYS:
+            self._sent.popitem(last=False)
+
+    def _is_uneven(self, task: CompletionTask) -> bool:
+        counts = [load.num_tasks for load in self._loads.members(task.models)]
+        most, least = max(counts), min(counts)
+        return most - least > _BALANCE_ABS and most > _BALANCE_REL * least
+
+    def _matched(self, task: CompletionTask, load: EngineLoad) -> int:
+        matched = 0
+        for key, length in zip(task.keys, task.lengths, strict=True):
+            if load.id not in self._sent.get(key, ()):
+                break
+            matched += length
+        return matched

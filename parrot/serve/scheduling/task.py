@@ -1,0 +1,111 @@
+"""What the scheduler knows of a completion, and what it decides."""
+
+from dataclasses import dataclass, field
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.serve.graph.nodes import Completion, Objective
+from parrot.serve.graph.objective import strictest_objective
+from parrot.serve.prompts.segments import Segment, SegmentKind
+
+_MAX_LOST = 3
+_MAX_REFUSED = 5
+
+
+@dataclass(slots=True, eq=False)
+class CompletionTask:
+    """A completion whose inputs are ready, from its submission until its output is settled.
+
+    `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
+    of that segment's tokens. `expected_output`: tokens that the output is predicted to have. The
+    counters say how often it was run in vain. `followers`: identical completions that wait for the
+    same result, which is known as `result_key` (None: it is not shared)."""
+
+    completion: Completion
+    segments: list[Segment]
+    keys: tuple[bytes, ...]
+    arrived: float
+    expected_output: int
+    tokens_per_char: float = 0.25  # of the text whose tokens are not known
+    num_lost: int = 0  # engines that died or failed with it
+    num_refused: int = 0  # times an engine had no memory, or had lost its parent context
+    avoided: set[int] = field(default_factory=set)  # engines that failed with it
+    num_passed: int = 0  # times the scheduler placed later tasks before it
+    streamed_ids: list[int] = field(default_factory=list)  # of the text already delivered
+    streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
+    result_key: bytes | None = None
+    followers: list[Completion] = field(default_factory=list)
+    models: tuple[str, ...] = field(init=False)
+    max_output: int = field(init=False)
+    lengths: tuple[int, ...] = field(init=False)
+    prompt_len: int = field(init=False)
+    is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
+    remaining_path_s: float = field(init=False)
+    deadline: float | None = field(init=False)
+    group: tuple[int, str] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.models = self.completion.options.models
+        self.max_output = self.completion.sampling.max_gen_length
+        self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
+        self.prompt_len = sum(self.lengths)
+        self.refresh()
+
+    @property
+    def num_chars(self) -> int:
+        """Of the prompt."""
+        return sum([len(segment.text) for segment in self.segments])
+
+    @property
+    def objective(self) -> Objective | None:
+        """What is asked of it: the strictest of all who wait for it."""
+        objective = self.completion.objective
+        for follower in self.followers:
+            objective = strictest_objective(objective, follower.objective)
+        return objective
+
+    @property
+    def wants_stream(self) -> bool:
+        return self.completion.wants_stream or any(c.wants_stream for c in self.followers)
+
+    def append(self, text: str) -> None:
+        """Some more of the output was generated."""
+        for completion in (self.completion, *self.followers):
+            completion.output.append(text)
+
+    @property
+    def may_run_again(self) -> bool:
+        return self.num_lost < _MAX_LOST and self.num_refused < _MAX_REFUSED
+
+    def refresh(self) -> None:
+        """Read the completion's objective anew. Only while no queue or engine counts the task."""
+        objective = self.objective
+        self.is_latency = (
+            objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT
+        )
+        self.remaining_path_s = 0.0 if objective is None else objective.remaining_path_s
+        self.deadline = None if objective is None else objective.deadline
+        group = None if objective is None else objective.task_group
+        self.group = None if group is None else (self.completion.session_id, group)
+
+    @property
+    def num_constant(self) -> int:
+        """How many segments of the prompt's start come from the template alone."""
+        for i, segment in enumerate(self.segments):
+            if segment.kind is not SegmentKind.CONSTANT:
+                return i
+        return len(self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Run `task` on this engine now. `priority`: its place in the engine's queue, lower first."""
+
+    task: CompletionTask
+    engine_id: int
+    priority: int
+
+
+def _num_tokens(segment: Segment, tokens_per_char: float) -> int:
+    if segment.tokenized is not None:
+        return len(segment.tokenized.ids)
+    return int(len(segment.text) * tokens_per_char) + 1

@@ -1,0 +1,170 @@
+from array import array
+
+import pytest
+
+from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.contexts import Context, ContextTree, Fork
+from parrot.engine.core.plan import BlockCopy
+
+
+@pytest.fixture
+def tree() -> ContextTree:
+    return ContextTree(BlockPool(8, 4))
+
+
+def grow(tree: ContextTree, context: Context, num_tokens: int) -> tuple[BlockCopy, ...]:
+    """Append and "compute" tokens."""
+    context.token_ids.extend(range(num_tokens))
+    copies = tree.reserve(context, len(context.token_ids))
+    assert copies is not None
+    context.num_computed = len(context.token_ids)
+    tree.check_integrity()
+    return copies
+
+
+def fork(tree: ContextTree, parent: Context, context_id: int, length: int) -> Context:
+    child = tree.create(context_id, Fork(parent, length, None))
+    tree.carry_out_fork(child, length)
+    tree.check_integrity()
+    return child
+
+
+def test_a_fork_shares_the_blocks_of_its_prefix(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 10)
+    child = fork(tree, parent, 2, 10)
+    assert child.block_ids == parent.block_ids
+    assert child.token_ids == parent.token_ids
+    assert child.num_missing == 0
+    assert tree.num_used_blocks == 3
+    short = fork(tree, parent, 3, 5)
+    assert short.block_ids == parent.block_ids[:2]
+    assert len(short.token_ids) == short.num_computed == 5
+
+
+def test_the_first_write_into_a_shared_block_copies_it(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 10)
+    child = fork(tree, parent, 2, 10)
+    copies = grow(tree, child, 1)
+    assert copies == (BlockCopy(parent.block_ids[2], child.block_ids[2], 2),)
+    assert child.block_ids[:2] == parent.block_ids[:2]
+    assert grow(tree, child, 1) == ()
+    assert grow(tree, parent, 1) == ()
+
+
+def test_the_owner_writes_on_without_a_copy_while_a_fork_reads(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 9)
+    child = fork(tree, parent, 2, 9)
+    assert grow(tree, parent, 3) == ()
+    assert grow(tree, child, 1) == (BlockCopy(parent.block_ids[2], child.block_ids[2], 1),)
+
+
+def test_a_fork_at_a_block_boundary_needs_no_copy(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 8)
+    assert grow(tree, fork(tree, parent, 2, 8), 3) == ()
+
+
+def test_the_last_holder_takes_the_block_over(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 10)
+    child = fork(tree, parent, 2, 9)
+    assert tree.free(parent) == 10
+    tail = child.block_ids[2]
+    assert grow(tree, child, 2) == ()
+    assert child.block_ids[2] == tail
+
+
+def test_a_fork_takes_over_what_its_parent_has_not_computed(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 5)
+    parent.token_ids.extend([7, 8, 9])
+    child = fork(tree, parent, 2, 7)
+    assert child.token_ids == array("i", [0, 1, 2, 3, 4, 7, 8])
+    assert child.num_computed == 5
+    assert child.num_missing == 2
+
+
+def test_no_room_changes_nothing(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 30)
+    child = fork(tree, parent, 2, 30)
+    child.token_ids.extend([1])
+    assert tree.num_free_blocks == 0
+    assert tree.blocks_missing(child, 31) == 1
+    before = list(child.block_ids)
+    assert tree.reserve(child, 31) is None
+    assert child.block_ids == before
+    tree.check_integrity()
+
+
+def test_unsharing_the_tail_spares_the_copy(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 30)
+    child = fork(tree, parent, 2, 30)
+    child.token_ids.extend([1])
+    assert tree.unshare_tail(child, [parent]) == {parent}
+    assert parent.num_computed == 28
+    assert tree.reserve(child, 31) == ()
+    assert tree.unshare_tail(child, [parent]) == set()
+
+
+def test_rewinding_into_a_shared_block_copies_it(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 8)
+    child = fork(tree, parent, 2, 8)
+    tree.rewind_one(child)
+    assert child.num_missing == 1
+    assert len(tree.reserve(child, 8)) == 1
+    tree.rewind_one(parent)
+    assert tree.reserve(parent, 8) == ()  # by now it is the only holder again
+
+
+def test_free_tail_stops_at_shared_blocks(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 8)
+    child = fork(tree, parent, 2, 8)
+    grow(tree, child, 8)
+    assert tree.free_tail(parent, 5) == 0
+    assert tree.free_tail(child, 1) == 1
+    assert child.num_computed == 12
+    assert tree.free_tail(child, 5) == 1
+    assert child.num_computed == 8
+    assert len(child.token_ids) == 16
+    tree.check_integrity()
+
+
+def test_shared_blocks_fall_when_all_their_holders_are_given(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 8)
+    child = fork(tree, parent, 2, 8)
+    outside = fork(tree, parent, 3, 4)
+    assert tree.free_shared_tails([parent], 8) == []
+    changed = tree.free_shared_tails([child, parent], 8)
+    assert changed == [child, parent]
+    assert parent.num_computed == child.num_computed == outside.num_computed == 4
+    assert tree.num_used_blocks == 1
+    tree.check_integrity()
+
+
+def test_integrity_sees_two_owners_and_uncovered_tokens(tree):
+    parent = tree.create(1)
+    grow(tree, parent, 6)
+    child = fork(tree, parent, 2, 6)
+    child.owned_from = 0
+    with pytest.raises(AssertionError, match="more than one owner"):
+        tree.check_integrity()
+    child.owned_from = 2
+    child.num_computed = 7
+    with pytest.raises(AssertionError):
+        tree.check_integrity()
+
+
+def test_an_id_is_created_once(tree):
+    tree.create(1)
+    with pytest.raises(AssertionError, match="exists"):
+        tree.create(1)
+    assert len(tree) == 1
+    assert tree.get(2) is None

@@ -1,0 +1,175 @@
+"""Contexts that no fork connects share the KV of a common beginning."""
+
+from array import array
+
+import pytest
+
+from parrot.engine.attention.batch import build_batch
+from parrot.engine.core.block_keys import BlockHasher
+from parrot.protocol.errors import ModelNumerics
+from parrot.testing.core_harness import Harness, piece
+
+PROMPT = "abcdefghijklmnopqrstu"  # 21 tokens: five full blocks of 4, and one token
+
+
+def usage(answer) -> tuple[int, int]:
+    return (answer.response.usage.cached_tokens, answer.response.usage.computed_tokens)
+
+
+def test_a_second_root_computes_only_what_the_first_has_not():
+    engine = Harness()
+    first = engine.generate(piece(1, PROMPT), length=3)
+    engine.run()
+    second = engine.generate(piece(2, PROMPT), length=3)
+    engine.run()
+    assert usage(first) == (0, 21)
+    assert usage(second) == (20, 1)
+    assert first.text == second.text
+    assert engine.context(1).block_ids[:5] == engine.context(2).block_ids[:5]
+    assert engine.core.runtime_info().num_free_blocks == 16 - 5 - 2
+
+
+def test_the_shared_beginning_is_read_once_by_attention():
+    engine = Harness()
+    for context_id, end in ((1, "x"), (2, "y")):
+        engine.generate(piece(context_id, PROMPT + end), length=4)
+    while not (engine.step() and len(engine.last_plan.sequences) == 2):
+        pass
+    engine.step()
+    assert build_batch(engine.last_plan, 4, 1).work.shared_tokens_saved == 20
+
+
+def test_freed_contexts_stay_as_cache_and_count_as_free():
+    engine = Harness()
+    engine.generate(piece(1, PROMPT), length=3)
+    engine.run()
+    assert engine.free(1) == 24
+    assert engine.num_free == 16
+    again = engine.generate(piece(1, PROMPT), length=3)
+    engine.run()
+    assert usage(again) == (20, 1)
+
+
+def test_what_was_generated_is_found_too():
+    engine = Harness()
+    first = engine.generate(piece(1, PROMPT), length=8)
+    engine.run()
+    engine.free(1)
+    second = engine.fill(piece(2, PROMPT + first.text + "?"))
+    engine.run()
+    assert second.response.cached_tokens == 28
+    assert second.response.computed_tokens == 2
+
+
+def test_a_prompt_that_is_all_there_computes_one_token_and_changes_nothing_shared():
+    engine = Harness()
+    first = engine.generate(piece(1, PROMPT[:16]), length=3)
+    engine.run()
+    second = engine.generate(piece(2, PROMPT[:16]), length=3)
+    third = engine.fill(piece(3, PROMPT[:16]))
+    engine.run()
+    assert second.text == first.text
+    assert usage(second) == (16, 0)
+    assert third.response.cached_tokens == 16
+    assert all(len(s.token_ids) == 1 for plan in engine.runner.plans[3:] for s in plan.sequences)
+
+
+def test_equal_prompts_that_come_together_are_computed_once():
+    engine = Harness(num_blocks=64)
+    answers = [engine.generate(piece(i, PROMPT), length=2) for i in range(8)]
+    engine.run()
+    computed = sum(answer.response.usage.computed_tokens for answer in answers)
+    assert computed == 21 + 7
+    assert len({answer.text for answer in answers}) == 1
+    used = {block for i in range(8) for block in engine.context(i).block_ids}
+    assert len(used) == 5 + 8
+
+
+def test_a_fork_finds_what_lies_beyond_its_parent():
+    engine = Harness()
+    engine.fill(piece(1, PROMPT))
+    engine.run()
+    engine.fill(piece(2, PROMPT[:6]))
+    fork = engine.fill(piece(3, PROMPT[6:] + "!", parent=2))
+    engine.run()
+    assert fork.response.computed_tokens == 2
+    assert engine.bytes_of(3) == (PROMPT + "!").encode()
+
+
+def test_another_salt_shares_nothing():
+    engine = Harness()
+    engine.fill(piece(1, PROMPT), cache_salt="one")
+    engine.run()
+    other = engine.fill(piece(2, PROMPT), cache_salt="other")
+    same = engine.fill(piece(3, PROMPT), cache_salt="one")
+    engine.run()
+    assert other.response.computed_tokens == 21
+    assert same.response.computed_tokens == 1
+
+
+@pytest.mark.parametrize(("text", "computed"), [("abcdefghijklm", 9), ("mnopqrstuvwxy", 1)])
+def test_room_is_taken_from_the_ends_of_what_was_used_longest_ago(text, computed):
+    engine = Harness(num_blocks=10)
+    for context_id, prompt in ((1, "abcdefghijkl"), (2, "mnopqrstuvwx"), (3, "x" * 24)):
+        engine.fill(piece(context_id, prompt))  # 3, 3 and 6 blocks of 10
+        engine.run()
+        engine.free(context_id)
+    answer = engine.fill(piece(4, text))
+    engine.run()
+    assert answer.response.computed_tokens == computed
+
+
+def test_a_preempted_job_finds_what_is_left_of_its_own():
+    engine = Harness(num_blocks=8, max_seq_len=40)
+    slow = engine.generate(piece(1, PROMPT), length=6, priority=1)
+    engine.step()
+    engine.step()
+    engine.generate(piece(2, "zyxwvutsrqp"), length=2, priority=0)
+    engine.run()
+    assert slow.response.usage.computed_tokens == 21
+    assert sum(plan.num_tokens for plan in engine.runner.plans) < 21 + 6 + 21 + 13
+
+
+def test_nobody_adopts_kv_of_a_request_that_failed():
+    engine = Harness(faults={"nan_token": ord("x")}, fill_chunk_size=4)
+    failed = engine.generate(piece(1, "abcdefgx"), length=2)
+    engine.run()
+    assert isinstance(failed.error, ModelNumerics)
+    again = engine.fill(piece(2, "abcdefgh"))
+    engine.run()
+    assert again.response.cached_tokens == 0
+
+
+def test_switched_off_nothing_is_shared():
+    engine = Harness(scheduler={"prefix_caching": False})
+    for context_id in (1, 2):
+        answer = engine.fill(piece(context_id, PROMPT))
+        engine.run()
+        assert answer.response.computed_tokens == 21
+    assert engine.num_free == 4
+
+
+@pytest.mark.parametrize("salt", ["", "tenant", "\ud800"])
+def test_keys_name_all_tokens_up_to_their_block(salt):
+    hasher = BlockHasher(2, secret=b"s")
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(salt), array("i", [1, 2, 3, 4, 5]), 2)
+    longer: list[bytes] = keys[:1]
+    hasher.extend(longer, hasher.root(salt), array("i", [1, 2, 3, 4, 5]), 2)
+    assert longer == keys
+    other: list[bytes] = []
+    hasher.extend(other, hasher.root(salt), array("i", [0, 2, 3, 4]), 2)
+    assert len({*keys, *other}) == 4
+    assert hasher.root("x") != hasher.root(salt)
+
+
+def test_what_was_computed_twice_is_kept_once():
+    """Or a context could have blocks of its own before shared ones: none of these could be freed
+    while both wait for the other's."""
+    engine = Harness(block_size=1, fill_chunk_size=1)
+    for context_id in (1, 2):
+        engine.fill(piece(context_id, "abcd"))
+    engine.run()
+    assert engine.runner.plans[0].num_tokens == 2
+    assert engine.context(1).block_ids == engine.context(2).block_ids
+    assert engine.num_free == 12

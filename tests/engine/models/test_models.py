@@ -1,0 +1,185 @@
+"""Random tiny models of every architecture against their transformers twins, in float32."""
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.loader import load_decoder
+from parrot.engine.models.registry import ARCHITECTURES, spec_from_config
+from parrot.engine.models.rope import inverse_frequencies
+from parrot.engine.models.spec import RopeSpec
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.testing.runner_driver import Context, Driver
+from parrot.testing.tiny_model import TINY_CONFIGS, make_tiny_model
+from parrot.utils.config import ConfigError
+
+CPU = torch.device("cpu")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in TINY_CONFIGS),
+    ("llama", {"rope_scaling": LLAMA3_ROPE}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_theta": None, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5000.0}}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 6}),
+    ("llama", {"head_dim": 32, "num_key_value_heads": 1}),
+    ("qwen3", {"attention_bias": True}),
+    ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    ("opt", {"activation_function": "gelu", "enable_bias": False}),
+]
+
+
+class LogitsRunner(ModelRunner):
+    """Keeps the hidden states' logits of every row of the last step."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model, num_blocks=256, block_size=4)
+        self.last: torch.Tensor | None = None
+        forward = model.forward
+
+        def recording(*args: Any) -> torch.Tensor:
+            hidden = forward(*args)
+            self.last = model.logits(hidden)
+            return hidden
+
+        model.forward = recording  # type: ignore[method-assign]
+
+
+def build(folder: Path) -> tuple[LogitsRunner, torch.nn.Module]:
+    checkpoint = open_checkpoint(str(folder))
+    twin = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return LogitsRunner(load_decoder(checkpoint, torch.float32, CPU)), twin
+
+
+def twin_logits(twin: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = twin(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"), VARIANTS, ids=[f"{f}-{i}" for i, (f, _) in enumerate(VARIANTS)]
+)
+def test_logits_equal_those_of_transformers(
+    tmp_path: Path, family: str, overrides: Mapping[str, Any]
+) -> None:
+    """Fills in odd chunks and decodes mixed in the same steps, one context forked from another."""
+    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
+    runner, twin = build(folder)
+    driver = Driver(runner)
+    rng = random.Random(0)
+    contexts = [driver.context([rng.randrange(256) for _ in range(n)]) for n in (23, 5, 90, 1)]
+    want = {c.context_id: twin_logits(twin, c.tokens) for c in contexts}
+    while any(c.wanted for c in contexts):
+        work = [(c, min(c.wanted, rng.choice([1, 1, 3, 20]))) for c in contexts if c.wanted]
+        check_step(driver, work, want)
+    child = driver.fork(contexts[2], 57)
+    child.tokens += [rng.randrange(256) for _ in range(9)]
+    want[child.context_id] = twin_logits(twin, child.tokens)
+    check_step(driver, [(child, 9)], want)
+
+
+def check_step(
+    driver: Driver, work: list[tuple[Context, int]], want: Mapping[int, torch.Tensor]
+) -> None:
+    starts = [context.done for context, _ in work]
+    driver.step(work)
+    assert isinstance(driver.runner, LogitsRunner)
+    rows = driver.runner.last
+    assert rows is not None
+    row = 0
+    for (context, count), start in zip(work, starts, strict=True):
+        expected = want[context.context_id][start : start + count]
+        torch.testing.assert_close(rows[row : row + count], expected, rtol=1e-4, atol=1e-4)
+        row += count
+
+
+def test_every_architecture_has_a_tiny_model() -> None:
+    assert {c["architectures"][0] for c in TINY_CONFIGS.values()} == set(ARCHITECTURES)
+
+
+def test_a_context_longer_than_the_gate_shares_and_stays_equal(tmp_path: Path) -> None:
+    """Forks of one context in one step: read once (gate lowered), logits as if alone."""
+    folder = make_tiny_model(tmp_path / "model", "llama")
+    runner, twin = build(folder)
+    runner._min_saved_tokens = 1
+    driver = Driver(runner)
+    parent = driver.context(list(range(100)))
+    driver.step([(parent, 100)])
+    children = [driver.fork(parent, length) for length in (96, 50, 71)]
+    for i, child in enumerate(children):
+        child.tokens += [200 + i, 7]
+    want = {c.context_id: twin_logits(twin, c.tokens) for c in children}
+    check_step(driver, [(c, 1) for c in children], want)
+    check_step(driver, [(c, 1) for c in children], want)
+    assert runner.shared_tokens_saved > 100
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*it runs Llama"),
+        ("llama", {"architectures": None}, "architecture '.none.'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "'yarn' is not supported",
+        ),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"hidden_act": "gelu_new"}, "'gelu_new'"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "GGUF"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"num_attention_heads": 5, "num_key_value_heads": 2}, "5 heads"),
+        ("llama", {"hidden_size": "wide"}, "invalid literal"),
+        ("opt", {"activation_function": "tanh"}, "'tanh'"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "elementwise"),
+    ],
+)
+def test_what_cannot_be_run_exactly_is_refused(
+    family: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec_from_config(TINY_CONFIGS[family] | change, "somewhere")
+    assert str(caught.value).startswith("somewhere: ")
+
+
+def test_a_missing_key_is_named() -> None:
+    config = {k: v for k, v in TINY_CONFIGS["llama"].items() if k != "hidden_size"}
+    with pytest.raises(ConfigError, match="no 'hidden_size'"):
+        spec_from_config(config, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "limit"),
+    [
+        ("mistral", {"sliding_window": 128}, 128),
+        ("mistral", {"sliding_window": 4096}, 512),
+        ("qwen2", {"sliding_window": 128}, 512),
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, 128),
+    ],
+)
+def test_a_sliding_window_limits_the_length(
+    family: str, change: dict[str, Any], limit: int
+) -> None:
+    assert spec_from_config(TINY_CONFIGS[family] | change, "x").max_seq_len == limit
+
+
+def test_rope_factors_divide_the_frequencies() -> None:
+    plain = inverse_frequencies(RopeSpec(10000.0), 8)
+    scaled = inverse_frequencies(RopeSpec(10000.0, "factors", {"factors": [1, 2, 4, 8]}), 8)
+    torch.testing.assert_close(plain / scaled, torch.tensor([1.0, 2.0, 4.0, 8.0]))
+    assert math.isclose(plain[1].item(), 10000 ** (-2 / 8), rel_tol=1e-6)

@@ -1,0 +1,154 @@
+"""The runner as the control half sees it, on a tiny model."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.engine.runner import cpu
+from parrot.engine.runner.cpu import ModelRunner, load_runner
+from parrot.protocol.errors import ModelNumerics
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.runner_driver import GREEDY, Driver
+from parrot.testing.tiny_model import BOS_ID, EOS_ID, make_tiny_model
+from parrot.utils.config import ConfigError
+
+
+def config(folder: Path, **instance: Any) -> BuiltinConfig:
+    return BuiltinConfig.model_validate(
+        {
+            "model": str(folder),
+            "dtype": "float32",
+            "instance": {"num_kv_cache_blocks": 64, "block_size": 4, "num_threads": 1} | instance,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def runner(folder: Path) -> ModelRunner:
+    return load_runner(config(folder))[0]
+
+
+def test_what_the_control_half_learns(folder: Path) -> None:
+    runner, tokenizer = load_runner(config(folder, max_seq_len=100))
+    info = runner.info
+    assert (info.num_blocks, info.block_size, info.max_seq_len, info.vocab_size) == (
+        64,
+        4,
+        100,
+        259,
+    )
+    assert info.cache_mem == pytest.approx(2 * 2 * 2 * 64 * 4 * 8 * 4 / 2**20)
+    assert 0 < info.model_mem < 1
+    assert tokenizer.special_ids.model_dump() == {"bos": BOS_ID, "eos": [EOS_ID], "add_bos": False}
+    assert tokenizer.vocab_size == 259
+
+
+def test_max_seq_len_never_exceeds_the_models(folder: Path) -> None:
+    assert load_runner(config(folder, max_seq_len=10**6))[0].info.max_seq_len == 512
+
+
+def test_warming_up_leaves_an_empty_pool(runner: ModelRunner) -> None:
+    assert not runner._cache.pool.any()
+
+
+def test_an_empty_plan_does_nothing(runner: ModelRunner) -> None:
+    result = runner.run(StepPlan(()))
+    assert result.tokens == result.errors == {}
+
+
+def test_only_sequences_that_ask_get_a_token(runner: ModelRunner) -> None:
+    driver = Driver(runner)
+    first, second = driver.context([1, 2, 3]), driver.context([4, 5, 6, 7, 8])
+    assert driver.step([(first, 2), (second, 5)]).tokens.keys() == {second.context_id}
+    assert driver.step([(first, 1)]).tokens.keys() == {first.context_id}
+    assert driver.step([(driver.context([1, 2]), 1)]).tokens == {}
+
+
+def test_blocks_of_random_ids_and_an_earlier_owner_do_not_matter(runner: ModelRunner) -> None:
+    prompts = [[1, 2, 3, 4, 5], [9, 8, 7], list(range(30))]
+    clean = Driver(runner, seed=1)
+    want = clean.generate([clean.context(p) for p in prompts], 20)
+    dirty = Driver(runner, seed=2)
+    assert dirty.generate([dirty.context(p) for p in prompts], 20) == want
+
+
+def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path) -> None:
+    """Its blocks are full of NaN when they are given to others; that must not matter either."""
+    runner = load_runner(config(folder, num_kv_cache_blocks=9))[0]
+    driver = Driver(runner)
+    want = driver.generate([driver.context([5, 6, 7])], 10)
+    runner._cache.pool.zero_()
+    driver = Driver(runner)
+    good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))
+    driver.step([(good, 2), (bad, 19)])
+    for block in bad.blocks:
+        runner._cache.pool[:, :, :, block] = float("nan")
+    result = driver.step([(good, 1), (bad, 1)])
+    assert isinstance(result.errors[bad.context_id], ModelNumerics)
+    assert result.tokens == {good.context_id: want[0][0]}
+    driver.release(bad)
+    good.tokens.append(want[0][0])
+    heirs = [driver.context([5, 6, 7]) for _ in range(2)]
+    assert driver.generate([good], 9) == [want[0][1:]]
+    assert driver.generate(heirs, 10) == want * 2
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch(runner: ModelRunner) -> None:
+    sampling = SamplingConfig(temperature=1.5, top_p=0.95)
+
+    def plan(*seeds: int) -> StepPlan:
+        return StepPlan(
+            tuple(
+                SequenceStep(i, [3, 1, 4], 0, [i], SampleSpec(seed, sampling, seed, 2))
+                for i, seed in enumerate(seeds)
+            )
+        )
+
+    together = runner.run(plan(*range(40))).tokens
+    assert len(set(together.values())) > 5
+    assert all(runner.run(plan(seed)).tokens[seed] == together[seed] for seed in range(0, 40, 7))
+
+
+def test_token_sequences_of_any_kind_are_accepted(runner: ModelRunner) -> None:
+    spec = SampleSpec(1, GREEDY, 0, 0)
+    results = [
+        runner.run(StepPlan((SequenceStep(0, tokens, 0, blocks, spec),))).tokens
+        for tokens, blocks in (([1, 2], [3]), ((1, 2), (3,)), (np.array([1, 2]), np.array([3])))
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+def test_bfloat16_runs(folder: Path) -> None:
+    bf16 = config(folder).model_copy(update={"dtype": "bfloat16"})
+    driver = Driver(load_runner(bf16)[0])
+    assert len(driver.generate([driver.context([1, 2, 3])], 5)[0]) == 5
+
+
+def test_a_separate_tokenizer(folder: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other")
+    (other / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
+    changed = config(folder).model_copy(update={"tokenizer": str(other)})
+    assert load_runner(changed)[1].special_ids.add_bos
+
+
+def test_default_number_of_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "blocks_in_free_memory", lambda layout, device: 11)
+    assert load_runner(config(folder, num_kv_cache_blocks=None))[0].info.num_blocks == 11
+
+
+def test_settings_that_cannot_be_met(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="triton"):
+        load_runner(config(folder, attn_func="triton"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA"):
+            load_runner(config(folder).model_copy(update={"device": "cuda:1"}))

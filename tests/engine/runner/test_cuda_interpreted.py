@@ -1,0 +1,300 @@
+"""The CUDA runner on the CPU, in Triton's interpreter, gives the tokens of the plain runner."""
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.tree_attention import KernelConfig
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import Runner, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.kernels import linear
+from parrot.engine.kernels.linear import FEW_ROWS
+from parrot.engine.models import decoder
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.layers import PlainLinear
+from parrot.engine.runner import warm_up
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.engine.runner.inputs import StepInputs
+from parrot.protocol.engine_api import GenerateResponse
+from parrot.protocol.errors import ModelNumerics
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.byte_tokenizer import plain_byte_tokenizer
+from parrot.testing.core_harness import Answer
+from parrot.testing.kernel_cases import SHARE_ALL
+from parrot.testing.runner_driver import Driver
+from parrot.testing.tiny_model import make_tiny_model
+from parrot.utils.clock import MonotonicClock
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
+    pytest.mark.timeout(300),
+]
+
+BLOCKS, SIZE = 64, 16
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1},
+    "qwen2": {"hidden_size": 64, "num_hidden_layers": 1},
+    "qwen3": {"num_hidden_layers": 1},
+    "opt": {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    },
+}
+MakeRunners = Callable[..., tuple[ModelRunner, CudaRunner]]
+
+
+@pytest.fixture
+def make_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRunners:
+    def make(
+        family: str, gate: GateConfig | None = None, max_rows: int = 8
+    ) -> tuple[ModelRunner, CudaRunner]:
+        folder = make_tiny_model(tmp_path / family, family, overrides=OVERRIDES[family])
+        checkpoint = open_checkpoint(str(folder))
+        cpu = torch.device("cpu")
+        with monkeypatch.context() as patch:  # the kernels read weights as they are
+            patch.setattr(decoder, "make_linear", PlainLinear)
+            model = Decoder(checkpoint.spec, checkpoint.take, torch.float32, cpu)
+        options = CudaOptions(
+            max_rows=max_rows, max_tokens=128, gate=gate, use_graphs=False, upcast=True
+        )
+        return ModelRunner(model, BLOCKS, SIZE), CudaRunner(model, BLOCKS, SIZE, options)
+
+    return make
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a few programs fill, so that warming up is a matter of seconds."""
+    monkeypatch.setattr(warm_up, "KernelConfig", lambda: KernelConfig(deep_resident=4))
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(250) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("family", OVERRIDES)
+def test_greedy_tokens(make_runners: MakeRunners, family: str) -> None:
+    """Prompts at once and in chunks; one sequence takes the path of a batch of one."""
+    prompts = random_prompts(5, 40, 17)
+    plain, own = (Driver(runner) for runner in make_runners(family))
+    for wanted, chunk in ((3, None), (3, 7)):
+        want = plain.generate([plain.context(p) for p in prompts], wanted, chunk)
+        assert own.generate([own.context(p) for p in prompts], wanted, chunk) == want
+    assert own.generate([own.context(prompts[0])], 3) == [
+        plain.generate([plain.context(prompts[0])], 3)[0]
+    ]
+
+
+@pytest.mark.parametrize("gate", [SHARE_ALL, None])
+def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateConfig | None) -> None:
+    plain, own = make_runners("llama", gate)
+    (prompt,) = random_prompts(50)
+    outputs = []
+    for driver in (Driver(plain), Driver(own)):
+        parent = driver.context(prompt)
+        driver.step([(parent, 50)])
+        children = [driver.fork(parent, length) for length in (50, 33, 32)]
+        for index, child in enumerate(children):
+            child.tokens += [index, 3]
+        outputs.append(driver.generate(children, 4))
+    assert outputs[0] == outputs[1]
+    assert (own.shared_tokens_saved > 0) == (gate is not None)
+    assert (own.num_shared_steps > 0) == (gate is not None)
+
+
+class Launches:
+    """In place of a kernel; keeps what the compiler would make a kernel of its own for."""
+
+    def __init__(self, seen: set[Any]) -> None:
+        self._seen = seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            kinds = tuple(_specialised(argument) for argument in arguments)
+            self._seen.add((kinds, tuple(constants.items())))
+
+        return launch
+
+
+def _specialised(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return 1 if argument == 1 else argument % 16 == 0
+    return argument.dtype if isinstance(argument, torch.Tensor) else type(argument)
+
+
+@pytest.mark.usefixtures("small_device")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the values of padding are not defined
+def test_products_of_any_few_rows_are_warm(
+    make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, runner = make_runners("llama", max_rows=FEW_ROWS)
+    seen: set[Any] = set()
+    for name in ("few_rows_linear_kernel", "few_rows_qkv_kernel"):
+        monkeypatch.setattr(linear, name, Launches(seen))
+    runner.warm_up()
+    warm = set(seen)
+    driver = Driver(runner)
+    for count in (1, 2, 16, 17, 33, 48):
+        contexts = [driver.context([7]) for _ in range(count)]
+        driver.step([(context, 1) for context in contexts])
+        for context in contexts:
+            driver.release(context)
+    assert seen == warm
+
+
+def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
+    """Of requests of different lengths, of which the last comes when the others generate."""
+    language = Language.of(plain_byte_tokenizer(259))
+    config = BuiltinConfig(fill_chunk_size=16)
+    core = EngineCore(config, runner, language, MonotonicClock())
+    answers = [Answer() for _ in samplings]
+    prompts = random_prompts(5, 40, 17)
+    for number, (sampling, answer) in enumerate(zip(samplings, answers, strict=True)):
+        limits = {"max_gen_length": 4 + 2 * number, "ignore_tokenizer_eos": True}
+        order = Order(
+            number,
+            (Piece(number, array("i", prompts[number])),),
+            answer,
+            sampling=sampling.model_copy(update=limits),
+        )
+        if number == len(samplings) - 1:
+            for _ in range(4):
+                core.step()
+        core.submit(order)
+    while core.has_work and core.step():
+        pass
+    for call, argument in core.take_outcomes():
+        call(argument)
+    core.check_integrity()
+    return [a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)]
+
+
+# Tokens that come again and again.
+FEW = {"logit_bias": {7: 50.0, 8: 49.3, 9: 48.9}}
+DRAWN: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.9}]
+PENALIZED: list[dict[str, Any]] = [
+    {"frequency_penalty": 2.0, "repetition_penalty": 1.5, **FEW},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "fields"),
+    [
+        (True, [{"temperature": 0}]),
+        (True, [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0, **FEW}]),
+        (True, [{"temperature": 0, "repetition_penalty": 10.0, **FEW}, {"temperature": 0}]),
+        *((overlap, fields) for fields in (DRAWN, PENALIZED) for overlap in (True, False)),
+    ],
+    ids=str,
+)
+def test_steps_launched_ahead_under_the_engine_core(
+    make_runners: MakeRunners,
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    fields: list[dict[str, Any]],
+) -> None:
+    """Tokens go from step to step on the device, and count there if they are penalized."""
+    plain, own = make_runners("llama")
+    own._overlap = overlap
+    pending: list[int] = []
+    build = own._inputs.build
+
+    def watched(plan: StepPlan) -> StepInputs:
+        inputs = build(plan)
+        pending.extend(inputs.pending)
+        return inputs
+
+    monkeypatch.setattr(own._inputs, "build", watched)
+    samplings = [SamplingConfig(**fields[i % len(fields)], seed=i) for i in range(3)]
+    want = core_outputs(plain, samplings)
+    assert core_outputs(own, samplings) == want
+    assert [len(output) for output in want] == [4, 6, 8]
+    assert Counter(pending) == ({0: 3, 1: 5, 2: 7} if overlap else {})
+
+
+def test_a_step_that_fails_while_its_kernels_are_launched(
+    make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor may have been launched before that is known."""
+    plain, own = make_runners("llama")
+    samplings = [SamplingConfig(temperature=0, frequency_penalty=2.0, **FEW)] * 3
+    want = core_outputs(plain, samplings)
+    forward, calls = own._forward, 0
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 9):
+            raise torch.OutOfMemoryError("no room")
+        return forward(*arguments)
+
+    monkeypatch.setattr(own, "_forward", fail)
+    assert core_outputs(own, samplings) == want
+    assert calls > 9
+
+
+SAMPLINGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0.7, top_p=0.8),
+    SamplingConfig(temperature=0),
+    SamplingConfig(top_k=20, min_p=0.01),
+    SamplingConfig(temperature=1.5, presence_penalty=1.0, logit_bias={7: 2.0}),
+]
+
+
+def test_sampled_tokens_in_mixed_steps(make_runners: MakeRunners) -> None:
+    """Rows of all kinds, with and without a prompt, one of which must not sample."""
+    outputs: list[list[dict[int, int]]] = []
+    for runner in make_runners("llama"):
+        driver = Driver(runner)
+        contexts = [driver.context(p) for p in random_prompts(5, 9, 3, 4, 6)]
+        found = [driver.step([(c, 1) for c in contexts]).tokens]
+        specs = []
+        for c, sampling in zip(contexts, SAMPLINGS, strict=True):
+            spec = SampleSpec(c.context_id, sampling, 7, len(c.tokens), (), tuple(c.tokens))
+            tokens = c.tokens[c.done :]
+            specs.append(SequenceStep(c.context_id, tokens, c.done, c.blocks, spec))
+        found.append(runner.run(StepPlan(tuple(specs))).tokens)
+        again = [s._replace(token_ids=[1], start=s.end, sample=s.sample) for s in specs]
+        again[2] = again[2]._replace(sample=None)
+        found.append(runner.run(StepPlan(tuple(again))).tokens)
+        outputs.append(found)
+    assert [len(tokens) for tokens in outputs[0]] == [0, 5, 4]
+    assert outputs[0] == outputs[1]
+
+
+def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
+    _, own = make_runners("llama")
+    driver = Driver(own)
+    good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))
+    driver.step([(good, 2), (bad, 19)])
+    own._cache.pool[:, :, :, bad.blocks[0]] = float("nan")
+    result = driver.step([(good, 1), (bad, 1)])
+    assert isinstance(result.errors[bad.context_id], ModelNumerics)
+    assert result.tokens.keys() == {good.context_id}
+
+
+@pytest.mark.usefixtures("small_device")
+def test_warming_up_writes_no_block_of_a_context(make_runners: MakeRunners) -> None:
+    _, own = make_runners("opt")
+    own.warm_up()
+    assert not own._cache.pool[:, :, :, :BLOCKS].any()

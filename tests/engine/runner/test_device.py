@@ -1,0 +1,36 @@
+"""A failed step and a lost device are told apart by asking the device."""
+
+import pytest
+import torch
+
+from parrot.engine.core.plan import DeviceLost
+from parrot.engine.runner.device import noticing_loss
+
+CUDA = torch.device("cuda")
+
+
+def fail(device: torch.device) -> None:
+    with noticing_loss(device):
+        raise RuntimeError("an illegal memory access\nmore about it")
+
+
+def test_a_device_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(RuntimeError, match="illegal"):
+        fail(CUDA)
+    with pytest.raises(RuntimeError, match="illegal"):
+        fail(torch.device("cpu"))
+
+
+def test_a_device_that_fails_at_everything_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    with pytest.raises(DeviceLost, match=r"^an illegal memory access$"):
+        fail(CUDA)
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(KeyError), noticing_loss(CUDA):
+        raise KeyError("x")

@@ -1,0 +1,212 @@
+"""The embedded model's greedy output is that of transformers, however the work is cut up."""
+
+import functools
+import itertools
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.driver import deliver
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import Runner, StepPlan, StepResult
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.runner.cpu import ModelRunner, load_runner
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.runner_driver import Driver
+from parrot.utils.clock import MonotonicClock
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 64
+TEXTS = [
+    "The capital of France is a city on the river Seine, and it is known for",
+    "In mathematics, a prime number is a natural number greater than 1 that",
+    "def fibonacci(n):\n    # Return the n-th number of the sequence\n    if n <",
+    "Once upon a time, in a village at the foot of a mountain, there lived an",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\nThe",
+    "<|im_start|>user\nWrite a short poem about rain.<|im_end|>\n<|im_start|>assistant\n",
+    "The recipe is simple: take two eggs, a cup of flour, and a pinch of salt. First,",
+    "Photosynthesis is the process by which plants turn light, water and air into",
+    "Dear Professor Smith,\n\nI am writing to recommend my student for the position of",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19,",
+    "The three branches of the government of the United States are the legislative,",
+    "Q: What is the boiling point of water at sea level?\nA: It is 100 degrees. Q:",
+]
+PROMPT_LENGTH = 11  # prompts of one length are one batch without padding
+
+
+@dataclass
+class Golden:
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    config = BuiltinConfig.model_validate(
+        {
+            "model": "embedded",
+            "dtype": "float32",
+            "instance": {"num_kv_cache_blocks": 400},
+        }
+    )
+    return load_runner(config)[0]
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    """transformers' `generate` on the weights that the engine dequantized."""
+    checkpoint = open_checkpoint("embedded")
+    tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
+    prompts = [tokenizer.encode(text).ids[:PROMPT_LENGTH] for text in TEXTS]
+    twin = transformers.LlamaForCausalLM(transformers.LlamaConfig(**checkpoint.config))
+    weights = {name: checkpoint.take(name) for name in checkpoint.shapes}
+    twin.load_state_dict(weights, strict=False)
+    twin.tie_weights()
+    twin.eval()
+    twin.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        ids = twin.generate(torch.tensor(prompts), max_new_tokens=NUM_TOKENS, do_sample=False)
+    return Golden(prompts, ids[:, PROMPT_LENGTH:].tolist())
+
+
+def test_alone(runner: ModelRunner, golden: Golden) -> None:
+    for prompt, want in zip(golden.prompts, golden.outputs, strict=True):
+        driver = Driver(runner)
+        assert driver.generate([driver.context(prompt)], NUM_TOKENS) == [want]
+
+
+def test_in_a_batch_of_16(runner: ModelRunner, golden: Golden) -> None:
+    driver = Driver(runner)
+    chosen = [*range(12), 0, 3, 5, 7]
+    contexts = [driver.context(golden.prompts[i]) for i in chosen]
+    assert driver.generate(contexts, NUM_TOKENS) == [golden.outputs[i] for i in chosen]
+
+
+def test_filled_in_chunks_of_7(runner: ModelRunner, golden: Golden) -> None:
+    driver = Driver(runner)
+    contexts = [driver.context(prompt) for prompt in golden.prompts]
+    assert driver.generate(contexts, NUM_TOKENS, chunk=7) == golden.outputs
+
+
+def test_forked_from_a_shared_context(runner: ModelRunner, golden: Golden) -> None:
+    """A fork of each prompt's context: near its beginning, in the middle, or all but a token."""
+    driver = Driver(runner)
+    contexts = []
+    lengths = itertools.cycle((2, PROMPT_LENGTH // 2, PROMPT_LENGTH - 1))
+    for prompt, length in zip(golden.prompts, lengths, strict=False):
+        parent = driver.context(prompt)
+        driver.step([(parent, len(prompt))])
+        fork = driver.fork(parent, length)
+        fork.tokens = list(prompt)
+        contexts.append(fork)
+    assert driver.generate(contexts, NUM_TOKENS) == golden.outputs
+
+
+def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
+    runner: ModelRunner, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix of 1,000 tokens, then forks that decode together: with and without sharing."""
+    rng = random.Random(1)
+    prefix = [token for _ in range(100) for token in rng.choice(golden.prompts)[:10]][:1000]
+    outputs = []
+    for gate in (1, None):
+        monkeypatch.setattr(runner, "_min_saved_tokens", gate)
+        driver = Driver(runner)
+        parent = driver.context(prefix)
+        driver.step([(parent, len(prefix))])
+        before = runner.shared_tokens_saved
+        children = [driver.fork(parent, len(prefix)) for _ in range(4)]
+        for child, prompt in zip(children, golden.prompts, strict=False):
+            child.tokens += prompt
+        outputs.append(driver.generate(children, 24))
+        assert (runner.shared_tokens_saved - before > 20 * 3 * 900) == (gate == 1)
+    assert outputs[0] == outputs[1]
+
+
+def test_after_a_preemption(runner: ModelRunner, golden: Golden) -> None:
+    """Half of the contexts lose their KV in the middle and are computed again from their tokens."""
+    driver = Driver(runner)
+    contexts = [driver.context(prompt) for prompt in golden.prompts]
+    first = driver.generate(contexts, 30)
+    for context in contexts[::2]:
+        driver.release(context)
+    rest = driver.generate(contexts, NUM_TOKENS - 30, chunk=20)
+    assert [a + b for a, b in zip(first, rest, strict=True)] == golden.outputs
+
+
+class CountingRunner:
+    """The runner, and how many tokens it has computed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.info = runner.info
+        self.num_tokens = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_tokens += plan.num_tokens
+        return self._runner.run(plan)
+
+
+class ListSink:
+    """Keeps a request's outcome."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[object] = []
+        self.chunk = self.done = self.fail = self.outcomes.append
+
+
+@functools.cache
+def language() -> Language:
+    return Language.of(open_checkpoint("embedded").load_tokenizer())
+
+
+def complete(
+    runner: Runner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
+) -> list[list[int]]:
+    """The tokens that an engine core generates for prompts that arrive together."""
+    core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
+    sinks = [ListSink() for _ in requests]
+    for i, ((prompt, sampling), sink) in enumerate(zip(requests, sinks, strict=True)):
+        core.submit(Order(i, (Piece(i, array("i", prompt)),), sink, sampling=sampling))
+    while core.step():
+        deliver(core.take_outcomes())
+    core.check_integrity()
+    return [outcome.generated_ids for sink in sinks for outcome in sink.outcomes]
+
+
+def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
+    """A pool for half of the contexts: the core takes KV from some to let others end."""
+    counting = CountingRunner(runner)
+    num_tokens = NUM_TOKENS // 2
+    capacity = 6 * (PROMPT_LENGTH + num_tokens)
+    sampling = SamplingConfig(temperature=0, max_gen_length=num_tokens, ignore_tokenizer_eos=True)
+    requests = [(prompt, sampling) for prompt in golden.prompts]
+    want = [output[:num_tokens] for output in golden.outputs]
+    assert complete(counting, requests, tokens_capacity=capacity) == want
+    num_needed = len(golden.prompts) * (PROMPT_LENGTH + num_tokens - 1)
+    assert counting.num_tokens > num_needed + 100, "nobody was preempted"
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
+    runner: ModelRunner, golden: Golden
+) -> None:
+    def seeded(seed: int) -> SamplingConfig:
+        return SamplingConfig(seed=seed, temperature=0.9, top_p=0.95, max_gen_length=16)
+
+    requests = [(prompt, seeded(i)) for i, prompt in enumerate(golden.prompts)]
+    together = complete(runner, requests)
+    assert [complete(runner, [request])[0] for request in requests[::4]] == together[::4]
+    prompt = golden.prompts[0]
+    assert (
+        len({tuple(ids) for ids in complete(runner, [(prompt, seeded(i)) for i in range(4)])}) > 2
+    )

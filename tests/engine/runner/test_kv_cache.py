@@ -1,0 +1,80 @@
+"""Copies and clearing in the pool of KV blocks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from parrot.engine.core.plan import BlockCopy
+from parrot.engine.runner import kv_cache
+from parrot.engine.runner.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=4, dtype=torch.float32)
+NONE = np.empty(0, dtype=np.int64)
+CPU = torch.device("cpu")
+
+
+def filled_cache() -> KVCache:
+    cache = KVCache(LAYOUT, 6, CPU)
+    cache.pool.copy_(torch.arange(cache.pool.numel()).view_as(cache.pool))
+    return cache
+
+
+def test_the_pool_has_the_size_that_is_reported() -> None:
+    cache = KVCache(LAYOUT, 6, CPU)
+    assert cache.pool.shape == (2, 2, 3, 6, 4, 4)
+    assert cache.num_bytes == cache.pool.numel() * 4
+    assert not cache.pool.any()
+
+
+def test_a_copy_takes_the_first_slots_and_clears_the_rest() -> None:
+    cache = filled_cache()
+    before = cache.pool.clone()
+    cache.prepare([BlockCopy(source=1, target=4, num_tokens=3)], NONE)
+    assert torch.equal(cache.pool[:, :, :, 4, :3], before[:, :, :, 1, :3])
+    assert not cache.pool[:, :, :, 4, 3:].any()
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(cache.pool[:, :, :, others], before[:, :, :, others])
+
+
+def test_copies_happen_in_order() -> None:
+    cache = filled_cache()
+    first = cache.pool[:, :, :, 0].clone()
+    cache.prepare([BlockCopy(0, 1, 4), BlockCopy(1, 2, 4)], NONE)
+    assert torch.equal(cache.pool[:, :, :, 2], first)
+
+
+def test_copies_come_before_fresh_blocks_are_cleared() -> None:
+    cache = filled_cache()
+    source = cache.pool[:, :, :, 3].clone()
+    cache.prepare([BlockCopy(3, 5, 4)], np.array([3]))
+    assert torch.equal(cache.pool[:, :, :, 5], source)
+    assert not cache.pool[:, :, :, 3].any()
+
+
+def test_what_an_earlier_owner_left_is_gone_even_if_it_was_nan() -> None:
+    cache = KVCache(LAYOUT, 3, CPU)
+    cache.pool.fill_(float("nan"))
+    cache.prepare([BlockCopy(0, 1, 0)], np.array([2]))
+    assert not cache.pool[:, :, :, 1:].isnan().any()
+
+
+def test_the_default_size_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocks(available: int) -> int:
+        monkeypatch.setattr(kv_cache, "_available_memory", lambda: available)
+        return blocks_in_free_memory(LAYOUT, CPU)
+
+    assert blocks(1000 * MIB) == 250 * MIB // LAYOUT.block_bytes
+    assert blocks(10**12) == 2048 * MIB // LAYOUT.block_bytes
+    assert blocks(0) == 1
+
+
+def test_memory_is_known_where_proc_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kv_cache._available_memory() > MIB
+
+    def unreadable(self: Path) -> str:
+        raise OSError
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    assert kv_cache._available_memory() > MIB

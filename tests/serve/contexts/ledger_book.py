@@ -1,0 +1,44 @@
+"""A context ledger to test with."""
+
+from parrot.serve.config import KvEviction
+from parrot.serve.contexts.index import Boundary, Context, Owner
+from parrot.serve.contexts.ledger import ContextLedger
+from parrot.utils.clock import ManualClock
+
+
+class Book(ContextLedger):
+    """A ledger on virtual time that counts its notices."""
+
+    def __init__(self, timeout_s: float = 100.0, eviction: KvEviction = "next_use") -> None:
+        self.clock = ManualClock(50.0)
+        self.notices = 0
+        super().__init__(self.clock, timeout_s, self._note, eviction)
+
+    def _note(self) -> None:
+        self.notices += 1
+
+    def later(self, seconds: float) -> None:
+        self.clock._now += seconds
+
+    def add(
+        self,
+        key: str,
+        size: int,
+        parent: Context | None = None,
+        *,
+        at: int | None = None,
+        owner: Owner = 1,
+        reserved: int = 0,
+    ) -> Context:
+        parent_len = 0 if parent is None else parent.length if at is None else at
+        length = parent_len + size
+        boundary = Boundary(key.encode(), length, 0)
+        return self.open(
+            7,
+            owner,
+            [boundary],
+            length=length,
+            reserved=reserved,
+            parent=parent,
+            parent_len=parent_len,
+        )

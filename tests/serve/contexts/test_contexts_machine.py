@@ -1,0 +1,145 @@
+"""The context ledger, recounted after every step of random histories."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from parrot.serve.config import KvEviction
+from parrot.serve.contexts.index import Boundary, Context, Owner
+from parrot.serve.contexts.think_time import Source
+from tests.serve.contexts.ledger_book import Book
+
+SOURCE = Source("acme", "f")
+ENGINES = (7, 8)
+KEYS = [bytes([c]) for c in range(12)]
+
+
+class Histories(RuleBasedStateMachine):
+    """Random programs: what the executor and the core may do, in any order."""
+
+    eviction: KvEviction = "next_use"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Book(eviction=self.eviction)
+        self.running: list[Context] = []
+        self.freed: set[int] = set()
+        self.opened: set[int] = set()
+        self.expected: Counter[bytes] = Counter()
+        self.gone: set[int] = set()  # with their engine
+        for engine_id in ENGINES:
+            self.book.add_engine(engine_id, 300, block_size=4)
+
+    @rule(
+        engine_id=st.sampled_from(ENGINES),
+        owner=st.sampled_from([1, 2, 3, "acme", "rival"]),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
+        size=st.integers(1, 60),
+        reserved=st.integers(0, 40),
+    )
+    def start(
+        self, engine_id: int, owner: Owner, keys: list[bytes], size: int, reserved: int
+    ) -> None:
+        book = self.book
+        match = book.index.match(engine_id, keys)
+        parent, parent_len = None, 0
+        if match is not None:
+            assert keys[match.num_covered - 1] == match.boundary.key
+            parent, parent_len = match.context, match.boundary.length
+        context = book.open(
+            engine_id,
+            owner,
+            [Boundary(keys[-1], parent_len + size, 0)],
+            length=parent_len + size,
+            reserved=reserved,
+            parent=parent,
+            parent_len=parent_len,
+        )
+        self.opened.add(context.id)
+        book.pin(context)
+        if not book.make_room(engine_id):
+            assert not book._accounts[engine_id].idle.context_ids()
+        self.running.append(context)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), output=st.integers(1, 50), key=st.sampled_from(KEYS))
+    def finish(self, data: st.DataObject, output: int, key: bytes) -> None:
+        context = data.draw(st.sampled_from(self.running))
+        self.running.remove(context)
+        length = context.length + min(output, context.reserved)
+        self.book.settle(context, length, Boundary(key, length, 0), SOURCE)
+        self.book.unpin(context)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        context = data.draw(st.sampled_from(self.running))
+        broken = self.book.drop(context)
+        assert context in broken
+        self.running = [other for other in self.running if other not in broken]
+
+    @rule(session=st.sampled_from([1, 2, 3]), heir=st.sampled_from([None, None, "acme"]))
+    def release(self, session: int, heir: str | None) -> None:
+        self.book.release_session(session, heir)
+        left = self.book._by_session.get(session, {}).values()
+        assert all(context.is_doomed for context in left)
+
+    @rule(engine_id=st.sampled_from(ENGINES))
+    def lose_engine(self, engine_id: int) -> None:
+        self.collect()
+        self.gone.update(self.book.forget_engine(engine_id))
+        self.running = [c for c in self.running if c.engine_id != engine_id]
+        self.book.add_engine(engine_id, 300, block_size=4)
+
+    @rule(engine_id=st.sampled_from(ENGINES))
+    def evict(self, engine_id: int) -> None:
+        self.book.evict_idle(engine_id)
+
+    @rule(seconds=st.integers(1, 200))
+    def wait(self, seconds: int) -> None:
+        self.book.later(seconds)
+        self.book.expire()
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def expect(self, keys: list[bytes]) -> None:
+        self.book.expect(keys)
+        if len(keys) % 2:
+            self.book.unexpect(keys)
+        else:
+            self.expected.update(keys)
+
+    def collect(self) -> None:
+        for context_ids in self.book.take_frees().values():
+            assert not self.freed & set(context_ids), "freed twice"
+            self.freed.update(context_ids)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.collect()
+        self.book.check_integrity(Counter(c.id for c in self.running), self.expected)
+        live = {c for e in ENGINES for c in self.book._accounts[e].contexts}
+        assert live | self.freed | self.gone == self.opened
+        assert not live & (self.freed | self.gone)
+
+    def teardown(self) -> None:
+        for context in self.running:
+            self.book.unpin(context)
+        for session in (1, 2, 3):
+            self.book.release_session(session)
+        for engine_id in ENGINES:
+            self.book.evict_idle(engine_id)
+            assert self.book.num_tokens(engine_id) == 0
+            assert self.book.num_contexts(engine_id) == 0
+        assert len(self.book.index) == 0
+
+
+class LruHistories(Histories):
+    eviction: KvEviction = "lru"
+
+
+TestHistories = Histories.TestCase
+TestLruHistories = LruHistories.TestCase
+TestLruHistories.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,304 @@
+"""Ready prefixes of waiting completions: what is known of a prompt before all of its inputs are."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import invariant
+
+from parrot.protocol.criteria import PerformanceCriteria as Criteria
+from parrot.protocol.errors import EngineFailed
+from parrot.serve.contexts.forecast import Anticipation
+from parrot.serve.contexts.next_use import Forecast
+from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.prompts.segments import PrefixHasher, Segment, fill_segments, preceding_segments
+from parrot.utils.clock import ManualClock
+from tests.serve.graph.test_graph_machine import GraphMachine
+from tests.serve.serve_fakes import (
+    FakeRunner,
+    given,
+    link_call,
+    made,
+    make_graph,
+    native,
+    semantic,
+    taken,
+    var_ids,
+)
+
+HASHER = PrefixHasher(b"a secret")
+
+
+@dataclass
+class Uses:
+    """Keeps what is anticipated."""
+
+    pairs: set[tuple[bytes, Forecast]] = field(default_factory=set)
+
+    @property
+    def counts(self) -> Counter[bytes]:
+        return Counter(key for key, _ in self.pairs)
+
+    @property
+    def forecasts(self) -> dict[bytes, Forecast]:
+        return dict(self.pairs)
+
+    def anticipate(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+        self.pairs.update((key, forecast) for key in keys)
+
+    def forgo(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+        assert {other for other in self.pairs if other[1] is forecast} == {
+            (key, forecast) for key in keys
+        }
+        self.pairs -= {(key, forecast) for key in keys}
+
+
+@dataclass
+class Listener:
+    """What an eager filler would know."""
+
+    texts: dict[Completion, list[str]] = field(default_factory=dict)
+    num_calls: int = 0
+
+    def ready_prefix_grew(
+        self,
+        completion: Completion,
+        segments: Sequence[Segment],
+        keys: Sequence[bytes],
+        forecast: Forecast,
+    ) -> None:
+        assert completion.state is CompletionState.WAITING
+        assert len(segments) == len(keys) > len(self.texts.get(completion, []))
+        self.texts[completion] = [segment.text for segment in segments]
+        self.num_calls += 1
+
+    def dropped(self, completion: Completion) -> None:
+        assert completion.state is not CompletionState.WAITING
+        del self.texts[completion]
+
+    def shown(self) -> list[list[str]]:
+        return list(self.texts.values())
+
+
+class AnticipatingRunner(FakeRunner):
+    """Starts completions with their prompts, as the dispatcher does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses, self.listener = Uses(), Listener()
+        self.anticipation = Anticipation(HASHER, self.uses)
+        self.anticipation.listen(self.listener)
+
+    def expect(self, completion: Completion, forecast: Forecast) -> None:
+        super().expect(completion, forecast)
+        self.anticipation.expect(completion, forecast)
+
+    def unexpect(self, completion: Completion) -> None:
+        super().unexpect(completion)
+        self.anticipation.drop(completion)
+
+    def start(self, task: Task) -> None:
+        if isinstance(task, Completion):
+            segments, keys = self.anticipation.prompt(task)
+            assert segments == [*preceding_segments(task), *fill_segments(task)]
+            assert keys == HASHER.keys("tenant", task.options.chat, segments)
+        super().start(task)
+
+    def check(self) -> None:
+        assert self.anticipation.check_integrity() == self.uses.counts
+
+
+@pytest.fixture
+def runner() -> AnticipatingRunner:
+    return AnticipatingRunner()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+def graph(runner: AnticipatingRunner, clock: ManualClock) -> SessionGraph:
+    return make_graph(runner, clock)
+
+
+def shown(runner: AnticipatingRunner) -> list[list[str]]:
+    runner.check()
+    return runner.listener.shown()
+
+
+def test_a_prefix_grows_up_to_the_first_missing_input(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    x, y, z = (graph.add_variable(name).variable.id for name in "xyz")
+    out = graph.submit_semantic(
+        semantic(
+            "A {{x}} B {{y}} C {{z}} D {{o}}",
+            *(taken(name, var_id) for name, var_id in zip("xyz", (x, y, z), strict=True)),
+            made("o"),
+        )
+    )
+    assert shown(runner) == []  # nobody wants it
+    graph.add_reader(graph.node(var_ids(out)["o"]), Criteria.LATENCY)
+    assert shown(runner) == [["A "]]
+    graph.set_variable(y, "2")
+    assert shown(runner) == [["A "]]
+    assert runner.listener.num_calls == 1
+    graph.set_variable(x, "1")
+    assert shown(runner) == [["A ", "1", " B ", "2", " C "]]
+    graph.set_variable(z, "3")
+    assert shown(runner) == []
+    assert runner.names() == ["o"]
+    assert not runner.uses.counts
+
+
+def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: AnticipatingRunner) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
+    assert shown(runner) == [["f "]]
+    graph.remove_reader(reader)
+    assert shown(runner) == []
+    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    assert shown(runner) == [["f "]]
+    runner.fail(runner.started[0], EngineFailed("broken"))
+    assert shown(runner) == []
+    assert len(runner.anticipation) == 0
+
+
+def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: AnticipatingRunner) -> None:
+    b = link_call(graph, "b", [link_call(graph, "a", [])])
+    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    graph.cancel_variable(b)
+    assert shown(runner) == []
+
+
+def test_a_successor_continues_a_finished_call(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    """While its predecessor waits or runs, that one speaks for both."""
+    hint = graph.add_variable("hint").variable.id
+    first = graph.submit_semantic(semantic("Hello {{x}} {{a}}", given("x", "you"), made("a")))
+    second = graph.submit_semantic(
+        semantic(
+            "And {{hint}}? {{b}}",
+            taken("hint", hint),
+            made("b"),
+            successor_of=first.request_id,
+        )
+    )
+    graph.add_reader(graph.node(var_ids(second)["b"]), Criteria.LATENCY)
+    assert shown(runner) == []
+    runner.finish(runner.started[0], "hi")
+    assert shown(runner) == [["Hello ", "you", " ", "hi", "And "]]
+    graph.set_variable(hint, "now")
+    assert runner.names() == ["b"]
+
+
+def test_an_output_of_a_native_call_is_awaited_like_any_other(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    tool = var_ids(graph.submit_native(native("tool", made("r"))))["r"]
+    out = link_call(graph, "o", [tool])
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    assert shown(runner) == [["f "]]
+    runner.finish(runner.started[0], "found")
+    assert runner.names() == ["o"]
+
+
+def test_when_a_prefix_is_needed_is_predicted(
+    graph: SessionGraph, runner: AnticipatingRunner, clock: ManualClock
+) -> None:
+    """By the path above it at first, and later by the pace of its inputs."""
+    inputs = [link_call(graph, f"a{i}", []) for i in range(4)]
+    out = link_call(graph, "o", inputs)
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    key = runner.anticipation.check_integrity().popitem()[0]
+    forecast = runner.uses.forecasts[key]
+    assert 0 < forecast() - clock.now() < 1  # 10 tokens of one call
+    clock._now += 30
+    assert forecast() == clock.now()
+    runner.finish(runner.started[0])
+    assert forecast() == clock.now() + 90  # three more of four
+
+
+def test_a_forecast_asks_those_above_it(
+    graph: SessionGraph, runner: AnticipatingRunner, clock: ManualClock
+) -> None:
+    inputs = [link_call(graph, f"a{i}", []) for i in range(2)]
+    out = link_call(graph, "o", [link_call(graph, "b", inputs)])
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    clock._now += 50
+    runner.finish(runner.started[0])
+    last = runner.anticipation._waiting[graph.node(out).producer.task][1]  # type: ignore[union-attr, index]
+    assert 50 < last() - clock.now() < 51  # when `b` has its inputs, and has run
+
+
+def test_nobody_knows_when_a_program_sets_a_variable(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    out = link_call(graph, "o", [link_call(graph, "a", [graph.add_variable("v").variable.id])])
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    assert {forecast() for forecast in runner.uses.forecasts.values()} == {inf}
+
+
+def test_a_long_stateful_chain_has_one_prefix(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    response = graph.submit_semantic(semantic("a {{o}}", made("o")))
+    for _ in range(2000):
+        response = graph.submit_semantic(
+            semantic("b {{o}}", made("o"), successor_of=response.request_id)
+        )
+    graph.add_reader(graph.node(var_ids(response)["o"]), Criteria.LATENCY)
+    assert len(runner.anticipation) == 0
+    runner.finish(runner.started[0])
+    assert len(runner.anticipation) == 0
+    assert runner.listener.num_calls == 0
+
+
+def test_inputs_that_come_in_order_cost_what_they_add(
+    graph: SessionGraph, runner: AnticipatingRunner
+) -> None:
+    inputs = [graph.add_variable("v").variable.id for _ in range(300)]
+    out = link_call(graph, "o", inputs)
+    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    for var_id in inputs[:-1]:
+        graph.set_variable(var_id, "text")
+    runner.check()
+    assert runner.listener.num_calls == 300
+    assert sum(runner.uses.counts.values()) == 2 * 299 + 1
+    graph.set_variable(inputs[-1], "text")
+    runner.check()
+    assert not runner.uses.counts
+
+
+class AnticipationMachine(GraphMachine):
+    """Random programs: no prefix is left behind, in whatever order things end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner: AnticipatingRunner = AnticipatingRunner()
+        self.graph = make_graph(self.runner)
+
+    @invariant()
+    def prefixes_are_those_of_what_waits(self) -> None:
+        self.runner.check()
+        expected = set(self.runner.expected)
+        assert set(self.runner.anticipation._waiting) <= expected
+        assert set(self.runner.listener.texts) <= expected
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert len(self.runner.anticipation) == 0
+        assert not self.runner.uses.counts
+        assert not self.runner.listener.texts
+
+
+TestAnticipationMachine = AnticipationMachine.TestCase
+TestAnticipationMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -1,0 +1,310 @@
+"""The context ledger, by examples."""
+
+from collections import Counter
+
+import pytest
+
+from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.contexts.kv_log import FreeReason
+from parrot.serve.contexts.think_time import Source
+from tests.serve.contexts.ledger_book import Book
+
+SOURCE = Source("acme", "f")
+
+
+@pytest.fixture(params=["next_use", "lru"])
+def any_book(request: pytest.FixtureRequest) -> Book:
+    book = Book(eviction=request.param)
+    book.add_engine(7, 100)
+    return book
+
+
+@pytest.fixture
+def book() -> Book:
+    book = Book()
+    book.add_engine(7, 100)
+    return book
+
+
+def freed(book: Book) -> list[int]:
+    return book.take_frees().get(7, [])
+
+
+def test_the_longest_match_wins(book: Book) -> None:
+    a = book.add("a", 10)
+    ab = book.add("ab", 5, a)
+    keys = [b"a", b"ab", b"abc"]
+    match = book.index.match(7, keys)
+    assert match is not None
+    assert (match.num_covered, match.context, match.boundary.length) == (2, ab, 15)
+    assert book.index.match(7, [b"a", b"x"]) == (1, a, Boundary(b"a", 10, 0))
+    assert book.index.match(7, [b"x"]) is None
+    assert book.index.match(8, keys) is None
+    assert [*map(book.index.is_held, keys)] == [True, True, False]
+    assert list(book.index.holders(b"ab") or ()) == [7]
+    assert book.index.holders(b"abc") is None
+
+
+def test_shared_tokens_count_once(book: Book) -> None:
+    root = book.add("r", 40)
+    for i in range(5):
+        book.add(f"r{i}", 5, root)
+    assert book.num_tokens(7) == 65
+    assert book.num_contexts(7) == 6
+
+
+def test_sizes_are_in_blocks() -> None:
+    book = Book()
+    book.add_engine(7, 1000, block_size=16)
+    root = book.add("r", 20)
+    assert book.num_tokens(7) == 32
+    book.add("s", 1, root)  # inside the second block: copied
+    assert book.num_tokens(7) == 48
+    book.add("t", 1, root, at=16)
+    assert book.num_tokens(7) == 64
+
+
+def test_room_is_made_least_recently_used_first(any_book: Book) -> None:
+    contexts = [any_book.add(str(i), 30) for i in range(3)]
+    any_book.add("new", 30)
+    assert any_book.make_room(7)
+    assert freed(any_book) == [contexts[0].id]
+    assert any_book.notices == 1
+    any_book.pin(contexts[1])
+    any_book.unpin(contexts[1])  # used just now
+    any_book.add("newer", 30)
+    assert any_book.make_room(7)
+    assert freed(any_book) == [contexts[2].id]
+    any_book.check_integrity({}, Counter())
+
+
+def test_expected_contexts_are_evicted_last(book: Book) -> None:
+    wanted, other = book.add("wanted", 40), book.add("other", 40)
+    book.expect([b"wanted"])
+    book.expect([b"wanted"])
+    book.unexpect([b"wanted"])
+    book.add("new", 40)
+    assert book.make_room(7)
+    assert freed(book) == [other.id]
+    book.unexpect([b"wanted"])
+    book.later(1)
+    book.add("newer", 40)
+    assert book.make_room(7)
+    assert freed(book) == [wanted.id]
+
+
+def test_what_is_used_is_never_evicted(any_book: Book) -> None:
+    root = any_book.add("r", 60)
+    leaf = any_book.add("l", 30, root)
+    any_book.pin(leaf)
+    big = any_book.add("big", 50)
+    any_book.pin(big)
+    assert not any_book.make_room(7)
+    assert freed(any_book) == []
+    any_book.check_integrity({leaf.id: 1, big.id: 1}, Counter())
+    any_book.unpin(leaf)
+    assert any_book.make_room(7)
+    assert freed(any_book) == [leaf.id, root.id]  # leaves before what they were forked from
+
+
+def test_settling_keeps_what_was_generated(book: Book) -> None:
+    context = book.add("p", 10, reserved=50)
+    book.pin(context)
+    assert book.num_tokens(7) == 60
+    book.settle(context, 25, Boundary(b"po", 24, 9), SOURCE)
+    book.unpin(context)
+    assert book.num_tokens(7) == 25
+    assert book.index.match(7, [b"p", b"po"]) == (2, context, Boundary(b"po", 24, 9))
+
+
+def test_computed_goes_up_the_chain(book: Book) -> None:
+    root = book.add("r", 10)
+    leaf = book.add("l", 10, root)
+    other = book.add("o", 10, root)
+    book.mark_computed(leaf)
+    assert (root.is_computed, leaf.is_computed, other.is_computed) == (True, True, False)
+
+
+def test_dropping_takes_the_forks_along(book: Book) -> None:
+    top = book.add("top", 5, owner="acme")
+    root = book.add("r", 10, top)
+    used, idle = book.add("u", 10, root), book.add("i", 10, root)
+    book.pin(used)
+    assert book.drop(root) == [used]
+    assert set(freed(book)) == {root.id, used.id, idle.id}
+    assert book.index.match(7, [b"u"]) is None
+    book.check_integrity({}, Counter())
+    assert book.num_tokens(7) == 5
+
+
+def test_a_session_takes_its_contexts_but_not_those_in_use(book: Book) -> None:
+    constant = book.add("c", 10, owner="acme")
+    idle, busy = book.add("i", 10, constant), book.add("b", 10, constant)
+    other = book.add("o", 5, idle, owner=2)  # another session continues it
+    book.pin(busy)
+    book.release_session(1)
+    assert freed(book) == []
+    assert book.index.match(7, [b"c", b"i"]) == (1, constant, Boundary(b"c", 10, 0))
+    book.check_integrity({busy.id: 1}, Counter())
+    book.unpin(busy)
+    assert freed(book) == [busy.id]
+    book.release_session(2)
+    assert freed(book) == [other.id, idle.id]
+    book.release_session(2)
+    book.check_integrity({}, Counter())
+    assert book.num_contexts(7) == 1
+
+
+def test_constants_expire_unless_used(book: Book) -> None:
+    constant, busy = book.add("c", 10, owner="acme"), book.add("d", 10, owner="acme")
+    assert book.next_expiry() == 150.0
+    leaf = book.add("l", 5, busy)
+    book.later(60)
+    book.add("m", 1, constant)
+    book.release_session(1)
+    assert set(freed(book)) == {leaf.id, leaf.id + 1}
+    book.later(50)  # 110 after the first use, 50 after the second
+    book.expire()
+    assert freed(book) == [busy.id]
+    book.later(60)
+    book.expire()
+    assert freed(book) == [constant.id]
+    assert book.next_expiry() is None
+
+
+def test_a_constant_with_forks_does_not_expire(book: Book) -> None:
+    constant = book.add("c", 10, owner="acme")
+    leaf = book.add("l", 5, constant)
+    book.later(1000)
+    book.expire()
+    assert freed(book) == []
+    book.drop(leaf)
+    book.later(1000)
+    book.expire()
+    assert constant.id in freed(book)
+
+
+def test_a_lost_engine_takes_everything(book: Book) -> None:
+    book.add_engine(8, 100)
+    root = book.add("r", 10, owner="acme")
+    leaf = book.add("l", 10, root)
+    book.pin(leaf)
+    assert set(book.forget_engine(7)) == {root.id, leaf.id}
+    assert book.take_frees() == {}
+    assert book.index.match(7, [b"r"]) is None
+    assert len(book.index) == 0
+    book.check_integrity({}, Counter())
+    book.release_session(1)
+
+
+def test_evict_idle(any_book: Book) -> None:
+    root = any_book.add("r", 10)
+    used = any_book.add("u", 10, root)
+    any_book.pin(used)
+    idle = any_book.add("i", 10, root)
+    any_book.evict_idle(7)
+    assert freed(any_book) == [idle.id]
+
+
+def test_a_session_may_leave_its_contexts_to_its_tenant(book: Book) -> None:
+    idle, busy = book.add("i", 10), book.add("b", 10)
+    book.pin(busy)
+    book.release_session(1, "acme")
+    assert freed(book) == []
+    assert book.index.match(7, [b"i"]) is not None
+    book.check_integrity({busy.id: 1}, Counter())
+    book.settle(busy, 15, None, SOURCE)
+    book.unpin(busy)
+    book.release_session(1)
+    book.later(101)
+    book.expire()
+    assert set(freed(book)) == {idle.id, busy.id}
+    assert book.log.total.freed == {FreeReason.EXPIRED: 15}  # the other was never computed
+
+
+def crowd(book: Book, size: int) -> None:
+    """Something runs that needs room."""
+    book.pin(book.add("new", size))
+    assert book.make_room(7)
+
+
+def end(book: Book, context: Context, source: Source) -> None:
+    """Its run ends, and the session may continue it."""
+    book.pin(context)
+    book.settle(context, context.length, None, source)
+    book.unpin(context)
+
+
+def test_the_session_that_comes_back_last_is_evicted_first(book: Book) -> None:
+    fast, slow = Source("acme", "fast"), Source("acme", "slow")
+    for _ in range(20):
+        book.pauses.continued(9, fast, 2.0)
+        book.pauses.continued(9, slow, 25.0)
+    early, late = book.add("slow", 40), book.add("fast", 40)
+    end(book, early, slow)
+    end(book, late, fast)
+    book.later(1)
+    crowd(book, 40)
+    assert freed(book) == [early.id]
+
+
+def test_a_pause_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -> None:
+    fast, slow = Source("acme", "fast"), Source("acme", "slow")
+    for _ in range(20):
+        book.pauses.continued(9, fast, 2.0)
+        book.pauses.continued(9, slow, 25.0)
+    gone, coming = book.add("fast", 40), book.add("slow", 40)
+    end(book, gone, fast)
+    end(book, coming, slow)
+    book.later(20)
+    crowd(book, 40)
+    assert freed(book) == [gone.id]
+
+
+def test_what_waits_longer_is_evicted_first(book: Book) -> None:
+    _, far = book.add("near", 40), book.add("far", 40)
+    book.anticipate([b"near"], lambda: 55.0)
+    book.anticipate([b"far"], lambda: 100.0)
+    crowd(book, 40)
+    assert freed(book) == [far.id]
+
+
+def test_an_evicted_turn_leaves_its_expectation_to_the_one_before(book: Book) -> None:
+    for _ in range(20):
+        book.pauses.continued(9, SOURCE, 2.0)
+    first = book.add("1", 30)
+    second = book.add("12", 30, first)
+    end(book, second, SOURCE)
+    other = book.add("other", 30)
+    book.log.total.freed.clear()
+    book._evict(second, FreeReason.ROOM)
+    assert first.awaiting == (SOURCE, 50.0)
+    crowd(book, 45)
+    assert freed(book) == [second.id, other.id]
+
+
+def test_reuse_so_far_is_taken_to_go_on(book: Book) -> None:
+    often, once = book.add("often", 30, owner="acme"), book.add("once", 30, owner="acme")
+    for _ in range(10):
+        book.later(1)
+        book.drop(book.add("fork", 1, often))
+    book.drop(book.add("fork", 1, once))  # last used later
+    book.take_frees()
+    book.later(5)
+    crowd(book, 50)
+    assert freed(book) == [once.id]
+
+
+def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
+    book.add_engine(8, 100)
+    first = book.add("a", 60)
+    book.mark_computed(first)
+    assert book.note_use(7, 0, [(b"x", 10)]) == 0
+    assert book.note_use(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 60
+    crowd(book, 60)
+    assert book.note_use(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 55
+    assert book.log.total.hit == 5
+    assert book.log.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 55}
+    assert book.log.engine(7).recomputed.total() == 55
+    assert book.log.engine(7).evicted == 60
+    assert book.log.engine(8).evicted == 0

@@ -1,0 +1,696 @@
+"""The dispatcher with engines inside the process: submit, settle, cancel, engines lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import count
+
+import pytest
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import EngineInfo, FinishReason, HeartbeatRequest, RuntimeInfo
+from parrot.protocol.errors import (
+    Cancelled,
+    EngineFailed,
+    InternalError,
+    ModelNumerics,
+    NoEngine,
+    NotFound,
+    OutOfMemory,
+    ParrotError,
+    PromptTooLong,
+    QuotaExceeded,
+    Unavailable,
+    UnsupportedField,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    CompletionState,
+    Objective,
+    Piece,
+    TextPiece,
+    VariablePiece,
+)
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
+from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
+from parrot.utils.clock import ManualClock
+
+OPTIONS = CallOptions(func_name="f", tenant="acme")
+TOKENIZER_ID = tokenizer_id_of(byte_tokenizer())
+
+
+class World:
+    """A dispatcher on virtual time, with what a core would give it."""
+
+    def __init__(self, **scheduler: object) -> None:
+        self.clock = ManualClock(1000.0)
+        self.engines: dict[str, FakeEngine] = {}
+        self._ids = count()
+        config = CoreConfig(
+            global_scheduler=GlobalSchedulerConfig.model_validate(scheduler),
+            engine_heartbeat_timeout=30.0,
+            constant_prefix_var_timeout=600.0,
+            max_engines_num=4,
+        )
+        self.dispatcher = Dispatcher(config, self.clock, self._connect)
+
+    def _connect(self, info: EngineInfo) -> FakeEngine:
+        return self.engines[info.engine_name]
+
+    async def join(self, engine: FakeEngine) -> int:
+        self.engines[engine.info.engine_name] = engine
+        return await self.dispatcher.register_engine(engine.info)
+
+    def completion(
+        self,
+        *pieces: str | SemanticVariable,
+        session: int = 1,
+        previous: Completion | None = None,
+        stream: bool = False,
+        options: CallOptions = OPTIONS,
+        sampling: SamplingConfig | None = None,
+    ) -> Completion:
+        number = next(self._ids)
+        fill: list[Piece] = [
+            TextPiece(p) if isinstance(p, str) else VariablePiece(p) for p in pieces
+        ]
+        return Completion(
+            id=number,
+            request_id=number,
+            session_id=session,
+            options=options,
+            fill=tuple(fill),
+            output=SemanticVariable(f"v{number}", f"out{number}", session),
+            sampling=sampling or SamplingConfig(max_gen_length=20),
+            previous=previous,
+            wants_stream=stream,
+            objective=Objective(PerformanceCriteria.LATENCY, 0, 1.0),
+        )
+
+    def submit(self, *pieces: str | SemanticVariable, **kwargs: object) -> Completion:
+        completion = self.completion(*pieces, **kwargs)  # type: ignore[arg-type]
+        self.dispatcher.submit(completion)
+        return completion
+
+    async def settle(self) -> None:
+        for _ in range(30):
+            await asyncio.sleep(0)
+
+
+def value(text: str) -> SemanticVariable:
+    variable = SemanticVariable("x", "x", 1)
+    variable.set(text)
+    return variable
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    yield world
+    world.dispatcher.check_integrity()
+    await world.dispatcher.close()
+
+
+async def error_of(completion: Completion) -> ParrotError:
+    with pytest.raises(ParrotError) as caught:
+        await asyncio.wait_for(completion.output.wait(), 30)
+    return caught.value
+
+
+# Running
+
+
+async def test_runs_a_completion_and_fills_in_what_it_knows(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    completion = world.submit("Say ", value("hi"), " now: ")
+    assert completion.state is CompletionState.QUEUED
+    assert await completion.output.wait() == "<12>"
+    assert engine.prompts == ["Say hi now: "]
+    assert completion.state is CompletionState.DONE
+    assert completion.stats.engine_name == "fake"
+    assert completion.stats.model == "tiny"
+    assert completion.stats.attempts == 1
+    assert completion.stats.output_tokens == 5
+    assert completion.stats.computed_tokens == 8  # after the constant beginning
+    assert completion.times.started is not None
+    assert completion.times.finished is not None
+    tokenized = completion.output.tokenized
+    assert tokenized is not None
+    assert tokenized.tokenizer_id == TOKENIZER_ID
+    assert len(tokenized.ids) == 4  # without the stop token
+
+
+async def test_books_are_done_before_the_output_is_set(world: World) -> None:
+    await world.join(fake_engine())
+    completion = world.completion("a")
+    seen: list[CompletionState] = []
+
+    def on_settled(variable: SemanticVariable) -> None:
+        seen.append(completion.state)
+        world.dispatcher.check_integrity()
+        seen.append(world.submit("next").state)
+
+    completion.output.on_settled(on_settled)
+    world.dispatcher.submit(completion)
+    await completion.output.wait()
+    assert seen == [CompletionState.DONE, CompletionState.QUEUED]
+
+
+async def test_one_request_does_a_completion_with_a_tenants_prefix(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    await world.submit("System. ", value("one")).output.wait()
+    await world.submit("System. ", value("two"), session=2).output.wait()
+    first, second = engine.requests
+    assert len(first.fills) == 2
+    assert first.fills[1].parent_context_id == first.fills[0].context_id
+    assert first.fills[1].parent_len == 8
+    assert len(second.fills) == 1  # the other session forks the same constant context
+    assert second.fills[0].parent_context_id == first.fills[0].context_id
+    assert engine.prompts == ["System. one", "System. two"]
+
+
+async def test_other_tenants_and_calls_without_the_option_share_nothing(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    await world.submit("System. ", value("one")).output.wait()
+    other = CallOptions(func_name="f", tenant="rival")
+    await world.submit("System. ", value("one"), session=2, options=other).output.wait()
+    assert engine.requests[1].fills[0].parent_context_id == -1
+    single = CallOptions(func_name="f", tenant="third", cache_prefix=False)
+    await world.submit("System. ", value("one"), session=3, options=single).output.wait()
+    assert len(engine.requests[2].fills) == 1
+
+
+async def test_a_defect_of_the_scheduler_reaches_those_who_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.join(fake_engine())
+    waiting = [world.submit("one"), world.submit("two", session=2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", lambda self: [][0])
+        assert [type(await error_of(c)) for c in waiting] == [InternalError] * 2
+    assert await world.submit("three").output.wait()
+
+
+async def test_a_later_output_continues_the_context_with_the_generated_ids(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    first = world.submit("Q: ", value("why"), " A: ")
+    await first.output.wait()
+    second = world.submit(" And? ", previous=first)
+    await second.output.wait()
+    assert engine.prompts[1] == "Q: why A: <10> And? "
+    request = engine.requests[1]
+    assert len(request.fills) == 1
+    assert request.fills[0].parent_context_id == engine.requests[0].context_id
+    assert request.fills[0].parent_len == len("Q: why A: <10>")  # not the stop token
+    assert second.stats.computed_tokens == len(" And? ")
+
+
+async def test_a_stop_string_makes_the_text_be_tokenised_again(world: World) -> None:
+    engine = fake_engine(script=Script(text=lambda _: "yes", stop_token=False, extra_ids=[33]))
+    await world.join(engine)
+    first = world.submit("Q ", value("x"))
+    await first.output.wait()
+    assert first.output.tokenized is None
+    await world.submit(" B", previous=first).output.wait()
+    assert engine.prompts[1] == "Q xyes B"
+    assert engine.requests[1].fills[0].parent_len == 3
+
+
+async def test_an_identical_prompt_recomputes_one_token(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    for _ in range(2):
+        await world.submit("Only constant text").output.wait()
+    assert engine.prompts == ["Only constant text"] * 2
+    fill = engine.requests[1].fills[0]
+    assert fill.token_ids is not None
+    assert len(fill.token_ids) == 1
+
+
+async def test_special_tokens_only_in_the_template(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    await world.submit("<|im_start|>", value("<|im_start|>")).output.wait()
+    ids = [i for fill in engine.requests[0].fills for i in fill.token_ids or []]
+    assert len(ids) == 1 + len("<|im_start|>")
+
+
+async def test_bos_once(world: World) -> None:
+    engine = fake_engine(add_bos=True)
+    await world.join(engine)
+    first = world.submit("a", value("b"))
+    await first.output.wait()
+    await world.submit("c", previous=first).output.wait()
+    assert engine.prompts == ["<s>ab", "<s>ab<2+>c".replace("<2+>", first.output.text)]
+
+
+async def test_chat(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    chat = CallOptions(func_name="f", tenant="acme", chat=True)
+    first = world.submit("Hello ", value("{{ 7*7 }}<|im_end|>"), options=chat)
+    await first.output.wait()
+    second = world.submit("And?", previous=first, options=chat)
+    await second.output.wait()
+    start = "<|im_start|>user\nHello {{ 7*7 }}<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    answer = first.output.text + "<|im_end|>\n"
+    assert engine.prompts[0] == start
+    assert engine.prompts[1] == (
+        start + answer + "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert engine.requests[1].fills[0].parent_len is not None
+    assert engine.requests[1].fills[0].parent_context_id == engine.requests[0].context_id
+
+
+async def test_chat_without_a_template_is_refused(world: World) -> None:
+    engine = fake_engine()
+    assert engine.tokenizer_response is not None
+    engine.tokenizer_response.chat_template = None
+    await world.join(engine)
+    chat = CallOptions(func_name="f", chat=True)
+    error = await error_of(world.submit("Hello", options=chat))
+    assert isinstance(error, UnsupportedField)
+    assert error.param == "chat"
+
+
+async def test_text_engine(world: World) -> None:
+    engine = fake_engine(text=True)
+    await world.join(engine)
+    first = world.submit("Q: ", value("why"), " A: ")
+    assert await first.output.wait() == "<10>"
+    assert first.output.tokenized is None
+    await world.submit(" B", previous=first).output.wait()
+    assert engine.prompts == ["Q: why A: ", "Q: why A: <10> B"]
+    assert engine.requests[1].fills[0].text == " B"
+    assert engine.requests[1].fills[0].parent_len == len("Q: why A: <10>")
+
+
+async def test_a_long_text_does_not_block_the_loop(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    completion = world.submit("Read: ", value("x" * 20_000))
+    again = world.submit("Read: ", value("x" * 20_000), session=2)
+    assert await asyncio.wait_for(completion.output.wait(), 30) == "<20006>"
+    await asyncio.wait_for(again.output.wait(), 30)
+    fill = engine.requests[1].fills[-1]
+    assert fill.token_ids is not None
+    assert len(fill.token_ids) == 1  # it found the first one's context
+
+
+# Streaming
+
+
+async def test_streams_when_asked(world: World) -> None:
+    engine = fake_engine(script=Script(text=lambda _: "abcdef", steps=3))
+    await world.join(engine)
+    completion = world.submit("Go", stream=True)
+    deltas = [delta async for delta in completion.output.stream()]
+    assert "".join(deltas) == "abcdef"
+    assert len(deltas) >= 2
+
+
+async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> None:
+    first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
+    await world.join(first)
+    completion = world.submit("Go", stream=True)
+    await world.settle()
+    assert completion.output.partial_text == "abcd"
+    second = fake_engine("two", script=Script(text=lambda _: "ef"))
+    await world.join(second)
+    world.dispatcher._fleet.lose(world.dispatcher._fleet.registry.get(0), "test")  # type: ignore[arg-type]
+    assert await completion.output.wait() == "abcdef"
+    assert second.prompts == ["Goabcd"]
+    assert second.requests[0].sampling_config.max_gen_length == 20 - 4
+    assert completion.output.tokenized is not None
+    assert len(completion.output.tokenized.ids) == 6
+    assert first.num_aborted == 1
+    await world.submit("?", previous=completion).output.wait()
+    assert second.prompts[1] == "Goabcdef?"
+    assert second.requests[1].fills[0].parent_len == len("Goabcdef")
+
+
+async def test_everything_was_delivered_before_the_engine_died(world: World) -> None:
+    script = Script(text=lambda _: "abcd", steps=2, hang_after=2)
+    await world.join(fake_engine("one", script=script))
+    sampling = SamplingConfig(max_gen_length=4)
+    completion = world.submit("Go", stream=True, sampling=sampling)
+    await world.settle()
+    await world.join(fake_engine("two"))
+    world.dispatcher._fleet.lose(world.dispatcher._fleet.registry.get(0), "test")  # type: ignore[arg-type]
+    assert await completion.output.wait() == "abcd"
+
+
+async def test_a_constrained_stream_is_not_continued(world: World) -> None:
+    script = Script(text=lambda _: "abcd", steps=2, hang_after=1)
+    await world.join(fake_engine("one", script=script))
+    completion = world.submit("Go", stream=True, sampling=SamplingConfig(regex="a.*"))
+    await world.settle()
+    await world.join(fake_engine("two"))
+    world.dispatcher._fleet.lose(world.dispatcher._fleet.registry.get(0), "test")  # type: ignore[arg-type]
+    assert isinstance(await error_of(completion), EngineFailed)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "error", [ModelNumerics("NaN"), UnsupportedField("no", param="n"), PromptTooLong("long")]
+)
+async def test_typed_errors_fail_at_once(world: World, error: ParrotError) -> None:
+    engine = fake_engine(script=Script(error=error))
+    await world.join(engine)
+    completion = world.submit("a ", value("b"))
+    assert await error_of(completion) is error
+    assert completion.state is CompletionState.FAILED
+    assert len(engine.requests) == 1
+    engine.script = Script()
+    await world.submit("a ", value("b")).output.wait()
+    assert engine.requests[1].fills[0].parent_context_id == -1  # nothing of the first is trusted
+
+
+async def test_a_prompt_that_cannot_fit_never_reaches_the_engine(world: World) -> None:
+    engine = fake_engine(max_seq_len=10)
+    await world.join(engine)
+    assert isinstance(await error_of(world.submit("0123456789")), PromptTooLong)
+    assert engine.requests == []
+    ok = world.submit("0123456")
+    await ok.output.wait()
+    assert engine.requests[0].sampling_config.max_gen_length == 3
+
+
+@pytest.mark.parametrize("error", [InternalError("bug"), Cancelled("aborted"), EngineFailed("x")])
+async def test_an_engines_own_trouble_is_retried_elsewhere(
+    world: World, error: ParrotError
+) -> None:
+    bad, good = fake_engine("bad", script=Script(error=error)), fake_engine("good")
+    await world.join(bad)
+    await world.join(good)
+    completion = world.submit("a")
+    assert await completion.output.wait() == "<1>"
+    assert len(bad.requests) == 1
+    assert completion.stats.engine_name == "good"
+    assert completion.stats.attempts == 2
+
+
+async def test_a_lasting_trouble_ends_as_engine_failed(world: World) -> None:
+    engine = fake_engine(script=Script(error=InternalError("bug")))
+    await world.join(engine)
+    assert type(await error_of(world.submit("a"))) is EngineFailed
+    assert len(engine.requests) == 3
+
+
+async def test_a_defect_of_ours_ends_as_an_error(world: World) -> None:
+    def broken(_: str) -> str:
+        raise ZeroDivisionError
+
+    await world.join(fake_engine(script=Script(text=broken)))
+    assert isinstance(await error_of(world.submit("a")), EngineFailed)
+
+
+async def test_out_of_memory_evicts_idle_contexts_and_retries(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    await world.submit("old ", value("x")).output.wait()
+    held = set(engine.contexts)
+    engine.scripts = [Script(error=OutOfMemory("full"))]
+    await world.submit("new ", value("y")).output.wait()
+    await world.clock.advance(0.1)
+    assert held <= set(engine.freed)
+    engine.script = Script(error=OutOfMemory("full"))
+    assert isinstance(await error_of(world.submit("new")), OutOfMemory)
+
+
+async def test_contexts_that_the_engine_forgot_are_built_again(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    await world.submit("old ", value("x")).output.wait()
+    engine.contexts.clear()
+    await world.submit("old ", value("y")).output.wait()
+    assert engine.prompts[-1] == "old y"
+    engine.script = Script(error=NotFound("never heard of it"))
+    assert isinstance(await error_of(world.submit("old ", value("z"))), EngineFailed)
+
+
+# Engines that are lost
+
+
+async def test_a_lost_engines_completions_run_elsewhere(world: World) -> None:
+    one = fake_engine("one", script=Script(hang_after=0))
+    await world.join(one)
+    hanging = [world.submit(f"job {i} ", value("x")) for i in range(3)]
+    await world.settle()
+    one.scripts = [Script(error=Unavailable("connection reset"))]
+    trigger = world.submit("more")
+    await world.settle()
+    assert world.dispatcher.engines() == []
+    assert {c.state for c in (*hanging, trigger)} == {CompletionState.QUEUED}
+    await world.join(fake_engine("two"))
+    for completion in (*hanging, trigger):
+        await completion.output.wait()
+    assert {c.stats.engine_name for c in hanging} == {"two"}
+    assert [view.info.engine_name for view in world.dispatcher.engines()] == ["two"]
+    assert one.is_closed
+
+
+async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None:
+    killer = world.submit("kill")
+    for i in range(3):
+        await world.join(fake_engine(f"e{i}", script=Script(error=Unavailable("gone"))))
+        await world.settle()
+    assert type(await error_of(killer)) is EngineFailed
+    assert killer.stats.attempts == 3
+    assert world.dispatcher.engines() == []
+
+
+async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> None:
+    engine = fake_engine("one", script=Script(hang_after=0))
+    engine_id = await world.join(engine)
+    completion = world.submit("a")
+    await world.settle()
+    beat = HeartbeatRequest(engine_id=engine_id, engine_name="one", runtime_info=RuntimeInfo())
+    await world.clock.advance(20)
+    assert world.dispatcher.heartbeat(beat).state == "ok"
+    await world.clock.advance(20)
+    assert completion.state is CompletionState.RUNNING
+    await world.clock.advance(11)
+    assert isinstance(completion.output.error, NoEngine)
+    assert world.dispatcher.heartbeat(beat).state == "unknown"
+    engine.script = Script()
+    await world.join(engine)
+    await world.submit("a").output.wait()
+
+
+async def test_a_late_result_is_dropped(world: World) -> None:
+    one = fake_engine("one", script=Script(text=lambda _: "late", hang_after=0))
+    await world.join(one)
+    completion = world.submit("a")
+    await world.settle()
+    two = fake_engine("two", script=Script(text=lambda _: "fresh"))
+    world.engines["two"] = two
+    await world.join(two)
+    await world.clock.advance(29)
+    beat = HeartbeatRequest(engine_id=1, engine_name="two", runtime_info=RuntimeInfo())
+    world.dispatcher.heartbeat(beat)
+    await world.clock.advance(2)
+    one.resume.set()
+    await world.settle()
+    assert await completion.output.wait() == "fresh"
+
+
+async def test_a_model_that_was_never_there_is_unknown(world: World) -> None:
+    await world.join(fake_engine(model="tiny"))
+    options = CallOptions(func_name="f", models=("llama", "opt"))
+    waiting = world.submit("a", options=options)
+    for _ in range(2):
+        await world.clock.advance(20)
+        world.dispatcher.heartbeat(
+            HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
+        )
+    error = await error_of(waiting)
+    assert isinstance(error, NotFound)
+    assert error.param == "models"
+    assert "llama or opt; there is tiny" in error.message
+
+
+async def test_no_engine(world: World) -> None:
+    other = CallOptions(func_name="f", models=("llama",))
+    await world.join(fake_engine("llama", model="llama"))
+    await world.clock.advance(31)  # it is lost
+    await world.join(fake_engine(model="tiny"))
+    waiting = world.submit("a", options=other)
+    await world.clock.advance(29)
+    assert not waiting.output.is_settled
+    late = world.submit("b", options=other)
+    for engine_id in (1,):
+        world.dispatcher.heartbeat(
+            HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=RuntimeInfo())
+        )
+    await world.clock.advance(2)
+    error = await error_of(waiting)
+    assert isinstance(error, NoEngine)
+    assert "llama" in error.message
+    assert not late.output.is_settled  # has its own grace
+    llama = fake_engine("llama", model="llama")
+    await world.join(llama)
+    assert await late.output.wait() == "<1>"
+
+
+async def test_registering_again_replaces(world: World) -> None:
+    engine = fake_engine("one", script=Script(hang_after=0))
+    first = await world.join(engine)
+    completion = world.submit("a")
+    await world.settle()
+    engine.script = Script()
+    second = await world.join(engine)
+    assert second != first
+    assert await completion.output.wait() == "<1>"
+    assert [view.id for view in world.dispatcher.engines()] == [second]
+
+
+async def test_too_many_engines(world: World) -> None:
+    for i in range(4):
+        await world.join(fake_engine(f"e{i}"))
+    with pytest.raises(QuotaExceeded):
+        await world.join(fake_engine("e4"))
+    await world.join(fake_engine("e0"))
+    assert [model.model_name for model in world.dispatcher.models().models] == ["tiny"]
+
+
+async def test_an_engine_that_gives_no_tokenizer_does_not_join(world: World) -> None:
+    engine = fake_engine()
+
+    async def refuse() -> None:
+        raise Unavailable("loading")
+
+    engine.tokenizer = refuse  # type: ignore[assignment, method-assign]
+    with pytest.raises(Unavailable):
+        await world.join(engine)
+    assert engine.is_closed
+    assert world.dispatcher.engines() == []
+
+
+# Cancelling and freeing
+
+
+async def test_cancel_in_every_state(world: World) -> None:
+    engine = fake_engine(tasks_capacity=1, script=Script(hang_after=0))
+    await world.join(engine)
+    running = world.submit("a ", value("b"))
+    await world.settle()
+    queued = world.submit("c")
+    idle = world.completion("d")
+    await world.settle()
+    assert (running.state, queued.state) == (CompletionState.RUNNING, CompletionState.QUEUED)
+    error = Cancelled("enough")
+    for completion in (idle, queued, running):
+        world.dispatcher.cancel(completion, error)
+        assert completion.state is CompletionState.CANCELLED
+        assert completion.output.error is error
+        world.dispatcher.check_integrity()
+    await world.clock.advance(0.1)
+    assert engine.num_aborted == 1
+    assert sorted(engine.freed) == sorted(f.context_id for f in engine.requests[0].fills)
+    assert engine.contexts == {}
+    engine.script = Script()
+    done = world.submit("e")
+    await done.output.wait()
+    world.dispatcher.cancel(done, error)
+    assert done.state is CompletionState.DONE
+
+
+async def test_runs_that_fork_an_unfinished_context_survive_its_cancellation(
+    world: World,
+) -> None:
+    engine = fake_engine(script=Script(hang_after=0))
+    await world.join(engine)
+    first = world.submit("Shared beginning. ", value("one"))
+    second = world.submit("Shared beginning. ", value("two"), session=2)
+    await world.settle()
+    shared = engine.requests[0].fills[0].context_id
+    assert engine.requests[1].fills[0].parent_context_id == shared
+    engine.script = Script()
+    world.dispatcher.cancel(first, Cancelled("enough"))
+    world.dispatcher.check_integrity()
+    assert await second.output.wait() == "<21>"
+    assert second.stats.attempts == 2
+    assert shared in engine.freed or await world.clock.advance(0.1) or shared in engine.freed
+
+
+async def test_releasing_a_session_frees_its_contexts_in_one_request(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    mine = [world.submit("T: ", value(str(i))) for i in range(5)]
+    other = world.submit("T: ", value("x"), session=2)
+    for completion in [*mine, other]:
+        await completion.output.wait()
+    world.dispatcher.release_session(1)
+    await world.settle()
+    assert len(engine.freed) == 5
+    assert engine.free_batches == 1
+    world.dispatcher.release_session(2)
+    await world.clock.advance(0.1)
+    assert len(engine.contexts) == 1  # the tenant's constant beginning
+    await world.clock.advance(20)
+    beat = HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
+    for _ in range(30):
+        world.dispatcher.heartbeat(beat)
+        await world.clock.advance(20)
+    assert engine.contexts == {}  # it expired
+
+
+async def test_a_free_that_fails_is_sent_again(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    await world.submit("T: ", value("x")).output.wait()
+    engine.free_error = InternalError("hiccup")
+    world.dispatcher.release_session(1)
+    await world.settle()
+    assert engine.free_batches == 1
+    engine.free_error = None
+    await world.clock.advance(0.1)
+    assert len(engine.freed) == 1
+
+
+async def test_contexts_are_evicted_for_room(world: World) -> None:
+    engine = fake_engine(tokens_capacity=100)
+    await world.join(engine)
+    for i in range(10):
+        await world.submit(f"{i}" * 20, value("y" * 10), session=i).output.wait()
+    await world.clock.advance(0.1)
+    assert len(engine.freed) > 10
+    assert sum(map(len, engine.contexts.values())) <= 300
+    (view,) = world.dispatcher.engines()
+    assert view.num_tokens <= 100
+
+
+async def test_reprioritise(world: World) -> None:
+    engine = fake_engine(tasks_capacity=1)
+    first, second = world.completion("a", session=1), world.completion("b", session=1)
+    slow = Objective(PerformanceCriteria.THROUGHPUT, 1, 0.0)
+    first.objective = second.objective = slow
+    world.dispatcher.submit(first)
+    world.dispatcher.submit(second)
+    second.objective = Objective(PerformanceCriteria.LATENCY, 0, 0.0)
+    world.dispatcher.reprioritise(second)
+    world.dispatcher.reprioritise(world.completion("unknown"))
+    await world.join(engine)
+    await first.output.wait()
+    assert engine.prompts == ["b", "a"]
+
+
+async def test_length_limited_output_keeps_all_ids(world: World) -> None:
+    script = Script(text=lambda _: "abc", stop_token=False, finish_reason=FinishReason.LENGTH)
+    await world.join(fake_engine(script=script))
+    completion = world.submit("x")
+    await completion.output.wait()
+    assert completion.output.tokenized is not None
+    assert len(completion.output.tokenized.ids) == 3

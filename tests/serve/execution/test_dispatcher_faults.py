@@ -1,0 +1,188 @@
+"""Random histories of programs and faults: every output ends as it must, and nothing is left."""
+
+import asyncio
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.errors import (
+    Cancelled,
+    EngineFailed,
+    InternalError,
+    NoEngine,
+    NotFound,
+    OutOfMemory,
+    ParrotError,
+    QuotaExceeded,
+    Unavailable,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    CompletionState,
+    Objective,
+    TextPiece,
+    VariablePiece,
+)
+from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
+from parrot.utils.clock import ManualClock
+
+FAULTS: list[ParrotError | None] = [
+    *(None, None, None),
+    Unavailable("connection reset"),
+    OutOfMemory("full"),
+    NotFound("no such context"),
+    InternalError("bug"),
+    QuotaExceeded("backlog"),
+]
+
+
+def answer(prompt: str) -> str:
+    """What every engine says, so that a continued stream can be told from a broken one."""
+    question, _, said = prompt.rpartition(">")
+    assert prompt.endswith(said)
+    full = f"[{len(question)}] and so on"
+    assert full.startswith(said), (prompt, said)
+    return full[len(said) :]
+
+
+class History:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = ManualClock(10.0)
+        self.engines: dict[str, FakeEngine] = {}
+        config = CoreConfig(constant_prefix_var_timeout=50.0)
+        self.dispatcher = Dispatcher(config, self.clock, self.connect)
+        self.completions: list[Completion] = []
+        self.withdrawn: set[int] = set()
+
+    def connect(self, info: EngineInfo) -> FakeEngine:
+        return self.engines[info.engine_name]
+
+    async def join(self) -> None:
+        name = self.rng.choice("abc")
+        is_text = self.rng.random() < 0.2
+        engine = fake_engine(
+            name, text=is_text, tokens_capacity=400, max_seq_len=300, tasks_capacity=3,
+            script=self.script(),
+        )  # fmt: skip
+        self.engines[name] = engine
+        await self.dispatcher.register_engine(engine.info)
+
+    def script(self) -> Script:
+        hang_after = self.rng.choice([None, None, 0, 1, 2, 3])
+        return Script(text=answer, hang_after=hang_after, error=self.rng.choice(FAULTS), steps=3)
+
+    def submit(self) -> None:
+        done = [c for c in self.completions if c.state is CompletionState.DONE]
+        previous = self.rng.choice(done) if done and self.rng.random() < 0.4 else None
+        session = previous.session_id if previous else self.rng.randrange(3)
+        value = SemanticVariable("x", "x", session)
+        value.set(self.rng.choice(["one", "two", "a longer value"]))
+        number = len(self.completions)
+        completion = Completion(
+            id=number,
+            request_id=number,
+            session_id=session,
+            options=CallOptions("f", tenant=self.rng.choice(["s", "t"])),
+            fill=(TextPiece(self.rng.choice(["Some template ", "Other "])), VariablePiece(value),
+                  TextPiece(">")),
+            output=SemanticVariable(str(number), "v", session),
+            sampling=SamplingConfig(max_gen_length=40),
+            previous=previous,
+            objective=Objective(self.rng.choice(list(PerformanceCriteria)), 0, 1.0),
+            wants_stream=self.rng.random() < 0.5,
+        )  # fmt: skip
+        self.dispatcher.submit(completion)
+        self.completions.append(completion)
+
+    async def act(self) -> None:
+        match self.rng.randrange(10):
+            case 0:
+                await self.join()
+            case 1 | 2 | 3:
+                self.submit()
+            case 4 if self.completions:
+                completion = self.rng.choice(self.completions)
+                self.dispatcher.cancel(completion, Cancelled("enough"))
+            case 5 if self.completions:
+                self.withdraw(self.rng.choice(self.completions))
+            case 6:
+                self.dispatcher.release_session(self.rng.randrange(3))
+            case 7 if self.engines:
+                engine = self.rng.choice(list(self.engines.values()))
+                engine.script = self.script()
+                engine.resume.set()
+                engine.resume = asyncio.Event()
+            case 8 if self.engines:
+                engine = self.rng.choice(list(self.engines.values()))
+                engine.scripts = [self.script() for _ in range(3)]
+            case _:
+                await self.clock.advance(self.rng.choice([0.0, 0.1, 5.0, 20.0]))
+
+    def withdraw(self, completion: Completion) -> None:
+        if completion.output.is_settled:
+            return
+        if completion.id in self.withdrawn:
+            self.withdrawn.discard(completion.id)
+            self.dispatcher.submit(completion)
+        else:
+            self.withdrawn.add(completion.id)
+            self.dispatcher.withdraw(completion)
+            assert completion.state is CompletionState.IDLE
+
+    async def run(self) -> None:
+        for _ in range(self.rng.randrange(10, 60)):
+            await self.act()
+            for _ in range(self.rng.randrange(12)):
+                await asyncio.sleep(0)
+            self.dispatcher.check_integrity()
+        await self.finish()
+
+    async def finish(self) -> None:
+        """No engine lives on: within the timeouts every read has ended."""
+        for _ in range(4):
+            await self.clock.advance(31.0)
+        for completion in self.completions:
+            if completion.id not in self.withdrawn or completion.output.is_settled:
+                self.check(completion)
+        for session in range(3):
+            self.dispatcher.release_session(session)
+        self.dispatcher.check_integrity()
+        assert self.dispatcher.engines() == []
+        assert (self.dispatcher.num_queued, self.dispatcher.num_running) == (0, 0)
+        await self.dispatcher.close()
+
+    def check(self, completion: Completion) -> None:
+        output = completion.output
+        assert output.is_settled, completion
+        if output.state is VariableState.READY:
+            assert output.text == f"[{self.prompt_len(completion)}] and so on"
+            assert completion.state is CompletionState.DONE
+        else:
+            kinds = (Cancelled, NoEngine, EngineFailed, OutOfMemory, QuotaExceeded)
+            assert isinstance(output.error, kinds), output.error
+            assert completion.state in (CompletionState.FAILED, CompletionState.CANCELLED)
+
+    def prompt_len(self, completion: Completion) -> int:
+        texts = [
+            piece.text if isinstance(piece, TextPiece) else piece.variable.text
+            for piece in completion.prompt()
+        ]
+        return len("".join(texts)) - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_read_ends_and_nothing_is_left(seed: int) -> None:
+    async def story() -> None:
+        await History(seed).run()
+
+    asyncio.run(story())

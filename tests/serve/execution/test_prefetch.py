@@ -1,0 +1,431 @@
+"""Prompts are computed as far as they are known while their calls wait for the rest."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import FillRequest
+from parrot.protocol.errors import EngineFailed, OutOfMemory, PromptTooLong
+from parrot.protocol.public import SemanticCallRequest
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.execution.prefetch import EagerCounts
+from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+
+COSTS = {"step_s": 0.01, "prefill_token_s": 1e-4, "sequence_s": 0.0, "context_token_s": 0.0}
+ENGINE = SimConfig.model_validate({"instance": COSTS, "scheduler": {"prefix_caching": False}})
+BLOCK = 16
+LONG = "a long story " * 100  # 1300 tokens: the sim engine's are bytes
+
+
+class Program:
+    def __init__(self, cluster: SimCluster, client: SimClient) -> None:
+        self.cluster = cluster
+        self.client = client
+        self.scope: dict[str, Any] = {}
+
+    async def begin(self) -> "Program":
+        self.scope = (await self.client.create_session()).model_dump()
+        return self
+
+    async def var(self, content: str | None = None) -> str:
+        return await self.client.create_var(**self.scope, var_name="v", content=content)
+
+    async def set(self, var_id: str, content: str) -> None:
+        await self.client.set_var(**self.scope, var_id=var_id, content=content)
+
+    async def call(self, template: str, length: int = 5, **options: Any) -> str:
+        """Placeholders other than `out` are given as variable ids."""
+        inputs = {
+            name: options.pop(name) for name in list(options) if f"{{{{{name}}}}}" in template
+        }
+        parameters: list[dict[str, Any]] = [{"name": n, "var_id": v} for n, v in inputs.items()]
+        sampling = {"max_gen_length": length}
+        parameters.append({"name": "out", "is_output": True, "sampling_config": sampling})
+        request = self.scope | {"template": template, "parameters": parameters} | options
+        response = await self.client.semantic_call(SemanticCallRequest.model_validate(request))
+        return response.param_info[-1].var_id
+
+    def reading(self, var_id: str) -> "asyncio.Task[str]":
+        criteria = PerformanceCriteria.LATENCY
+        return asyncio.create_task(
+            self.client.get_var(**self.scope, var_id=var_id, criteria=criteria)
+        )
+
+    async def usage(self) -> tuple[int, int]:
+        """Cached and computed tokens of the session's last completion."""
+        info = self.cluster.core.session_info(self.scope["session_id"], self.scope["session_auth"])
+        last = info.calls[-1]
+        return last.cached_tokens, last.computed_tokens
+
+    @property
+    def counts(self) -> EagerCounts:
+        return self.cluster.core._dispatcher.eager_counts()
+
+
+def core(**scheduler: Any) -> CoreConfig:
+    return PATIENT.model_copy(update={"global_scheduler": GlobalSchedulerConfig(**scheduler)})
+
+
+def simulate(
+    body: Callable[[Program], Awaitable[Any]],
+    num_engines: int = 1,
+    engine: SimConfig = ENGINE,
+    **scheduler: Any,
+) -> Any:
+    async def main() -> Any:
+        options: dict[str, Any] = {"engine": engine, "core": core(**scheduler), "engine_rtt_s": 0.0}
+        async with SimCluster(num_engines, **options) as cluster:
+            program = await Program(cluster, cluster.client()).begin()
+            result = await body(program)
+            await asyncio.sleep(5)
+            cluster.check_integrity()
+            await program.client.delete_session(**program.scope)
+            await asyncio.sleep(1)
+            cluster.check_integrity()
+            return result
+
+    return run_virtual(main())
+
+
+async def ask_late(program: Program, content: str = LONG, **options: Any) -> tuple[str, int, int]:
+    """The answer to a question that comes after 2 s, and what was cached and computed for it."""
+    question = await program.var()
+    template = "Read: {{story}} and say: {{question}} {{out}}"
+    story = await program.var(content)
+    answer = await program.call(template, story=story, question=question, **options)
+    reading = program.reading(answer)
+    await asyncio.sleep(2)
+    await program.set(question, "Who?")
+    text = await reading
+    return text, *await program.usage()
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_prefix": False}])
+def test_only_what_came_late_is_computed_late(options):
+    async def body(program: Program) -> tuple[str, int, int, EagerCounts]:
+        return *await ask_late(program, **options), program.counts
+
+    text, cached, computed, counts = simulate(body)
+    assert computed < len(" and say: Who? ") + BLOCK
+    assert counts.filled == counts.used == cached
+    assert counts.wasted == 0
+    off_text, off_cached, _, off_counts = simulate(body, eager_fill=False)
+    assert (text, off_cached, off_counts.filled) == (off_text, 0, 0)
+
+
+def test_it_grows_piece_by_piece():
+    async def body(program: Program) -> tuple[int, int]:
+        parts = [await program.var() for _ in range(4)]
+        names = ["a", "b", "c", "d"]
+        template = "".join(f"{{{{{name}}}}} " for name in names) + "{{out}}"
+        answer = await program.call(template, **dict(zip(names, parts, strict=True)))
+        reading = program.reading(answer)
+        for part in parts:
+            await asyncio.sleep(1)
+            await program.set(part, LONG)
+        await reading
+        return await program.usage()
+
+    cached, computed = simulate(body)
+    assert cached >= 3 * len(LONG)
+    assert computed <= len(LONG) + 3 + BLOCK
+
+
+def test_short_pieces_are_not_worth_an_exchange():
+    async def body(program: Program) -> EagerCounts:
+        question = await program.var()
+        answer = await program.call("Say {{question}} {{out}}", question=question)
+        reading = program.reading(answer)
+        await asyncio.sleep(1)
+        await program.set(question, "no")
+        await reading
+        return program.counts
+
+    assert simulate(body) == EagerCounts()
+
+
+def test_what_is_withdrawn_is_freed():
+    async def body(program: Program) -> tuple[EagerCounts, int]:
+        question, story = await program.var(), await program.var(LONG)
+        template = "{{story}} {{question}} {{out}}"
+        answer = await program.call(template, story=story, question=question)
+        reading = program.reading(answer)
+        await asyncio.sleep(1)
+        reading.cancel()
+        await asyncio.sleep(1)
+        engine = next(iter(program.cluster.engines.values()))
+        return program.counts, engine.service.runtime_info().num_cached_tokens
+
+    counts, num_tokens = simulate(body)
+    assert counts.wasted == counts.filled > len(LONG)
+    assert num_tokens == 0
+
+
+def test_a_fill_under_way_is_ended_when_nobody_wants_it():
+    async def body(program: Program) -> tuple[EagerCounts, int]:
+        question, story = await program.var(), await program.var(LONG * 10)
+        template = "{{story}} {{question}} {{out}}"
+        answer = await program.call(template, story=story, question=question)
+        reading = program.reading(answer)
+        await asyncio.sleep(0.2)
+        reading.cancel()
+        await asyncio.sleep(1)
+        engine = next(iter(program.cluster.engines.values()))
+        return program.counts, engine.service.runtime_info().num_steps
+
+    counts, num_steps = simulate(body)
+    assert counts.filled == 0
+    assert num_steps < len(LONG) * 10 / 512 / 2
+
+
+def test_a_completion_that_becomes_ready_continues_a_fill_under_way():
+    async def body(program: Program) -> tuple[float, int]:
+        question, story = await program.var(), await program.var(LONG * 4)
+        template = "{{story}} {{question}} {{out}}"
+        answer = await program.call(template, story=story, question=question)
+        reading = program.reading(answer)
+        await asyncio.sleep(0.3)
+        began = program.cluster.clock.now()
+        await program.set(question, "Who?")
+        await reading
+        return program.cluster.clock.now() - began, program.counts.used
+
+    with_it, used = simulate(body)
+    without, _ = simulate(body, eager_fill=False)
+    assert used >= len(LONG) * 4
+    assert with_it < without - 0.1
+
+
+def test_lost_engines_take_their_fills_with_them():
+    async def body(program: Program) -> tuple[str, EagerCounts]:
+        question, story = await program.var(), await program.var(LONG)
+        template = "{{story}} {{question}} {{out}}"
+        answer = await program.call(template, story=story, question=question)
+        reading = program.reading(answer)
+        await asyncio.sleep(1)
+        engines = list(program.cluster.engines.values())
+        holder = next(e for e in engines if e.service.runtime_info().num_cached_tokens)
+        await holder.kill()
+        await program.set(question, "Who?")
+        return await reading, program.counts
+
+    text, counts = simulate(body, num_engines=2)
+    assert len(text) == 5
+    assert counts.used == counts.filled  # as far as anybody knew when it was placed
+
+
+def test_an_engine_without_room_refuses_and_nothing_else_changes():
+    async def body(program: Program) -> tuple[str, int, int]:
+        for engine in program.cluster.engines.values():
+
+            async def refuse(request: Any) -> Any:
+                raise OutOfMemory("there is no room for a background fill")
+
+            engine.link.fill = refuse  # type: ignore[method-assign]
+        return await ask_late(program)
+
+    text, cached, _ = simulate(body)
+    assert (len(text), cached) == (5, 0)
+
+
+def test_memory_that_somebody_wants_is_not_taken():
+    small = ENGINE.model_copy(
+        update={"instance": ENGINE.instance.model_copy(update={"num_kv_cache_blocks": 160})}
+    )
+
+    async def body(program: Program) -> tuple[int, int]:
+        late = [await program.var() for _ in range(2)]
+        readings = []
+        for question in late:
+            story = await program.var(f"{question} {LONG}")
+            answer = await program.call(
+                "{{story}} {{question}} {{out}}", story=story, question=question
+            )
+            readings.append(program.reading(answer))
+            await asyncio.sleep(1)
+        filled = program.counts.filled
+        for question in late:
+            await program.set(question, "Who?")
+        await asyncio.gather(*readings)
+        return filled, program.counts.wasted
+
+    filled, wasted = simulate(body, engine=small)
+    assert len(LONG) < filled < 2 * len(LONG)  # the second has no room beside the first
+    assert wasted == 0
+
+
+async def share_of(program: Program, *, from_call: bool) -> float | None:
+    """The share that a fill may take whose completion waits for the program, or for a call. None:
+    nothing was filled."""
+    links = [engine.link for engine in program.cluster.engines.values()]
+    fills = [link.fill for link in links]
+    shares: list[float] = []
+
+    def recording(fill: Any) -> Any:
+        async def record(request: FillRequest) -> Any:
+            shares.append(request.background_share)
+            return await fill(request)
+
+        return record
+
+    for link, fill in zip(links, fills, strict=True):
+        link.fill = recording(fill)  # type: ignore[method-assign]
+    question = await program.var()
+    story = await program.var(f"{question} {LONG * 10}")
+    if from_call:
+        question = await program.call("Ask anything {{out}}", length=20)
+    answer = await program.call("{{story}} {{question}} {{out}}", story=story, question=question)
+    reading = program.reading(answer)
+    await asyncio.sleep(0.1)
+    for link, fill in zip(links, fills, strict=True):
+        link.fill = fill  # type: ignore[method-assign]
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    return shares[0] if shares else None
+
+
+def test_what_waits_for_calls_alone_may_take_more():
+    async def body(program: Program) -> list[float]:
+        return [await share_of(program, from_call=from_call) for from_call in (False, True)]
+
+    assert simulate(body, num_engines=2) == [pytest.approx(0.02), pytest.approx(0.2)]
+
+
+def test_a_fill_does_not_delay_the_calls_that_its_completion_waits_for():
+    async def body(program: Program) -> float | None:
+        return await share_of(program, from_call=True)
+
+    assert simulate(body) is None
+
+
+def test_what_is_used_lets_later_fills_take_more_and_what_is_withdrawn_less():
+    async def body(program: Program) -> list[float]:
+        shares = []
+        for i in range(12):
+            await ask_late(program, f"{i} {LONG * 4}")
+        shares.append(await share_of(program, from_call=False))  # each is withdrawn under way
+        for _ in range(4):
+            shares.append(await share_of(program, from_call=False))
+        return shares
+
+    shares = simulate(body)
+    assert shares[0] > 0.05
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.03
+
+
+def test_bystanders_hardly_notice():
+    async def body(program: Program) -> float:
+        other = await Program(program.cluster, program.cluster.client()).begin()
+        stream = await other.call("Hello {{out}}", length=400)
+        reading = other.reading(stream)
+        await asyncio.sleep(1)
+        question, story = await program.var(), await program.var(LONG * 5)
+        answer = await program.call(
+            "{{story}} {{question}} {{out}}", story=story, question=question
+        )
+        waiting = program.reading(answer)
+        began = program.cluster.clock.now()
+        await reading
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return program.cluster.clock.now() - began
+
+    assert simulate(body) <= 1.03 * simulate(body, eager_fill=False)
+
+
+def test_chat_markup_is_the_same_as_in_the_whole_prompt():
+    async def body(program: Program) -> tuple[str, int, int]:
+        return await ask_late(program, chat=True)
+
+    text, _, computed = simulate(body)
+    assert text == simulate(body, eager_fill=False)[0]
+    assert computed < 100
+
+
+class Chance:
+    """Random programs whose inputs come in any order, beside readers that leave and engines that
+    are lost."""
+
+    def __init__(self, program: Program, data: st.DataObject) -> None:
+        self.program = program
+        self.data = data
+        self.missing: list[str] = []
+        self.readings: list[asyncio.Task[str]] = []
+
+    async def step(self) -> None:
+        verbs = [self.call, self.call, self.give, self.give, self.give, self.leave, self.lose]
+        await self.data.draw(st.sampled_from(verbs))()
+        await asyncio.sleep(self.data.draw(st.sampled_from([0.0, 0.003, 0.05, 0.5])))
+
+    async def call(self) -> None:
+        names = "abcd"[: self.data.draw(st.integers(1, 4))]
+        variables = {}
+        for name in names:
+            if self.missing and self.data.draw(st.booleans()):
+                variables[name] = self.data.draw(st.sampled_from(self.missing))
+            elif self.data.draw(st.booleans()):
+                variables[name] = await self.program.var(LONG)
+            else:
+                variables[name] = await self.program.var()
+                self.missing.append(variables[name])
+        template = " and ".join(f"{{{{{name}}}}}" for name in names) + " {{out}}"
+        constant = LONG[: self.data.draw(st.sampled_from([0, 10, 400]))]
+        answer = await self.program.call(constant + template, cache_prefix=False, **variables)
+        self.readings.append(self.program.reading(answer))
+
+    async def give(self) -> None:
+        if self.missing:
+            index = self.data.draw(st.integers(0, len(self.missing) - 1))
+            text = LONG * self.data.draw(st.integers(0, 2))
+            await self.program.set(self.missing.pop(index), text)
+
+    async def leave(self) -> None:
+        if self.readings:
+            self.data.draw(st.sampled_from(self.readings)).cancel()
+
+    async def lose(self) -> None:
+        cluster = self.program.cluster
+        await cluster.add_engine()
+        alive = [engine for engine in cluster.engines.values() if engine.is_alive]
+        await self.data.draw(st.sampled_from(alive)).kill()
+
+    async def end(self) -> None:
+        for var_id in self.missing:
+            await self.program.set(var_id, "the end")
+        answers = await asyncio.gather(*self.readings, return_exceptions=True)
+        errors = (asyncio.CancelledError, EngineFailed, PromptTooLong)  # many engines were lost
+        assert all(isinstance(answer, (str, *errors)) for answer in answers), answers
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_random_programs_leave_nothing_behind(data: st.DataObject):
+    blocks = data.draw(st.sampled_from([250, 400, 4000]))
+    instance = ENGINE.instance.model_copy(update={"num_kv_cache_blocks": blocks})
+
+    async def body(program: Program) -> None:
+        chance = Chance(program, data)
+        for _ in range(data.draw(st.integers(1, 25))):
+            await chance.step()
+        await chance.end()
+        await program.client.delete_session(**program.scope)
+        await asyncio.sleep(1)
+        for engine in program.cluster.engines.values():
+            if engine.is_alive:
+                assert engine.service.runtime_info().num_cached_tokens == 0
+        counts = program.counts
+        assert counts.filled == counts.used + counts.wasted
+        await program.begin()
+
+    simulate(body, num_engines=2, engine=ENGINE.model_copy(update={"instance": instance}))

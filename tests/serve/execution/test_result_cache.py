@@ -1,0 +1,397 @@
+"""Identical deterministic calls: who shares whose run, who does not, and what becomes of them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from parrot.protocol.engine_api import RegisterRequest
+from parrot.protocol.errors import Cancelled, EngineFailed, ModelNumerics, SessionGone, Unavailable
+from parrot.protocol.public import (
+    CompletionInfo,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    VarGetRequest,
+)
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.execution.result_cache import ResultCache
+from parrot.serve.graph.nodes import RunStats
+from parrot.serve.graph.variable import TokenizedText
+from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
+from parrot.utils.clock import ManualClock
+from tests.serve.serve_fakes import given, made, taken, var_ids
+
+GREEDY = {"temperature": 0.0, "max_gen_length": 20}
+
+
+class Program:
+    """One session."""
+
+    def __init__(self, core: ServeCore, api_key: str | None) -> None:
+        self.core = core
+        self.scope: dict[str, Any] = core.create_session(
+            SessionCreateRequest(api_key=api_key)
+        ).model_dump()
+
+    def call(
+        self, question: str = "same", *inputs: str, sampling: dict[str, Any] = GREEDY, **fields: Any
+    ) -> str:
+        parameters = [given("q", question)]
+        parameters += [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
+        template = "Ask " + "".join(f"{{{{{p['name']}}}}} " for p in parameters) + "{{out}}"
+        body = {"template": template, "parameters": [*parameters, made("out", **sampling)]}
+        request = SemanticCallRequest.model_validate(self.scope | body | fields)
+        return var_ids(self.core.submit_call(request))["out"]
+
+    def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
+        return asyncio.ensure_future(self.core.read(self.request(**fields), var_id))
+
+    def stream(self, var_id: str) -> asyncio.Task[list[str]]:
+        async def collect() -> list[str]:
+            return [text async for text in self.core.stream(self.request(), var_id)]
+
+        return asyncio.ensure_future(collect())
+
+    def request(self, **fields: Any) -> VarGetRequest:
+        return VarGetRequest.model_validate(self.scope | fields)
+
+    def infos(self) -> list[CompletionInfo]:
+        return self.core.session_info(*self.scope.values()).calls
+
+    def end(self) -> None:
+        self.core.delete_session(*self.scope.values())
+
+
+class World:
+    def __init__(self, *, tasks: int = 64, **scheduler: Any) -> None:
+        self.clock = ManualClock(100.0)
+        config = CoreConfig(global_scheduler=GlobalSchedulerConfig(**scheduler))
+        self.engines: dict[str, FakeEngine] = {}
+        self.tasks = tasks
+        dispatcher = Dispatcher(config, self.clock, lambda info: self.engines[info.engine_name])
+        self.core = ServeCore(config, clock=self.clock, dispatcher=dispatcher)
+
+    async def join(self, name: str = "e0", script: Script | None = None) -> FakeEngine:
+        engine = fake_engine(name, tasks_capacity=self.tasks, script=script)
+        self.engines[name] = engine
+        await self.core.register_engine(RegisterRequest(engine_config=engine.info))
+        return engine
+
+    def program(self, api_key: str | None = None) -> Program:
+        return Program(self.core, api_key)
+
+    async def settle(self) -> None:
+        await self.clock.advance(0)
+        await self.clock.advance(0)
+        self.core.check_integrity()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    yield world
+    await world.settle()
+    await world.core.close()
+
+
+async def test_in_flight_one_run_has_many_readers(world: World) -> None:
+    engine = await world.join(script=Script(hang_after=0))
+    programs = [world.program() for _ in range(3)]
+    reads = [p.read(p.call()) for p in programs for _ in range(2)]
+    await world.settle()
+    assert len(engine.requests) == 1
+    engine.resume.set()
+    assert len(set(await asyncio.gather(*reads))) == 1
+    assert len(engine.requests) == 1
+    reused = [info.reused for p in programs for info in p.infos()]
+    assert sorted(reused) == [False] + [True] * 5
+    assert {info.engine for p in programs for info in p.infos()} == {"e0"}
+    assert b"parrot_calls_reused_total 5.0" in world.core.metrics()
+
+
+async def test_a_result_that_is_there_is_taken_at_once(world: World) -> None:
+    engine = await world.join()
+    first, second = world.program(), world.program()
+    value = await first.read(first.call())
+    first_tokens = first.infos()[0].output_tokens
+    first.end()
+    again = second.call()
+    assert await second.read(again) == value
+    after = second.call("then", again)
+    await second.read(after)
+    assert len(engine.requests) == 2
+    used, own = second.infos()
+    assert (used.reused, used.state, used.engine, used.attempts) == (True, "done", "e0", 0)
+    assert used.output_tokens == first_tokens > 0
+    assert not own.reused
+    node = world.core._sessions.find(1).graph.node(again)  # type: ignore[union-attr]
+    assert node.variable.tokenized is not None  # so a consumer chains its ids
+    assert await second.stream(second.call()) == [value]
+
+
+async def test_a_changed_input_recomputes_what_depends_on_it(world: World) -> None:
+    engine = await world.join()
+
+    async def run(chunks: list[str]) -> str:
+        program = world.program()
+        parts = [program.call(chunk) for chunk in chunks]
+        return await program.read(program.call("sum", *parts))
+
+    engine.script = Script(text=lambda prompt: f"<{prompt[:8]}>")
+    first = await run(["a", "b", "c", "d"])
+    assert len(engine.requests) == 5
+    assert await run(["a", "b", "c", "d"]) == first
+    assert len(engine.requests) == 5
+    await run(["a", "b", "X", "d"])
+    assert len(engine.requests) == 7
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"sampling": {"max_gen_length": 20}},
+        {"sampling": GREEDY | {"max_gen_length": 21}},
+        {"sampling": GREEDY | {"seed": 1}},
+        {"sampling": {"max_gen_length": 20, "seed": 1}},
+        {"models": ["tiny"]},
+        {"reuse": False},
+        {"question": "another"},
+        {"api_key": "other"},
+    ],
+)
+async def test_what_differs_runs_itself(world: World, other: dict[str, Any]) -> None:
+    engine = await world.join()
+    first, second = world.program("key"), world.program(other.pop("api_key", "key"))
+    await first.read(first.call())
+    await second.read(second.call(**other))
+    assert len(engine.requests) == 2
+
+
+async def test_seeded_calls_are_shared_and_random_ones_are_not(world: World) -> None:
+    engine = await world.join()
+    program = world.program()
+    for _ in range(2):
+        await program.read(program.call(sampling={"temperature": 1.0, "seed": 7}))
+        await program.read(program.call(sampling={"temperature": 1.0}))
+    assert len(engine.requests) == 3
+
+
+async def test_a_call_that_is_not_to_be_shared_gives_nothing_away(world: World) -> None:
+    engine = await world.join()
+    program = world.program()
+    await program.read(program.call(reuse=False))
+    await program.read(program.call())
+    assert len(engine.requests) == 2
+
+
+async def test_off() -> None:
+    world = World(reuse_results=False)
+    engine = await world.join()
+    program = world.program()
+    await program.read(program.call())
+    await program.read(program.call())
+    assert len(engine.requests) == 2
+    await world.core.close()
+
+
+async def test_late_streams_get_all_text_as_it_grows(world: World) -> None:
+    engine = await world.join(script=Script(text=lambda _: "abcdefghi", hang_after=2))
+    early, late = world.program(), world.program()
+    first = early.stream(early.call())
+    await world.settle()
+    var_id = late.call()
+    deltas = late.core.stream(late.request(), var_id)
+    assert await anext(deltas) == "abcdef"
+    engine.resume.set()
+    assert [text async for text in deltas] == ["ghi"]
+    assert await first == ["abc", "def", "ghi"]
+    assert len(engine.requests) == 1
+
+
+async def test_a_follower_that_wants_a_stream_makes_a_queued_run_stream() -> None:
+    world = World(tasks=1)
+    engine = await world.join(script=Script(text=lambda _: "abcdefghi", hang_after=3))
+    program = world.program()
+    busy = program.read(program.call("first"))
+    await world.settle()
+    reading = program.read(program.call())
+    streaming = program.stream(program.call())
+    await world.settle()
+    engine.resume.set()
+    assert await streaming == ["abc", "def", "ghi"]
+    assert (await busy, await reading) == ("abcdefghi", "abcdefghi")
+    assert len(engine.requests) == 2
+    await world.core.close()
+
+
+async def test_a_leader_that_leaves_hands_its_run_over(world: World) -> None:
+    engine = await world.join(script=Script(text=lambda _: "abcdefghi", hang_after=1))
+    programs = [world.program() for _ in range(4)]
+    ids = [program.call() for program in programs]
+    reads = [p.stream(var_id) for p, var_id in zip(programs, ids, strict=True)]
+    await world.settle()
+    reads[0].cancel()
+    await world.settle()
+    programs[1].core.cancel_var(*programs[1].scope.values(), ids[1])
+    await world.settle()
+    programs[2].end()
+    await world.settle()
+    assert (len(engine.requests), engine.num_aborted) == (1, 0)
+    again = programs[0].stream(ids[0])
+    engine.resume.set()
+    assert "".join(await reads[3]) == "abcdefghi"
+    assert "".join(await again) == "abcdefghi"
+    assert len(engine.requests) == 1
+    for read, error in ((reads[1], Cancelled), (reads[2], SessionGone)):
+        with pytest.raises(error):
+            await read
+    states = [info.state for p in (*programs[:2], programs[3]) for info in p.infos()]
+    assert states == ["done", "cancelled", "done"]
+    assert not programs[3].infos()[0].reused  # the run is its own now
+
+
+async def test_a_queued_leader_hands_its_place_over() -> None:
+    world = World(tasks=1)
+    engine = await world.join(script=Script(hang_after=0))
+    busy, first, second = (world.program() for _ in range(3))
+    blocking = busy.read(busy.call("busy"))
+    await world.settle()
+    leaving, staying = first.read(first.call()), second.read(second.call())
+    await world.settle()
+    leaving.cancel()
+    await world.settle()
+    first.end()
+    engine.script = Script()
+    engine.resume.set()
+    await asyncio.gather(blocking, staying)
+    assert len(engine.requests) == 2
+    await world.core.close()
+
+
+async def test_followers_come_and_go_and_the_last_takes_the_run_along(world: World) -> None:
+    engine = await world.join(script=Script(hang_after=0))
+    programs = [world.program() for _ in range(3)]
+    reads = [program.read(program.call()) for program in programs]
+    await world.settle()
+    for read in reversed(reads):
+        assert engine.num_aborted == 0
+        read.cancel()
+        await world.settle()
+    assert engine.num_aborted == 1
+
+
+async def test_a_failure_is_everybodys_and_is_not_kept(world: World) -> None:
+    engine = await world.join(script=Script(error=ModelNumerics("NaN")))
+    programs = [world.program() for _ in range(3)]
+    reads = [program.read(program.call()) for program in programs]
+    results = await asyncio.gather(*reads, return_exceptions=True)
+    assert [type(result) for result in results] == [ModelNumerics] * 3
+    assert len(engine.requests) == 1
+    engine.script = Script()
+    assert await programs[0].read(programs[0].call())
+
+
+async def test_a_lost_engine_reruns_a_shared_call_once_elsewhere(world: World) -> None:
+    lost = await world.join("lost", Script(text=lambda _: "abcdefghi", hang_after=1))
+    leader, follower = world.program(), world.program()
+    reads = [leader.stream(leader.call()), follower.stream(follower.call())]
+    await world.settle()
+    other = await world.join("other", Script(text=lambda _: "defghi"))
+    reads[0].cancel()
+    lost.script = Script(error=Unavailable("gone"))
+    trigger = follower.read(follower.call("something else"))
+    world.core._dispatcher._fleet.lose(next(iter(world.core._dispatcher._fleet.registry)), "gone")
+    assert "".join(await reads[1]) == "abcdefghi"  # what was streamed is continued, not repeated
+    await trigger
+    assert (len(lost.requests), len(other.requests)) == (1, 2)
+
+
+async def test_an_urgent_follower_makes_its_leader_urgent() -> None:
+    world = World(tasks=1)
+    engine = await world.join(script=Script(hang_after=0))
+    program = world.program()
+    busy = program.read(program.call("busy"))
+    await world.settle()
+    patient = [program.read(program.call(name)) for name in ("a", "b", "same", "c")]
+    urgent = program.read(program.call(), criteria="latency")
+    await world.settle()
+    engine.script = Script()
+    engine.resume.set()
+    await asyncio.gather(busy, urgent, *patient)
+    assert "same" in engine.prompts[1]
+    await world.core.close()
+
+
+async def test_closing_fails_leaders_and_followers(world: World) -> None:
+    await world.join(script=Script(hang_after=0))
+    programs = [world.program() for _ in range(3)]
+    reads = [program.read(program.call()) for program in programs]
+    await world.settle()
+    await world.core.close()
+    results = await asyncio.gather(*reads, return_exceptions=True)
+    assert [type(result) for result in results] == [Unavailable] * 3
+
+
+async def test_a_failing_call_of_a_follower_stops_what_it_feeds_only(world: World) -> None:
+    """The follower is withdrawn while the leader's failure is being told."""
+    engine = await world.join(script=Script(error=EngineFailed("broken")))
+    engine.scripts = [Script(error=ModelNumerics("NaN"))]
+    program = world.program()
+    first, second = program.call(), program.call()
+    joined = program.call("join", first, second)
+    with pytest.raises(ModelNumerics):
+        await program.read(joined)
+    await world.settle()
+    assert [info.state for info in program.infos()] == ["failed", "idle", "failed"]
+    assert len(engine.requests) == 1
+
+
+# The cache alone
+
+STATS = RunStats("e0", "m")
+
+
+def put(cache: ResultCache, tenant: str, key: bytes, text: str = "x" * 100) -> None:
+    cache.put(tenant, key, text, TokenizedText("t", (1, 2, 3)), STATS)
+    cache.check_integrity()
+
+
+def test_the_least_recently_used_of_the_largest_tenant_goes() -> None:
+    cache = ResultCache(561 * 6, 10.0, ManualClock())
+    put(cache, "small", b"s")
+    for number in range(5):
+        put(cache, "large", bytes([number]))
+    assert cache.num_bytes == 6 * 561
+    assert cache.get("large", b"\x00") is not None
+    put(cache, "large", b"new")
+    assert cache.get("large", b"\x01") is None
+    assert cache.get("large", b"\x00") is not None
+    for number in range(100, 200):
+        put(cache, "large", bytes([number]))
+    kept = cache.get("small", b"s")
+    assert kept is not None
+    assert (kept.text, kept.tokenized) == ("x" * 100, TokenizedText("t", (1, 2, 3)))
+
+
+def test_tenants_see_nothing_of_each_other_and_giants_are_not_kept() -> None:
+    cache = ResultCache(2000, 10.0, ManualClock())
+    put(cache, "a", b"key")
+    assert cache.get("b", b"key") is None
+    put(cache, "a", b"giant", "x" * 2000)
+    assert cache.get("a", b"giant") is None
+    assert cache.get("a", b"key") is not None
+
+
+async def test_results_grow_old() -> None:
+    clock = ManualClock()
+    cache = ResultCache(2000, 10.0, clock)
+    put(cache, "a", b"key")
+    await clock.advance(9.9)
+    assert cache.get("a", b"key") is not None
+    await clock.advance(0.1)
+    assert cache.get("a", b"key") is None
+    cache.check_integrity()
+    assert cache.num_bytes == 0

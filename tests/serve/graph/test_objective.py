@@ -1,0 +1,296 @@
+import itertools
+
+import networkx as nx
+import pytest
+from hypothesis import given as fuzz
+from hypothesis import strategies as st
+
+from parrot.protocol.criteria import PerformanceCriteria as Criteria
+from parrot.protocol.errors import CyclicGraph
+from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.links import Prediction
+from parrot.serve.graph.nodes import Objective, Task
+from parrot.serve.graph.objective import strictest
+from parrot.serve.scheduling.predictor import Estimates
+from tests.serve.serve_fakes import (
+    FakeRunner,
+    link_call,
+    made,
+    make_graph,
+    native,
+    semantic,
+    taken,
+    var_ids,
+)
+
+
+def task(graph: SessionGraph, var_id: str) -> Task:
+    producer = graph.node(var_id).producer
+    assert producer is not None
+    return producer.task
+
+
+def objective(graph: SessionGraph, var_id: str) -> Objective:
+    found = task(graph, var_id).objective
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def graph() -> SessionGraph:
+    return make_graph()
+
+
+def test_a_map_stage_is_throughput_work_in_one_task_group(graph: SessionGraph) -> None:
+    split = link_call(graph, "split", [])
+    maps = [link_call(graph, f"map{n}", [split]) for n in range(4)]
+    reduce = link_call(graph, "reduce", maps)
+    final = link_call(graph, "final", [reduce])
+    graph.add_reader(graph.node(final), Criteria.LATENCY)
+    assert objective(graph, final).criteria is Criteria.LATENCY
+    assert objective(graph, reduce).criteria is Criteria.LATENCY
+    assert objective(graph, final).task_group is None
+    assert {objective(graph, m).criteria for m in maps} == {Criteria.THROUGHPUT}
+    assert {objective(graph, m).task_group for m in maps} == {str(task(graph, reduce).id)}
+    assert objective(graph, split).criteria is Criteria.THROUGHPUT
+    assert objective(graph, split).task_group is None
+    depths = [objective(graph, v).depth for v in (final, reduce, maps[0], split)]
+    assert depths == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("criteria", list(Criteria))
+def test_a_chain_works_for_its_reader(graph: SessionGraph, criteria: Criteria) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    c = link_call(graph, "c", [b, a])  # also takes what came before: still a chain
+    graph.add_reader(graph.node(c), criteria)
+    before = Criteria.THROUGHPUT if criteria is Criteria.THROUGHPUT else Criteria.LATENCY
+    assert objective(graph, c).criteria is criteria
+    assert objective(graph, b).criteria is before
+    assert objective(graph, a).criteria is before
+    assert objective(graph, a).task_group is None
+
+
+def test_a_later_stricter_reader_tightens_all_the_way_up(graph: SessionGraph) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    c = link_call(graph, "c", [b])
+    graph.add_reader(graph.node(c), Criteria.THROUGHPUT)
+    assert objective(graph, a).criteria is Criteria.THROUGHPUT
+    graph.add_reader(graph.node(b), Criteria.TTFT, deadline=50)
+    assert objective(graph, c).criteria is Criteria.THROUGHPUT
+    assert objective(graph, b).criteria is Criteria.TTFT
+    assert objective(graph, a).criteria is Criteria.LATENCY
+    assert (objective(graph, b).deadline, objective(graph, a).deadline) == (50, 50)
+    graph.add_reader(graph.node(c), Criteria.TPOT, deadline=40)
+    assert objective(graph, c).criteria is Criteria.TPOT
+    assert objective(graph, b).criteria is Criteria.LATENCY
+    assert objective(graph, a).deadline == 40
+    graph.add_reader(graph.node(c), Criteria.THROUGHPUT, deadline=60)
+    assert objective(graph, c).criteria is Criteria.TPOT  # never loosened
+    assert objective(graph, c).deadline == 40
+
+
+def test_one_member_of_a_stage_can_be_wanted_soon(graph: SessionGraph) -> None:
+    maps = [link_call(graph, f"map{n}", []) for n in range(3)]
+    reduce = link_call(graph, "reduce", maps)
+    graph.add_reader(graph.node(reduce), Criteria.LATENCY)
+    graph.add_reader(graph.node(maps[1]), Criteria.LATENCY)
+    found = [objective(graph, m).criteria for m in maps]
+    assert found == [Criteria.THROUGHPUT, Criteria.LATENCY, Criteria.THROUGHPUT]
+
+
+def test_a_longer_path_below_reaches_work_that_waits(graph: SessionGraph) -> None:
+    gate = graph.add_variable("gate").variable.id
+    a = link_call(graph, "a", [gate], output_criteria="throughput")
+    alone = objective(graph, a)
+    b = link_call(graph, "b", [a], output_criteria="throughput")
+    assert objective(graph, a).depth == alone.depth + 1
+    expected = alone.remaining_path_s + objective(graph, b).remaining_path_s
+    assert objective(graph, a).remaining_path_s == pytest.approx(expected)
+
+
+def test_queued_work_is_reprioritised_when_it_gets_stricter() -> None:
+    runner = FakeRunner()
+    graph = make_graph(runner)
+    a = link_call(graph, "a", [], output_criteria="throughput")
+    graph.add_reader(graph.node(a), Criteria.THROUGHPUT)
+    assert runner.reprioritised == []
+    graph.add_reader(graph.node(a), Criteria.LATENCY)
+    assert runner.reprioritised == [task(graph, a)]
+
+
+def test_a_native_function_passes_urgency_on(graph: SessionGraph) -> None:
+    a = link_call(graph, "a", [])
+    o = var_ids(graph.submit_native(native("f", taken("i", a), made("o"))))["o"]
+    b = link_call(graph, "b", [o])
+    graph.add_reader(graph.node(b), Criteria.TPOT)
+    assert objective(graph, o).criteria is Criteria.LATENCY
+    assert objective(graph, a).criteria is Criteria.LATENCY
+    assert objective(graph, a).depth == 2
+
+
+def test_the_second_output_of_a_call_is_after_the_first(graph: SessionGraph) -> None:
+    ids = var_ids(graph.submit_semantic(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
+    graph.add_reader(graph.node(ids["z"]), Criteria.LATENCY)
+    assert objective(graph, ids["y"]).depth == 1
+    assert objective(graph, ids["y"]).criteria is Criteria.LATENCY
+
+
+def test_strictest_is_a_least_upper_bound() -> None:
+    def covers(a: Criteria, b: Criteria) -> bool:
+        return strictest(a, b) is a
+
+    for a, b in itertools.product(Criteria, repeat=2):
+        upper = strictest(a, b)
+        assert upper is strictest(b, a)
+        assert covers(upper, a)
+        assert covers(upper, b)
+        assert not any(covers(c, a) and covers(c, b) and not covers(c, upper) for c in Criteria)
+
+
+@st.composite
+def dags(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
+    """Tasks in topological order: (max_gen_length, indices of earlier tasks it takes)."""
+    tasks: list[tuple[int, list[int]]] = []
+    for n in range(draw(st.integers(1, 12))):
+        inputs = draw(st.lists(st.integers(0, n - 1), unique=True, max_size=4)) if n else []
+        tasks.append((draw(st.integers(1, 400)), inputs))
+    return tasks
+
+
+@fuzz(dags(), st.data())
+def test_paths_and_depths_equal_the_longest_paths_of_networkx(
+    tasks: list[tuple[int, list[int]]], data: st.DataObject
+) -> None:
+    graph = make_graph()
+    gate = graph.add_variable("gate").variable.id
+    ids: list[str] = []
+    for length, inputs in tasks:
+        taken_ids = [ids[i] for i in inputs] or [gate]
+        parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(taken_ids)]
+        template = "".join(f"t {{{{{p['name']}}}}}" for p in parameters) + "{{o}}"
+        request = semantic(template, *parameters, made("o", max_gen_length=length))
+        ids.append(var_ids(graph.submit_semantic(request))["o"])
+    sink = data.draw(st.integers(0, len(ids) - 1))
+    graph.add_reader(graph.node(ids[sink]), Criteria.LATENCY)
+
+    oracle = nx.DiGraph()
+    oracle.add_nodes_from(range(len(tasks)))
+    for consumer, (_, inputs) in enumerate(tasks):
+        for producer in inputs:
+            oracle.add_edge(producer, consumer)
+    for n, var_id in enumerate(ids):
+        if n != sink and not nx.has_path(oracle, n, sink):
+            assert task(graph, var_id).objective is None
+            continue
+        paths = list(nx.all_simple_paths(oracle, n, sink)) if n != sink else [[sink]]
+        seconds = max(
+            sum(Estimates().predict(task(graph, ids[i])).seconds for i in path) for path in paths
+        )
+        found = objective(graph, var_id)
+        assert found.remaining_path_s == pytest.approx(seconds)
+        assert found.depth == max(len(path) for path in paths) - 1
+        group = found.task_group
+        if group is not None:
+            (consumer,) = (v for v in ids if str(task(graph, v).id) == group)
+            stage = [ids[i] for i in tasks[ids.index(consumer)][1]]
+            assert var_id in stage
+            assert sum(objective(graph, v).depth == found.depth for v in stage) > 1
+            assert objective(graph, consumer).depth == found.depth - 1
+    graph.check_integrity()
+
+
+@fuzz(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=14))
+def test_exactly_the_edges_that_close_a_cycle_are_refused(edges: list[tuple[int, int]]) -> None:
+    """Each pair (a, b): a call that takes variable a and makes variable b, if b has no producer."""
+    graph = make_graph()
+    variables = [graph.add_variable(str(n)) for n in range(8)]
+    oracle = nx.DiGraph()
+    oracle.add_nodes_from(range(8))
+    for a, b in edges:
+        if variables[b].producer is not None:
+            continue
+        closes = a == b or nx.has_path(oracle, b, a)
+        request = semantic(
+            "x {{i}} {{o}}",
+            taken("i", variables[a].variable.id),
+            made("o", variables[b].variable.id),
+        )
+        if closes:
+            with pytest.raises(CyclicGraph):
+                graph.submit_semantic(request)
+            assert variables[b].producer is None
+        else:
+            graph.submit_semantic(request)
+            oracle.add_edge(a, b)
+    assert nx.is_directed_acyclic_graph(oracle)
+    graph.check_integrity()
+
+
+class Price:
+    """Predicts what the test says: seconds by the name of the output."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.by_name = seconds
+
+    def predict(self, task: Task) -> Prediction:
+        (variable,) = task.outputs()
+        seconds = self.by_name[variable.name]
+        return Prediction(seconds, seconds)
+
+
+def test_what_has_finished_is_no_part_of_what_remains() -> None:
+    runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0, d=8.0)
+    graph = make_graph(runner, predictor=price)
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    c = link_call(graph, "c", [a])
+    d = link_call(graph, "d", [b, c])
+    reader = graph.add_reader(graph.node(d), Criteria.LATENCY)
+    assert runner.remaining_s == {7: 15.0}
+    assert objective(graph, a).remaining_path_s == 13.0  # by way of c
+    runner.finish(task(graph, a))
+    assert runner.remaining_s == {7: 14.0}
+    runner.finish(task(graph, c))
+    assert runner.remaining_s == {7: 10.0}
+    assert objective(graph, b).remaining_path_s == 10.0
+    graph.remove_reader(reader)
+    assert runner.remaining_s == {7: 0.0}
+    graph.add_reader(graph.node(d), Criteria.LATENCY)
+    assert runner.remaining_s == {7: 10.0}
+    graph.check_integrity()
+
+
+def test_calls_submitted_later_lengthen_what_remains() -> None:
+    runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0)
+    graph = make_graph(runner, predictor=price)
+    a = link_call(graph, "a", [], output_criteria="latency")
+    assert runner.remaining_s == {7: 1.0}
+    b = link_call(graph, "b", [a], output_criteria="latency")
+    link_call(graph, "c", [b], output_criteria="latency")
+    assert runner.remaining_s == {7: 7.0}
+    assert objective(graph, a).remaining_path_s == 7.0
+    assert runner.reprioritised == [task(graph, a), task(graph, a)]
+    runner.finish(task(graph, a))
+    assert objective(graph, b).remaining_path_s == 6.0
+
+
+def test_what_was_learnt_reaches_tasks_that_are_wanted_already() -> None:
+    runner, price = FakeRunner(), Price(a=10.0, b=10.0, c=10.0)
+    graph = make_graph(runner, predictor=price)
+    a = link_call(graph, "a", [])
+    other = link_call(graph, "a", [])  # another call of the same function
+    b = link_call(graph, "b", [a, other])
+    c = link_call(graph, "c", [b])
+    graph.add_reader(graph.node(c), Criteria.LATENCY)
+    assert objective(graph, a).remaining_path_s == 30.0
+    price.by_name = {"a": 1.0, "b": 1.0, "c": 1.0}
+    runner.finish(task(graph, a))
+    assert runner.reprioritised == [task(graph, other)]
+    assert objective(graph, other).remaining_path_s == 3.0
+    assert runner.remaining_s == {7: 3.0}
+    price.by_name = {"a": 1.0, "b": 5.0, "c": 1.0}
+    runner.finish(task(graph, other))
+    assert objective(graph, b).remaining_path_s == 6.0  # its inputs are complete
+    graph.check_integrity()

@@ -1,0 +1,62 @@
+"""Chat templates as constant markup around messages that never pass through them."""
+
+import pytest
+
+from parrot.protocol.errors import InvalidRequest
+from parrot.serve.prompts.chat import ChatTemplate
+from parrot.testing.byte_tokenizer import CHATML
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] "
+    "{{ m['content'] | trim }} [/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_markup() -> None:
+    user, assistant = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    template = ChatTemplate(CHATML)
+    assert template.markup(1) == (user, assistant)
+    assert template.markup(2) == (user, assistant, "<|im_end|>\n" + user, assistant)
+    assert template.markup(2) is template.markup(2)
+
+
+def test_tokens_and_filters() -> None:
+    assert ChatTemplate(LLAMA, "<s>", "</s>").markup(2) == (
+        "<s>[INST] ",
+        " [/INST] ",
+        "</s>[INST] ",
+        " [/INST]",
+    )
+
+
+def test_what_real_templates_use() -> None:
+    template = ChatTemplate(
+        "{%- if not messages %}{{ raise_exception('empty') }}{% endif %}"
+        "{{ strftime_now('%Y') | length }}{{ {'a': 1} | tojson }}"
+        "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
+        "{%- generation %}{{ m.content }}{% endgeneration -%}{% endfor %}"
+    )
+    assert template.markup(1) == ('4{"a": 1}', "")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "nothing shown",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+        "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('only one turn') }}",
+        "{{ messages[99].content.x.y }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_templates_that_cannot_be_used(template: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(template).markup(2)
+
+
+def test_broken_template() -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate("{% for")

@@ -1,0 +1,86 @@
+"""Prefix keys: equal exactly for equal beginnings of one scope."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.graph.nodes import CallOptions, Completion, TextPiece, VariablePiece
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.prompts.segments import (
+    PrefixHasher,
+    Segment,
+    SegmentKind,
+    extend_key,
+    fill_segments,
+    output_segment,
+    preceding_segments,
+)
+
+TEXTS = st.sampled_from(["", "a", "b", "ab", "c", "é\u4e2d", "a" * 100])
+SEGMENTS = st.builds(Segment, st.sampled_from(SegmentKind), TEXTS, st.none(), st.booleans())
+PROMPTS = st.lists(SEGMENTS, max_size=6)
+HASHER = PrefixHasher(b"s" * 32)
+
+
+@given(PROMPTS, PROMPTS)
+def test_keys_agree_exactly_as_far_as_the_prompts_do(
+    one: list[Segment], two: list[Segment]
+) -> None:
+    keys_one = HASHER.keys("t", False, one)
+    keys_two = HASHER.keys("t", False, two)
+    assert len(keys_one) == len(one)
+    for i in range(min(len(one), len(two))):
+        assert (keys_one[i] == keys_two[i]) == (one[: i + 1] == two[: i + 1])
+    assert len(set(keys_one)) == len(keys_one)
+
+
+@given(PROMPTS.filter(len), st.text(max_size=5), st.text(max_size=5))
+def test_scopes_and_chats_and_processes_never_meet(
+    prompt: list[Segment], scope: str, other: str
+) -> None:
+    keys = set(HASHER.keys(scope, False, prompt))
+    assert not keys & set(HASHER.keys(scope, True, prompt))
+    assert not keys & set(PrefixHasher().keys(scope, False, prompt))
+    if scope != other:
+        assert not keys & set(HASHER.keys(other, False, prompt))
+
+
+def test_ids_do_not_change_a_key() -> None:
+    plain = Segment(SegmentKind.VALUE, "x")
+    tokenized = Segment(SegmentKind.VALUE, "x", TokenizedText("t", (1, 2)))
+    assert HASHER.keys("t", False, [plain]) == HASHER.keys("t", False, [tokenized])
+
+
+def test_where_a_constant_is_cut_matters() -> None:
+    whole = HASHER.keys("t", False, [Segment(SegmentKind.CONSTANT, "ab")])
+    parts = [Segment(SegmentKind.CONSTANT, "a"), Segment(SegmentKind.CONSTANT, "b")]
+    assert whole[-1] != HASHER.keys("t", False, parts)[-1]
+
+
+def variable(name: str, text: str) -> SemanticVariable:
+    made = SemanticVariable(name, name, 0)
+    made.set(text, TokenizedText("tok", tuple(range(len(text)))))
+    return made
+
+
+def test_segments_of_a_chain() -> None:
+    x, y = variable("x", "value"), variable("y", "answer")
+    options, sampling = CallOptions("f"), SamplingConfig()
+    first = Completion(
+        0, 0, 0, options, (TextPiece("A "), VariablePiece(x), TextPiece(" B")), y, sampling
+    )
+    second = Completion(
+        1, 0, 0, options, (TextPiece("C"),), SemanticVariable("z", "z", 0), sampling, first
+    )
+    segments = [*preceding_segments(second), *fill_segments(second)]
+    assert [(s.kind.name, s.text, s.ends_turn) for s in segments] == [
+        ("CONSTANT", "A ", False),
+        ("VALUE", "value", False),
+        ("CONSTANT", " B", True),
+        ("OUTPUT", "answer", False),
+        ("CONSTANT", "C", True),
+    ]
+    assert segments[3].tokenized is y.tokenized
+    assert [*preceding_segments(first), *fill_segments(first)] == segments[:3]
+    keys = HASHER.keys("t", False, segments)
+    assert extend_key(keys[2], output_segment("answer", None)) == keys[3]

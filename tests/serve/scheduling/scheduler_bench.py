@@ -1,0 +1,96 @@
+"""A scheduler on virtual time, and tasks for it."""
+
+from itertools import count
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import GlobalSchedulerConfig
+from parrot.serve.contexts.index import PrefixIndex
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.prompts.segments import PrefixHasher, Segment, SegmentKind
+from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.clock import ManualClock
+
+HASHER = PrefixHasher(b"x" * 32)
+LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT
+
+
+class Bench:
+    """A scheduler on virtual time."""
+
+    def __init__(self, **config: object) -> None:
+        self.clock = ManualClock()
+        self.index = PrefixIndex()
+        self.scheduler = Scheduler(
+            GlobalSchedulerConfig.model_validate(config), self.clock, self.index
+        )
+        self._ids = count()
+
+    def engines(
+        self, number: int, *, slots: int = 100, tokens: int = 1_000_000, model: str = "m"
+    ) -> None:
+        for _ in range(number):
+            self.scheduler.add_engine(next(self._ids), model, slots, tokens)
+
+    def task(
+        self,
+        text: str | None = None,
+        *,
+        session: int = 1,
+        criteria: PerformanceCriteria = LATENCY,
+        path: float = 0.0,
+        group: str | None = None,
+        output: int = 100,
+        models: tuple[str, ...] = (),
+        prefix_len: int = 10,
+        own_len: int = 1,
+    ) -> CompletionTask:
+        """A prompt of `prefix_len` tokens of the constant `text`, and `own_len` of its own."""
+        number = next(self._ids)
+        text = f"own {number}" if text is None else text
+        completion = Completion(
+            id=number,
+            request_id=number,
+            session_id=session,
+            options=CallOptions("f", models=models),
+            fill=(),
+            output=SemanticVariable(str(number), "v", session),
+            sampling=SamplingConfig(max_gen_length=output),
+            objective=Objective(criteria, 0, path, group),
+        )
+        tokens = TokenizedText("t", tuple(range(prefix_len)))
+        segments = [
+            Segment(SegmentKind.CONSTANT, text, tokens),
+            Segment(SegmentKind.VALUE, str(number), TokenizedText("t", (1,) * own_len), True),
+        ]
+        keys = HASHER.keys("tenant", False, segments)
+        return CompletionTask(
+            completion,
+            segments,
+            keys,
+            self.clock.now(),
+            expected_output=completion.sampling.max_gen_length // 2 + 1,
+        )
+
+    def add(self, *tasks: CompletionTask) -> None:
+        for task in tasks:
+            self.scheduler.add(task)
+
+    def run(self) -> dict[CompletionTask, int]:
+        placements = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        return {placement.task: placement.engine_id for placement in placements}
+
+    def order(self) -> list[CompletionTask]:
+        """Let tasks run one at a time until none is queued."""
+        done: list[CompletionTask] = []
+        while self.scheduler.num_queued:
+            for task, engine_id in self.run().items():
+                done.append(task)
+                self.scheduler.ended(task, engine_id)
+        return done
+
+    def later(self, seconds: float) -> None:
+        self.clock._now += seconds

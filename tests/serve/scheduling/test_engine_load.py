@@ -1,0 +1,140 @@
+"""What an engine's load tells: what is usual there, what harms whom, what answers teach."""
+
+import pytest
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import Usage
+from parrot.serve.scheduling.cost import CostModel
+from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
+from parrot.serve.scheduling.usual import UsualLoad
+from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
+
+
+def engine_of(bench: Bench, engine_id: int = 0) -> EngineLoad:
+    load = bench.scheduler._loads.get(engine_id)
+    assert load is not None
+    return load
+
+
+def test_averages_do_not_depend_on_how_often_they_are_renewed() -> None:
+    often, seldom = UsualLoad(), UsualLoad()
+    for tenth in range(1, 51):
+        often.advance(tenth / 10, 4, 1000, 40.0, 2.0)
+    seldom.advance(5.0, 4, 1000, 40.0, 2.0)
+    assert often.tasks == pytest.approx(seldom.tasks)
+    assert 0 < often.tasks < 4
+    assert often.read / often.tasks == pytest.approx(250)
+    assert often.weight / often.tasks == pytest.approx(10)
+    assert often.stretch == pytest.approx(seldom.stretch)
+    assert 1 < often.stretch < 1.2
+    often.advance(1000.0, 0, 0, 0.0, 0.0)
+    assert often.tasks == pytest.approx(0.0, abs=1e-9)
+    assert often.stretch == pytest.approx(1.0)
+
+
+def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:
+    bench = Bench()
+    bench.engines(1)
+    load = engine_of(bench)
+    assert load.outlook(0.0).steps_s(1000) == pytest.approx(1000 * load.step_s)
+    bench.add(*[bench.task(own_len=2000, output=100) for _ in range(50)])
+    bench.run()
+    outlook = load.outlook(bench.clock.now())
+    left_s = outlook.remaining_s
+    assert outlook.steps_s(10) == pytest.approx(10 * load.step_s)
+    idle_s = CostModel().step_s  # nobody was there before, so nobody is expected
+    rest = 5000 - left_s / load.step_s
+    assert outlook.steps_s(5000) == pytest.approx(left_s + rest * idle_s, rel=0.01)
+
+
+def test_those_who_will_come_are_harmed_too() -> None:
+    bench = Bench()
+    bench.engines(1)
+    load = engine_of(bench)
+    assert load.outlook(0.0).harm_s(1.0, 1000, 1e-3) == 0.0
+    for _ in range(30):
+        task = bench.task()
+        bench.add(task)
+        bench.run()
+        bench.later(1.0)
+        bench.scheduler.ended(task, 0)
+    now = bench.clock.now()
+    assert not load.num_tasks
+    assert load.outlook(now).harm_s(1.0, 1000, 1e-3) == pytest.approx(load.usual(now).weight)
+    assert load.usual(now).weight > 1.0
+
+
+def test_a_chat_goes_where_its_steps_will_be_short() -> None:
+    """Engine 0 has a moment without work, engine 1 has little all the time."""
+    bench = Bench()
+    bench.engines(2, slots=1000)
+    for _ in range(20):
+        maps = [bench.task(session=2, criteria=THROUGHPUT, own_len=1000) for _ in range(80)]
+        one = bench.task(session=3, criteria=THROUGHPUT, own_len=1000)
+        for task in maps:
+            task.avoided.add(1)
+        one.avoided.add(0)
+        bench.add(*maps, one)
+        placed = bench.run()
+        assert placed[one] == 1
+        assert {placed[task] for task in maps} == {0}
+        bench.later(4.0)
+        for task in maps:
+            bench.scheduler.ended(task, 0)
+        if len(engine_of(bench, 1).tasks) > 3:
+            bench.scheduler.ended(next(iter(engine_of(bench, 1).tasks)), 1)
+    chat = bench.task(session=1, output=1000)
+    bench.add(chat)
+    assert bench.run() == {chat: 1}
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_reads_along_judges_by_the_time_per_token(is_streamed: bool) -> None:
+    bench = Bench()
+    bench.engines(1)
+    criteria = LATENCY if is_streamed else PerformanceCriteria.TPOT
+    short, long = [bench.task(output=output, criteria=criteria) for output in (400, 1600)]
+    for task in (short, long):
+        task.completion.wants_stream = is_streamed
+    assert weight_of(short) == pytest.approx(4 * weight_of(long), rel=0.01)
+    bench.add(short, long)
+    bench.run()
+    assert engine_of(bench).weight == pytest.approx(weight_of(short) + weight_of(long))
+
+
+def test_who_waits_for_the_whole_judges_by_its_time() -> None:
+    bench = Bench()
+    short, long = bench.task(output=100), bench.task(output=1000)
+    assert weight_of(short) == weight_of(long) > 1.0
+    assert weight_of(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
+
+
+def test_reports_tell_prompts_from_sequences() -> None:
+    """A flood of prompts: most tasks wait for theirs in the engine's queue. What ServeCore has
+    placed there is taken for what it is, not for sequences of its steps."""
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    truth = CostModel(step_s=7e-3, sequence_s=2e-4, token_s=1e-9, prefill_s=3.6e-5)
+    for number in range(100):
+        flood = [bench.task(session=2, own_len=1000, output=50) for _ in range(30 + number % 20)]
+        bench.add(*flood)
+        bench.run()
+        steps, running, prompt = 50, 2 + number % 7, 512 * (number % 30)
+        seconds = steps * (truth.step_s + running * truth.sequence_s) + prompt * truth.prefill_s
+        bench.later(seconds + 1.0)
+        usage = Usage(
+            output_tokens=50,
+            queue_s=1.0,
+            decode_s=seconds,
+            steps=steps,
+            step_sequences=steps * running,
+            step_prompt_tokens=prompt,
+        )
+        bench.scheduler.ended(flood[0], 0, usage)
+        for task in flood[1:]:
+            bench.scheduler.ended(task, 0)
+    learnt = bench.scheduler.costs(0)
+    assert learnt.step_s == pytest.approx(truth.step_s, rel=0.1)
+    assert learnt.prefill_s == pytest.approx(truth.prefill_s, rel=0.1)
+    per_sequence_s = learnt.sequence_s + 1025 * learnt.token_s
+    assert per_sequence_s == pytest.approx(truth.sequence_s, rel=0.25)

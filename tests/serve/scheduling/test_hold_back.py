@@ -1,0 +1,106 @@
+"""How many applications an engine runs at once."""
+
+import asyncio
+from collections.abc import Sequence
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot.engine.config import SimConfig
+from parrot.serve.scheduling.hold_back import should_wait
+from parrot.simulation import SimCluster, fixed, run_virtual
+from tests.serve.scheduling.scheduler_bench import Bench
+from tests.serve.scheduling.test_order_simulated import application, with_policy
+
+STEP_S = 0.007
+
+
+def num_at_once(num_apps: int, added_s: float) -> int:
+    """The first that should wait, of so many alike."""
+    ahead = range(num_apps)
+    return next((k for k in ahead if should_wait(k, num_apps, added_s, STEP_S)), num_apps)
+
+
+def ends(waves: Sequence[int], added_s: float) -> list[float]:
+    """When each of alike applications ends that are run in waves, by what their steps take."""
+    times: list[float] = []
+    now = 0.0
+    for size in waves:
+        now += STEP_S + size * added_s
+        times += [now] * size
+    return times
+
+
+def cost(times: Sequence[float]) -> float:
+    return mean(times) + max(times)
+
+
+@given(st.integers(1, 200), st.floats(1e-5, 1e-2))
+def test_no_two_waves_are_better(num_apps: int, added_s: float) -> None:
+    size = num_at_once(num_apps, added_s)
+    chosen = cost(ends([size, num_apps - size] if size < num_apps else [size], added_s))
+    others = [cost(ends([k, num_apps - k], added_s)) for k in range(1, num_apps)]
+    best = min([cost(ends([num_apps], added_s)), *others])
+    assert chosen <= 1.01 * best
+
+
+@given(st.integers(0, 100), st.integers(1, 100), st.floats(0, 1e-2), st.floats(1e-4, 1e-2))
+def test_short_steps_and_lone_applications_wait_for_nobody(
+    num_ahead: int, num_others: int, added_s: float, step_s: float
+) -> None:
+    assert not should_wait(0, 1 + num_others, added_s, step_s)
+    if should_wait(num_ahead, num_ahead + num_others, added_s, step_s):
+        assert (num_ahead + num_others) * added_s > 5 * step_s
+        assert should_wait(num_ahead + 1, num_ahead + num_others, added_s, step_s)
+
+
+@pytest.mark.parametrize("policy", ["critical_path", "las", "app_fifo", "fcfs"])
+def test_only_the_order_by_remaining_work_holds_calls_back(policy: str) -> None:
+    bench = Bench(policy=policy)
+    bench.engines(1, slots=1000)
+    tasks = [bench.task(session=i, prefix_len=4000, output=20) for i in range(40)]
+    bench.add(*tasks)
+    placed = bench.run()
+    assert (len(placed) < 30) is (policy == "critical_path")
+    for task, engine_id in placed.items():
+        bench.scheduler.ended(task, engine_id)
+    assert set(bench.order()) == set(tasks) - set(placed)
+
+
+def test_what_adds_little_to_a_step_passes_those_who_wait() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    for i in range(40):
+        bench.scheduler.progressed(i, 50.0)
+        bench.add(bench.task(session=i, prefix_len=4000, output=20))
+    bench.run()
+    assert bench.scheduler.num_queued
+    chat = bench.task(session=100, prefix_len=10, output=20)
+    bench.add(chat)
+    assert set(bench.run()) == {chat}
+
+
+def test_alike_chains_end_in_two_waves() -> None:
+    """Their prompts take the engine's time. By `fcfs` all end together; the mean may fall while the
+    last ends only as much later as the smaller batches cost."""
+    costs = {"step_s": STEP_S, "prefill_token_s": 1e-3, "sequence_s": 0.0, "context_token_s": 0.0}
+    engine = SimConfig.model_validate({"instance": costs})
+
+    async def main(policy: str) -> list[float]:
+        async with SimCluster(1, engine=engine, core=with_policy(policy)) as cluster:
+            client = cluster.client(fixed(0.0))
+            for _ in range(4):
+                await application(client, 0.0, 1, 20)
+            start = asyncio.get_running_loop().time()
+            texts = [f"{i} {'x' * 50}" for i in range(30)]
+            chains = [application(client, 0.0, 5, 10, text=text) for text in texts]
+            times = await asyncio.gather(*chains)
+            cluster.check_integrity()
+            return [time - start for time in times]
+
+    together = run_virtual(main("fcfs"))
+    waves = run_virtual(main("critical_path"))
+    assert mean(waves) < 0.9 * mean(together)
+    assert max(waves) < 1.2 * max(together)

@@ -1,0 +1,355 @@
+"""Where tasks run: by predicted seconds, in blocks, and by the rules of routers."""
+
+import pytest
+
+from parrot.protocol.engine_api import Usage
+from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.scheduling.task import CompletionTask
+from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
+
+PLACEMENTS = ("predicted", "round_robin", "prefix_aware")
+
+
+def test_load_is_spread() -> None:
+    bench = Bench()
+    bench.engines(4)
+    bench.add(*[bench.task(f"t{i}", session=i) for i in range(20)])
+    placed = list(bench.run().values())
+    assert {placed.count(engine) for engine in range(4)} == {5}
+
+
+def cache(bench: Bench, task: CompletionTask, engine_id: int, length: int) -> None:
+    context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
+    bench.index.publish(context, Boundary(task.keys[0], length, 0))
+
+
+@pytest.mark.parametrize("ctx_aware", [True, False])
+def test_a_cached_prefix_attracts(ctx_aware: bool) -> None:
+    bench = Bench(ctx_aware=ctx_aware)
+    bench.engines(50)
+    task = bench.task("system", prefix_len=2000)
+    cache(bench, task, 33, 2000)
+    bench.add(task)
+    assert (bench.run()[task] == 33) is ctx_aware
+
+
+def test_a_cached_prefix_does_not_outweigh_the_load() -> None:
+    bench = Bench(ctx_group=False)
+    bench.engines(2, slots=1000)
+    example = bench.task("system", prefix_len=500)
+    cache(bench, example, 0, 500)
+    tasks = [bench.task("system", prefix_len=500, session=i) for i in range(300)]
+    bench.add(*tasks)
+    placed = list(bench.run().values())
+    assert placed[0] == 0
+    assert 0 < placed.count(1) < 150
+
+
+@pytest.mark.parametrize("ctx_group", [True, False])
+def test_siblings_gather_before_any_cache_is_warm(ctx_group: bool) -> None:
+    bench = Bench(ctx_group=ctx_group, graph_group=False)
+    bench.engines(4)
+    tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT) for _ in range(8)]
+    bench.add(*tasks)
+    assert len(set(bench.run().values())) == (1 if ctx_group else 4)
+
+
+def test_each_of_several_blocks_gets_its_share_of_the_engines() -> None:
+    """Alone, either would be split over all four: its prompt is short and its outputs are many."""
+    bench = Bench(graph_group=False)
+    bench.engines(4, slots=64)
+    blocks = {
+        name: [bench.task(name, prefix_len=500, criteria=THROUGHPUT) for _ in range(16)]
+        for name in ("a", "b", "c", "d")
+    }
+    bench.add(*[task for turn in zip(*blocks.values(), strict=True) for task in turn])
+    placed = bench.run()
+    used = {name: {placed[task] for task in tasks} for name, tasks in blocks.items()}
+    assert sorted(map(len, used.values())) == [1, 1, 1, 1]
+    assert len(set().union(*used.values())) == 4
+
+
+@pytest.mark.parametrize("graph_group", [True, False])
+def test_task_groups_gather(graph_group: bool) -> None:
+    bench = Bench(graph_group=graph_group)
+    bench.engines(4)
+    tasks = [bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)]
+    bench.add(*tasks)
+    assert len(set(bench.run().values())) == (1 if graph_group else 4)
+
+
+def test_task_groups_split_when_they_do_not_fit() -> None:
+    bench = Bench()
+    bench.engines(4, slots=3)
+    bench.add(*[bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)])
+    placed = list(bench.run().values())
+    assert len(placed) == 8
+    assert len(set(placed)) == 3
+
+
+def test_throughput_work_keeps_away_from_latency_work() -> None:
+    bench = Bench()
+    bench.engines(2)
+    chat = bench.task(session=1)
+    bench.add(chat)
+    chat_engine = bench.run()[chat]
+    batch = [bench.task(session=2, criteria=THROUGHPUT) for _ in range(4)]
+    bench.add(*batch)
+    assert chat_engine not in set(bench.run().values())
+
+
+def test_latency_tasks_bound_the_batch_they_sit_in() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    chat = bench.task(session=1)
+    bench.add(chat)
+    engine_id = bench.run()[chat]
+    batch = [bench.task(session=2, criteria=THROUGHPUT) for _ in range(500)]
+    bench.add(*batch)
+    placed = len(bench.run())
+    assert 10 < placed < 200
+    bench.scheduler.ended(chat, engine_id)
+    assert len(bench.run()) == 500 - placed
+
+
+def test_nobody_waits_for_latency_tasks_for_longer_than_it_takes() -> None:
+    """Else work that fits only where nobody chats would starve where somebody always does."""
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    bench.add(bench.task(session=1))
+    bench.run()
+    bench.add(*[bench.task(session=2, criteria=THROUGHPUT, path=5.0) for _ in range(500)])
+    num_left = 500 - len(bench.run())
+    assert num_left > 300
+    bench.later(4.9)
+    assert not bench.run()
+    bench.later(0.2)
+    assert len(bench.run()) == num_left
+
+
+def test_engines_that_failed_with_a_task_are_avoided() -> None:
+    bench = Bench()
+    bench.engines(3)
+    task = bench.task()
+    task.avoided.update({0, 1})
+    bench.add(task)
+    assert bench.run()[task] == 2
+    bench = Bench()
+    bench.engines(1)
+    task = bench.task()
+    task.avoided.add(0)
+    bench.add(task)
+    assert bench.run()[task] == 0  # better than nothing
+
+
+# Blocks
+
+
+def test_siblings_that_compute_much_are_dealt_out_at_once() -> None:
+    bench = Bench()
+    bench.engines(4)
+    tasks = [
+        bench.task("instruction", prefix_len=200, own_len=2000, criteria=THROUGHPUT, group="g")
+        for _ in range(16)
+    ]
+    bench.add(*tasks)
+    placed = list(bench.run().values())
+    assert sorted(placed.count(engine) for engine in range(4)) == [4, 4, 4, 4]
+
+
+def test_a_block_is_dealt_out_in_turns() -> None:
+    """It comes sorted by length: no engine may get all of the longest."""
+    bench = Bench()
+    bench.engines(4)
+    tasks = [bench.task("instruction", prefix_len=200, own_len=2000 + 10 * i) for i in range(16)]
+    bench.add(*tasks)
+    placed = bench.run()
+    assert [len({placed[task] for task in tasks[i : i + 4]}) for i in range(0, 16, 4)] == [4] * 4
+
+
+def test_a_block_leaves_out_an_engine_that_is_busy() -> None:
+    bench = Bench()
+    bench.engines(4)
+    (busy,) = [bench.task(own_len=40_000)]
+    bench.add(busy)
+    engine_id = bench.run()[busy]
+    tasks = [bench.task("doc", prefix_len=2000, own_len=200, group="g") for _ in range(12)]
+    bench.add(*tasks)
+    assert engine_id not in set(bench.run().values())
+
+
+def test_a_block_goes_on_where_its_prefix_is_cached() -> None:
+    bench = Bench()
+    bench.engines(4)
+    tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT) for _ in range(4)]
+    cache(bench, tasks[0], 2, 8000)
+    bench.add(*tasks)
+    assert set(bench.run().values()) == {2}
+
+
+def test_a_block_larger_than_all_engines_fills_them() -> None:
+    bench = Bench()
+    bench.engines(3, slots=4)
+    tasks = [bench.task("doc", prefix_len=1000, criteria=THROUGHPUT) for _ in range(20)]
+    bench.add(*tasks)
+    placed = list(bench.run().values())
+    assert sorted(placed.count(engine) for engine in range(3)) == [4, 4, 4]
+    assert bench.scheduler.num_queued == 8
+
+
+@pytest.mark.parametrize("group", ["g", None])
+def test_without_the_features_siblings_are_strangers(group: str | None) -> None:
+    bench = Bench(ctx_group=False, graph_group=False)
+    bench.engines(4)
+    tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT, group=group) for _ in range(8)]
+    bench.add(*tasks)
+    assert len(set(bench.run().values())) == 4
+
+
+# What is learnt
+
+
+def answer(bench: Bench, slowness: float, task: CompletionTask, engine_id: int) -> None:
+    """The task ends after the time that a true engine would take, alone."""
+    seconds = slowness * (0.0043 * 100 + 2.2e-5 * task.prompt_len)
+    bench.later(seconds)
+    usage = Usage(computed_tokens=task.prompt_len, output_tokens=100, decode_s=seconds)
+    bench.scheduler.ended(task, engine_id, usage)
+
+
+def train(bench: Bench, slowness: list[float]) -> None:
+    """Every engine gets its turns."""
+    for _ in range(40):
+        for engine_id, factor in enumerate(slowness):
+            task = bench.task(own_len=500)
+            task.avoided.update(set(range(len(slowness))) - {engine_id})
+            bench.add(task)
+            assert bench.run() == {task: engine_id}
+            answer(bench, factor, task, engine_id)
+
+
+def test_a_slow_engine_gets_less() -> None:
+    """Two engines of a model, one of them four times as slow: it gets work only under load."""
+    bench = Bench()
+    bench.engines(2, slots=1000)
+    train(bench, [1.0, 4.0])
+    costs = [bench.scheduler.costs(engine_id) for engine_id in (0, 1)]
+    assert costs[1].step_s == pytest.approx(4 * costs[0].step_s, rel=0.2)
+    bench.add(*[bench.task(own_len=500) for _ in range(4)])
+    assert set(bench.run().values()) == {0}
+    bench.add(*[bench.task(own_len=500) for _ in range(300)])
+    placed = list(bench.run().values())
+    assert 0 < placed.count(1) < 100
+
+
+def test_a_block_is_split_by_speed() -> None:
+    bench = Bench()
+    bench.engines(2, slots=1000)
+    train(bench, [1.0, 4.0])
+    tasks = [bench.task(own_len=3000, group="g", criteria=THROUGHPUT, output=20) for _ in range(50)]
+    bench.add(*tasks)
+    placed = list(bench.run().values())
+    assert 5 <= placed.count(1) <= 15  # a fifth would be 10
+
+
+def test_engines_that_nobody_visits_do_not_look_slow() -> None:
+    """Answers of one engine teach of all of its model."""
+    bench = Bench()
+    bench.engines(3)
+    for _ in range(20):
+        task = bench.task(own_len=500)
+        bench.add(task)
+        answer(bench, 0.25, task, bench.run()[task])
+    steps = [bench.scheduler.costs(engine_id).step_s for engine_id in range(3)]
+    assert max(steps) < 1.3 * min(steps)
+    assert max(steps) < 0.0043 / 2
+
+
+def test_answers_without_times_teach_nothing() -> None:
+    bench = Bench()
+    bench.engines(1)
+    before = bench.scheduler.costs(0)
+    task = bench.task()
+    bench.add(task)
+    bench.run()
+    bench.scheduler.ended(task, 0, Usage())
+    assert bench.scheduler.costs(0) == before
+
+
+# Routers
+
+
+def test_round_robin_takes_turns() -> None:
+    bench = Bench(placement="round_robin")
+    bench.engines(3)
+    tasks = [bench.task("same", prefix_len=1000) for _ in range(7)]
+    bench.add(*tasks)
+    placed = bench.run()
+    assert [placed[task] for task in tasks] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_round_robin_skips_engines_that_are_full() -> None:
+    bench = Bench(placement="round_robin")
+    bench.engines(1, slots=1)
+    bench.engines(1, slots=3)
+    bench.add(*[bench.task() for _ in range(5)])
+    placed = list(bench.run().values())
+    assert (placed.count(0), placed.count(1)) == (1, 3)
+
+
+def test_prefix_aware_follows_what_it_sent() -> None:
+    bench = Bench(placement="prefix_aware")
+    bench.engines(3)
+    for _ in range(3):
+        tasks = [bench.task(text, prefix_len=1000) for text in ("a", "b", "c")]
+        bench.add(*tasks)
+        placed = bench.run()
+        assert [placed[task] for task in tasks] == [0, 1, 2]
+        for task in tasks:
+            bench.scheduler.ended(task, placed[task])
+
+
+def test_prefix_aware_ignores_short_matches_and_balances() -> None:
+    bench = Bench(placement="prefix_aware")
+    bench.engines(2, slots=1000)
+    bench.add(*[bench.task("a", prefix_len=10, own_len=1000) for _ in range(10)])
+    placed = list(bench.run().values())
+    assert placed.count(0) == 5
+    bench = Bench(placement="prefix_aware")
+    bench.engines(2, slots=1000)
+    bench.add(*[bench.task("a", prefix_len=1000) for _ in range(100)])
+    placed = list(bench.run().values())
+    assert placed == [0] * 65 + [1] * 35  # until one has too many more than the other
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_engines_of_the_model_are_chosen_and_bad_ones_avoided(placement: str) -> None:
+    bench = Bench(placement=placement)
+    bench.engines(2, model="a")
+    bench.engines(2, model="b")
+    task = bench.task(models=("b",))
+    task.avoided.add(2)
+    bench.add(task)
+    assert bench.run()[task] == 3
+    other = bench.task(models=("b",))
+    other.avoided.update({2, 3})
+    bench.add(other)
+    assert bench.run()[other] in (2, 3)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_ends_every_task(placement: str) -> None:
+    bench = Bench(placement=placement)
+    bench.engines(3, slots=2, tokens=3000)
+    tasks = [
+        bench.task(
+            f"text {i % 4}",
+            prefix_len=300 * (i % 4),
+            criteria=THROUGHPUT if i % 3 else LATENCY,
+            group="g" if i % 2 else None,
+        )
+        for i in range(60)
+    ]
+    bench.add(*tasks)
+    assert set(bench.order()) == set(tasks)
+    bench.scheduler.check_integrity()

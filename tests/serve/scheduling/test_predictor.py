@@ -1,0 +1,142 @@
+"""What calls are predicted to cost, and how that follows what they did cost."""
+
+import pytest
+from hypothesis import given as fuzz
+from hypothesis import strategies as st
+
+from parrot.protocol.engine_api import Usage
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, TextPiece, VariablePiece
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.scheduling.predictor import Estimates, OutputLengths
+
+
+def completion(
+    template: str = "Do it: ",
+    *inputs: SemanticVariable,
+    tenant: str = "t",
+    models: tuple[str, ...] = (),
+    **sampling: object,
+) -> Completion:
+    return Completion(
+        id=1,
+        request_id=1,
+        session_id=1,
+        options=CallOptions("f", models=models, tenant=tenant),
+        fill=(TextPiece(template), *map(VariablePiece, inputs)),
+        output=SemanticVariable("o", "o", 1),
+        sampling=SamplingConfig.model_validate(sampling),
+    )
+
+
+def usage(output: int, prompt: int = 0, prefill_s: float = 0.0, decode_s: float = 0.0) -> Usage:
+    return Usage(
+        computed_tokens=prompt, output_tokens=output, prefill_s=prefill_s, decode_s=decode_s
+    )
+
+
+def test_a_fixed_length_is_predicted_exactly() -> None:
+    estimates = Estimates()
+    fixed = completion(max_gen_length=77, ignore_tokenizer_eos=True)
+    assert estimates.output_tokens(fixed) == 77
+    estimates.learn(fixed, 8, usage(5))
+    assert estimates.output_tokens(fixed) == 77
+    stopped = completion(max_gen_length=77, ignore_tokenizer_eos=True, stop_str="END")
+    assert estimates.output_tokens(stopped) < 77
+
+
+def test_lengths_are_learnt_per_template_and_tenant() -> None:
+    estimates = Estimates()
+    mine = completion(max_gen_length=1000)
+    assert estimates.output_tokens(mine) == 501
+    estimates.learn(mine, 8, usage(50))
+    assert estimates.output_tokens(mine) == 1 + (500 + 50) // 2  # one answer proves little
+    for _ in range(100):
+        estimates.learn(mine, 8, usage(50))
+    assert 50 < estimates.output_tokens(mine) < 70
+    assert estimates.output_tokens(completion("Else: ", max_gen_length=1000)) == 501
+    assert estimates.output_tokens(completion(max_gen_length=1000, tenant="u")) == 501
+    assert estimates.output_tokens(completion(max_gen_length=20)) <= 21  # the same, cut earlier
+
+
+def test_old_lengths_fade() -> None:
+    estimates, call = Estimates(), completion(max_gen_length=1000)
+    for _ in range(1000):
+        estimates.learn(call, 8, usage(800))
+    for _ in range(300):
+        estimates.learn(call, 8, usage(20))
+    assert estimates.output_tokens(call) < 100
+
+
+def test_functions_do_not_pile_up() -> None:
+    estimates = Estimates()
+    for number in range(10_000):
+        estimates.learn(completion(f"template {number}", models=(str(number),)), 8, usage(50))
+    assert len(estimates._functions) <= 4096
+    assert len(estimates._speeds) <= 256
+    assert estimates.output_tokens(completion("template 0", max_gen_length=1000)) == 501
+
+
+@fuzz(st.lists(st.integers(1, 10_000)), st.integers(1, 5000), st.floats(0, 1))
+def test_a_mean_lies_between_what_was_seen(lengths: list[int], limit: int, share: float) -> None:
+    histogram, prior = OutputLengths(), share * limit
+    for length in lengths:
+        histogram.observe(length)
+    cut = [prior, *(min(length, limit) for length in lengths)]
+    expected = histogram.expect(prior, limit)
+    assert min(cut) * 0.999 <= expected <= max(cut) * 1.001
+    if len(lengths) < 64:  # all are remembered; only a bucket around the limit is cut too little
+        assert expected == pytest.approx(sum(cut) / len(cut), rel=0.16)
+
+
+def test_seconds_follow_the_lengths_that_are_known() -> None:
+    estimates = Estimates()
+    ready, ids, unknown = (SemanticVariable(n, n, 1) for n in "abc")
+    ready.set("x" * 4000)
+    ids.set("x" * 4000, TokenizedText("t", tuple(range(100))))
+    plain = estimates.predict(completion("x" * 40)).seconds
+    per_token = (estimates.predict(completion("x" * 80)).seconds - plain) / 10
+    assert per_token == pytest.approx(0.0002)
+    assert estimates.predict(completion("x" * 40, ready)).seconds == pytest.approx(
+        plain + 1000 * per_token
+    )
+    assert estimates.predict(completion("x" * 40, ids)).seconds == pytest.approx(
+        plain + 100 * per_token
+    )
+    assert estimates.predict(completion("x" * 40, unknown)).seconds > plain
+    assert estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, (), ())).seconds < plain
+
+
+def test_speed_is_learnt_per_set_of_models() -> None:
+    estimates = Estimates()
+    fast = completion("x" * 400, models=("fast",), max_gen_length=10, ignore_tokenizer_eos=True)
+    before = estimates.predict(fast).seconds
+    for _ in range(200):  # half a token a character, 1 ms each; 2 ms per output token
+        estimates.learn(fast, 400, usage(10, prompt=200, prefill_s=0.2, decode_s=0.02))
+    assert estimates.tokens_per_char(("fast",)) == pytest.approx(0.5, rel=0.01)
+    assert estimates.tokens_per_char(()) == 0.25
+    assert estimates.predict(fast).seconds == pytest.approx(0.01 + 0.2 + 0.02, rel=0.05)
+    other = completion("x" * 400, max_gen_length=10, ignore_tokenizer_eos=True)
+    assert estimates.predict(other).seconds == before
+
+
+def test_answers_that_count_nothing_teach_nothing() -> None:
+    estimates, call = Estimates(), completion(max_gen_length=1000)
+    before = estimates.predict(call).seconds
+    estimates.learn(call, 8, Usage())
+    assert estimates.predict(call).seconds == before
+    estimates.learn(call, 0, usage(500))  # no times, an empty prompt
+    assert estimates.predict(call).seconds == pytest.approx(before, rel=0.01)
+
+
+def test_work_is_the_same_at_any_load() -> None:
+    estimates, call = Estimates(lambda models: (0.001, 0.01)), completion(max_gen_length=100)
+    sure = completion(max_gen_length=100, ignore_tokenizer_eos=True)
+    before_s = estimates.predict(sure).seconds
+    work_s = estimates.predict(sure).work_s
+    assert work_s == pytest.approx(0.001 * 0.25 * len("Do it: ") + 0.01 * 100)
+    for _ in range(100):
+        estimates.learn(call, 8, usage(50, decode_s=50 * 1.0))
+    assert estimates.predict(sure).seconds > 10 * before_s
+    assert estimates.predict(sure).work_s == pytest.approx(work_s)
+    assert 0 < estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, (), ())).work_s < 0.1
