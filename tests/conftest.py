@@ -1,6 +1,17 @@
 """What all tests share."""
 
+import os
+from typing import Any
+
+import hypothesis
 import pytest
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("parrot", deadline=None)
+hypothesis.settings.load_profile("parrot")
+
+_NO_DEVICE = "needs a CUDA device"
+_unexpected_skips: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,9 +25,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note_skip(report)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI everything is installed, so nothing but the lack of a device excuses a skip."""
+    if _unexpected_skips and os.environ.get("CI") and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if os.environ.get("CI"):
+        for skip in _unexpected_skips:
+            terminalreporter.write_line(f"must not be skipped in CI: {skip}", red=True)
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        if _NO_DEVICE not in str(reason):
+            _unexpected_skips.append(f"{report.nodeid}: {reason}")
+
+
 def _why_no_gpu() -> str | None:
     try:
         import torch
     except ImportError:
-        return "needs a CUDA device: torch is not installed"
-    return None if torch.cuda.is_available() else "needs a CUDA device: none here"
+        return f"{_NO_DEVICE}: torch is not installed"
+    return None if torch.cuda.is_available() else f"{_NO_DEVICE}: none here"
