@@ -61,15 +61,24 @@ async def test_a_callback_may_set_and_cancel_timers() -> None:
     assert fired == [1.2, 4]
 
 
-async def test_many_cancelled_timers_are_swept() -> None:
-    timers = TimerQueue(ManualClock())
-    kept = timers.call_at(1e6, lambda: None)
-    for i in range(10_000):
-        timers.call_at(1000 + i, lambda: None).cancel()
-    assert len(timers) == 1
-    assert len(timers._heap) < 200
-    kept.cancel()
-    await timers.close()
+async def test_a_callback_that_raises_is_logged_and_stops_no_other_timer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = ManualClock()
+    timers = TimerQueue(clock)
+    fired: list[float] = []
+
+    def no_space() -> None:
+        raise OSError(28, "No space left on device")
+
+    timers.call_at(1, no_space)
+    timers.call_at(1, lambda: fired.append(clock.now()))
+    timers.call_at(2, lambda: fired.append(clock.now()))
+    await clock.advance(3)
+    timers.call_at(4, lambda: fired.append(clock.now()))
+    await clock.advance(3)
+    assert fired == [1, 2, 4]
+    assert "No space left on device" in caplog.text
 
 
 async def test_close_forgets_all() -> None:

@@ -1,0 +1,191 @@
+"""Containers that many rooms need: a heap with changeable keys, and a bounded LRU dictionary."""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, KeysView
+from itertools import count
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+Key = TypeVar("Key", float, tuple[float, ...])
+
+_MIN_STALE = 64  # stale entries that are worth a sweep
+
+
+class LazyHeap(Generic[T, Key]):
+    """A priority queue whose items can be re-keyed and removed: smallest key first, then in the
+    order in which the keys were set.
+
+    An item that changes leaves its old entry in the heap, which is dropped when it reaches the top
+    or when most entries are stale. Every operation is O(log n) amortised, `discard` O(1). Items
+    are compared by hash and equality only, never by order."""
+
+    __slots__ = ("_heap", "_numbers", "_valid")
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._valid: dict[T, tuple[Key, int]] = {}
+        self._heap: list[tuple[Key, int, T]] = []
+
+    def __len__(self) -> int:
+        return len(self._valid)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._valid
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield all items, in no particular order."""
+        return iter(self._valid)
+
+    def key(self, item: T) -> Key:
+        """The item's current key. Raises `KeyError` for an item that is not there."""
+        return self._valid[item][0]
+
+    def set(self, item: T, key: Key) -> None:
+        """Insert the item, or give it a new key. An item that gets the key that it has keeps its
+        place among equal ones."""
+        known = self._valid.get(item)
+        if known is not None and known[0] == key:
+            return
+        number = next(self._numbers)
+        self._valid[item] = (key, number)
+        heapq.heappush(self._heap, (key, number, item))
+        self._sweep()
+
+    def discard(self, item: T) -> None:
+        """Remove the item if it is there."""
+        if self._valid.pop(item, None) is not None:
+            self._sweep()
+
+    def top(self) -> tuple[Key, T] | None:
+        """The smallest key and its item; None if the heap is empty."""
+        heap = self._heap
+        while heap:
+            key, number, item = heap[0]
+            known = self._valid.get(item)
+            if known is not None and known[1] == number:
+                return key, item
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> tuple[Key, T] | None:
+        """Remove and return the smallest key and its item; None if the heap is empty."""
+        if (top := self.top()) is not None:
+            heapq.heappop(self._heap)
+            del self._valid[top[1]]
+        return top
+
+    def pop_until(self, limit: Key) -> Iterator[T]:
+        """Remove and yield, one by one, the items whose keys are at most `limit`, including those
+        that the caller sets meanwhile."""
+        while (top := self.top()) is not None and top[0] <= limit:
+            heapq.heappop(self._heap)
+            del self._valid[top[1]]
+            yield top[1]
+
+    def smallest(self, num_items: int) -> list[T]:
+        """The first `num_items` items in order, or all if there are fewer."""
+        found: list[tuple[Key, int, T]] = []
+        while len(found) < num_items and self.top() is not None:
+            found.append(heapq.heappop(self._heap))
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return [entry[2] for entry in found]
+
+    def clear(self) -> None:
+        self._valid.clear()
+        self._heap.clear()
+
+    def _sweep(self) -> None:
+        if len(self._heap) > _MIN_STALE + 2 * len(self._valid):
+            self._heap = [(key, number, item) for item, (key, number) in self._valid.items()]
+            heapq.heapify(self._heap)
+
+
+class LruDict(Generic[K, V]):
+    """A dictionary in the order of use, which drops what was used least recently when it grows too
+    large.
+
+    `max_weight` bounds the sum of what `weigh` gives for the values; without `weigh` each weighs 1,
+    so that it bounds their number. None means no bound: the owner decides with `pop_oldest`. A
+    value that alone exceeds the bound is not kept, and pushes nothing out. A value's weight must
+    not change."""
+
+    __slots__ = ("_items", "_max_weight", "_weigh", "weight")
+
+    def __init__(
+        self, max_weight: int | None = None, weigh: Callable[[V], int] | None = None
+    ) -> None:
+        self._items: OrderedDict[K, V] = OrderedDict()
+        self._max_weight = max_weight
+        self._weigh = weigh
+        self.weight = 0  # sum of the values' weights
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __iter__(self) -> Iterator[K]:
+        """Yield the keys, least recently used first."""
+        return iter(self._items)
+
+    def get(self, key: K) -> V | None:
+        """The key's value, which counts as a use; None if there is none."""
+        value = self._items.get(key)
+        if value is not None:
+            self._items.move_to_end(key)
+        return value
+
+    def peek(self, key: K) -> V | None:
+        """The key's value without counting as a use; None if there is none."""
+        return self._items.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Insert or replace the value as the most recently used. `None` is no value."""
+        assert value is not None, key
+        self.pop(key)
+        weight = 1 if self._weigh is None else self._weigh(value)
+        if self._max_weight is not None and weight > self._max_weight:
+            return
+        self._items[key] = value
+        self.weight += weight
+        while self._max_weight is not None and self.weight > self._max_weight:
+            self.pop_oldest()
+
+    def touch(self, key: K, *, newest: bool = True) -> None:
+        """Count as a use, or, if not `newest`, make the key the least recently used one. Raises
+        `KeyError` for a key that is not there."""
+        self._items.move_to_end(key, last=newest)
+
+    def pop(self, key: K) -> V | None:
+        """Remove and return the key's value; None if there is none."""
+        value = self._items.pop(key, None)
+        if value is not None:
+            self.weight -= 1 if self._weigh is None else self._weigh(value)
+        return value
+
+    def oldest(self) -> tuple[K, V] | None:
+        """The least recently used key and its value; None if there is none."""
+        return next(iter(self._items.items()), None)
+
+    def pop_oldest(self) -> tuple[K, V] | None:
+        """Remove and return the least recently used key and its value; None if there is none."""
+        if (oldest := self.oldest()) is not None:
+            self.pop(oldest[0])
+        return oldest
+
+    def keys(self) -> KeysView[K]:
+        """A set-like view of the keys, least recently used first."""
+        return self._items.keys()
+
+    def values(self) -> Iterator[V]:
+        """Yield the values, least recently used first."""
+        return iter(self._items.values())
+
+    def clear(self) -> None:
+        self._items.clear()
+        self.weight = 0
