@@ -31,7 +31,7 @@ from gpu_cases import CROWD, DECODES, MIXED, PREFILLS, VLLM, Decode, Sequences, 
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan
 from parrot.engine.models.shapes import KNOWN_SHAPES
@@ -160,7 +160,7 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
             )
             key = attempt * len(requests) + number
             prompt = array("i", [token + attempt for token in request.prompt])  # nothing cached
-            core.submit(Order(key, (Piece(key, prompt),), sink, sampling=sampling))
+            core.submit(EngineRequest(key, (Piece(key, prompt),), sink, sampling=sampling))
         while core.has_work and core.step():
             pass
         seconds = time.perf_counter() - began

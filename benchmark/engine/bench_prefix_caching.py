@@ -18,7 +18,7 @@ from typing import Any
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
@@ -43,7 +43,7 @@ def measure(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, floa
     sinks = [Answer() for _ in prompts]
     began = time.perf_counter()
     for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        core.submit(Order(i, (Piece(i, prompt),), sink, 0, sampling))
+        core.submit(EngineRequest(i, (Piece(i, prompt),), sink, 0, sampling))
     num_steps = 0
     while core.step():
         num_steps += 1

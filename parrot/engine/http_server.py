@@ -21,7 +21,7 @@ from parrot.engine.config import (
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.heartbeat import Heartbeat
-from parrot.engine.reorder import InOrder
+from parrot.engine.reorder import ReorderingService
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.http import HttpClient
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 def create_service(config: AnyEngineConfig) -> EngineService:
     """The engine that the config names."""
-    return InOrder(_create_service(config), MonotonicClock())
+    return ReorderingService(_create_service(config), MonotonicClock())
 
 
 def _create_service(config: AnyEngineConfig) -> EngineService:

@@ -30,7 +30,7 @@ GRACE_S = 5.0
 _Wanted = Sequence[FillPiece | GenerateRequest]
 
 
-class Arrivals:
+class ReorderBuffer:
     """Which contexts requests have named so far. Only a hint: what a context really is, the engine
     knows."""
 
@@ -95,12 +95,12 @@ class Arrivals:
             self._freed_early.popitem(last=False)
 
 
-class InOrder:
+class ReorderingService:
     """An `EngineService` that meets its requests in the order in which they were sent."""
 
     def __init__(self, service: EngineService, clock: Clock) -> None:
         self._service = service
-        self._arrivals = Arrivals(clock)
+        self._buffer = ReorderBuffer(clock)
 
     async def start(self) -> None:
         await self._service.start()
@@ -112,27 +112,27 @@ class InOrder:
         return self._service.is_lost()
 
     async def fill(self, request: FillRequest) -> FillResponse:
-        await self._arrivals.enter((request,))
+        await self._buffer.enter((request,))
         return await self._service.fill(request)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        await self._arrivals.enter((*request.fills, request))
+        await self._buffer.enter((*request.fills, request))
         return await self._service.generate(request)
 
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
-        await self._arrivals.enter((*request.fills, request))
+        await self._buffer.enter((*request.fills, request))
         async with aclosing(self._service.generate_stream(request)) as events:
             async for event in events:
                 yield event
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
-        self._arrivals.free(context_ids)
+        self._buffer.free(context_ids)
         return await self._service.free_contexts(context_ids)
 
     async def reset(self) -> None:
-        self._arrivals.reset()
+        self._buffer.reset()
         await self._service.reset()
 
     def runtime_info(self) -> RuntimeInfo:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.driver import Driver, ask
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import BACKGROUND, Order, Piece, Sink
+from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece, Sink
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.protocol.engine_api import (
     EngineInfo,
@@ -91,7 +91,7 @@ class RunnerService:
         num_tokens = max(1, min(_WARM_UP_TOKENS, core.max_context_len - 2))
         piece = Piece(_WARM_UP_CONTEXT, array("i", [0] * num_tokens))
         sampling = SamplingConfig(temperature=0.0, max_gen_length=2, ignore_tokenizer_eos=True)
-        await self._finish(lambda sink: self._order(JobRequest(), (piece,), sink, sampling))
+        await self._finish(lambda sink: self._wanted(JobRequest(), (piece,), sink, sampling))
         await ask(self._driver, lambda core: core.free([_WARM_UP_CONTEXT]))
 
     def is_ready(self) -> bool:
@@ -105,7 +105,7 @@ class RunnerService:
         pieces = (self._piece(request),)
         response = await self._finish(
             lambda sink: replace(
-                self._order(request, pieces, sink),
+                self._wanted(request, pieces, sink),
                 priority=BACKGROUND if request.background else request.priority,
                 background_share=request.background_share,
             )
@@ -116,7 +116,7 @@ class RunnerService:
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         pieces = self._pieces(request)
         sampling = request.sampling_config
-        response = await self._finish(lambda sink: self._order(request, pieces, sink, sampling))
+        response = await self._finish(lambda sink: self._wanted(request, pieces, sink, sampling))
         assert isinstance(response, GenerateResponse), response
         return response
 
@@ -125,8 +125,8 @@ class RunnerService:
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         sink = QueueSink()
         pieces, sampling = self._pieces(request), request.sampling_config
-        order = self._order(request, pieces, sink, sampling, stream=True)
-        self._driver.post(lambda core: core.submit(order))
+        wanted = self._wanted(request, pieces, sink, sampling, stream=True)
+        self._driver.post(lambda core: core.submit(wanted))
         has_ended = False
         try:
             while not has_ended:
@@ -137,17 +137,17 @@ class RunnerService:
                 yield event
         finally:
             if not has_ended:
-                self._driver.post(lambda core: core.abort(order.request_id))
+                self._driver.post(lambda core: core.abort(wanted.request_id))
 
-    def _order(
+    def _wanted(
         self,
         request: JobRequest,
         pieces: tuple[Piece, ...],
         sink: Sink,
         sampling: SamplingConfig | None = None,
         stream: bool = False,
-    ) -> Order:
-        return Order(
+    ) -> EngineRequest:
+        return EngineRequest(
             request_id=self._request_ids.next(),
             pieces=pieces,
             sink=sink,
@@ -157,16 +157,18 @@ class RunnerService:
             cache_salt=request.cache_salt,
         )
 
-    async def _finish(self, make_order: Callable[[Sink], Order]) -> FillResponse | GenerateResponse:
-        """Submit an order and wait for its end. Cancelled, it aborts the order."""
+    async def _finish(
+        self, make_request: Callable[[Sink], EngineRequest]
+    ) -> FillResponse | GenerateResponse:
+        """Submit a request and wait for its end; abort it if this is cancelled."""
         sink = FutureSink()
-        order = make_order(sink)
-        self._driver.post(lambda core: core.submit(order))
+        wanted = make_request(sink)
+        self._driver.post(lambda core: core.submit(wanted))
         try:
             return await sink.outcome
         finally:
             if not sink.outcome.done() or sink.outcome.cancelled():
-                self._driver.post(lambda core: core.abort(order.request_id))
+                self._driver.post(lambda core: core.abort(wanted.request_id))
 
     def _pieces(self, request: GenerateRequest) -> tuple[Piece, ...]:
         """The request's fills and its own context, with neighbours on one context made one."""

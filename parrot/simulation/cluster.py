@@ -4,7 +4,7 @@ from types import TracebackType
 from typing import Any
 
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import InOrder
+from parrot.engine.reorder import ReorderingService
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, RegisterRequest
 from parrot.protocol.trace import TraceSink
@@ -139,7 +139,7 @@ class SimCluster:
         own = base.model_copy(update={"engine_name": name} | changes)
         service = SimService(own, self.clock, leaps=self._leaps)
         await service.start()
-        engine = SimEngine(service, EngineLink(InOrder(service, self.clock), self._rtt_s))
+        engine = SimEngine(service, EngineLink(ReorderingService(service, self.clock), self._rtt_s))
         self.engines[engine.name] = engine
         engine.engine_id = await self._register(engine)
         return engine

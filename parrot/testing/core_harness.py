@@ -7,7 +7,7 @@ from typing import Any
 from parrot.engine.config import SimConfig
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
@@ -101,7 +101,7 @@ class Harness:
     ) -> Answer:
         answer = Answer()
         self.num_orders += 1
-        order = Order(
+        order = EngineRequest(
             self.num_orders,
             pieces,
             answer,

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import PENDING, LaunchedStep, StepPlan
 from parrot.engine.runner.cpu import load_runner
@@ -72,7 +72,7 @@ class World:
         piece = Piece(number, array("i", prompt), parent, len(known) if known else None)
         answer = self.running[number] = Answer()
         self._kinds[number], self.texts[number] = kind, known + prompt
-        self.core.submit(Order(number, (piece,), answer, sampling=kind))
+        self.core.submit(EngineRequest(number, (piece,), answer, sampling=kind))
 
     def abort(self) -> None:
         if self.running:

@@ -25,7 +25,7 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.block_keys import BlockHasher
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.contexts import ContextTree
-from parrot.engine.core.jobs import Job, Order, StepTotals
+from parrot.engine.core.jobs import EngineRequest, Job, StepTotals
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import (
     DeviceLost,
@@ -37,9 +37,9 @@ from parrot.engine.core.plan import (
     StepResult,
 )
 from parrot.engine.core.policy import POLICIES
-from parrot.engine.core.requests import Delivery, RequestDesk
+from parrot.engine.core.requests import Delivery, RequestTable
 from parrot.engine.core.scheduler import LocalScheduler, Step
-from parrot.engine.core.validation import OrderLimits
+from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
 from parrot.utils.clock import Clock
@@ -97,11 +97,11 @@ class EngineCore:
         )
         self.max_context_len = min(info.max_seq_len, num_blocks * info.block_size)
         self._totals = StepTotals()
-        self._desk = RequestDesk(
+        self._requests = RequestTable(
             self._tree,
             self._scheduler,
             language,
-            OrderLimits(self.max_context_len, info.vocab_size),
+            RequestLimits(self.max_context_len, info.vocab_size),
             clock,
             self._totals,
             max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
@@ -120,31 +120,31 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._desk.num_requests > 0 or self._flight is not None
+        return self._requests.num_requests > 0 or self._flight is not None
 
-    def submit(self, order: Order) -> None:
-        """Never raises: a refusal goes to the order's sink."""
-        self._desk.accept(order)
+    def submit(self, request: EngineRequest) -> None:
+        """Never raises: a refusal goes to the request's sink."""
+        self._requests.accept(request)
 
     def abort(self, request_id: int) -> None:
-        self._desk.abort(request_id)
+        self._requests.abort(request_id)
 
     def free(self, context_ids: Iterable[int]) -> int:
-        return self._desk.free(context_ids)
+        return self._requests.free(context_ids)
 
     def reset(self) -> None:
-        self._desk.reset()
+        self._requests.reset()
 
     def fail_everything(self, error: ParrotError) -> None:
         self._flight = None
-        self._desk.fail_everything(error)
+        self._requests.fail_everything(error)
 
     def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
         """Add a call to the outcomes, to be made where they are delivered."""
-        self._desk.deliver_later(call, argument)
+        self._requests.deliver_later(call, argument)
 
     def take_outcomes(self) -> list[Delivery]:
-        return self._desk.take_outcomes()
+        return self._requests.take_outcomes()
 
     def wait_until_due(self) -> None:
         """Return when the next step should be planned; requests that come later miss it."""
@@ -222,13 +222,13 @@ class EngineCore:
         self._planned = self._schedule()
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
-                self._desk.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
+                self._requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
             if self._planned is None:  # something may have waited for them
                 self._planned = self._schedule()
         return None if self._planned is None else self._planned.plan
 
     def _schedule(self) -> Step | None:
-        self._desk.open_forks()
+        self._requests.open_forks()
         return self._scheduler.schedule(self._clock.now())
 
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -279,7 +279,7 @@ class EngineCore:
             if job.has_ended:
                 continue  # its request failed with another job of this step, or it ended before
             if index in broken:
-                self._desk.fail_job(job, broken[index])
+                self._requests.fail_job(job, broken[index])
                 continue
             if job.request.started_at is None:
                 job.request.start(began, self._totals)
@@ -291,7 +291,7 @@ class EngineCore:
                 job.awaits_token = True
                 self._scheduler.keep_decoding(job)
             elif not context.num_missing:
-                self._desk.finish(job)
+                self._requests.finish(job)
 
     def _take_tokens(self, step: Step, result: StepResult) -> None:
         now = self._clock.now()
@@ -302,15 +302,15 @@ class EngineCore:
                 continue
             job.awaits_token = False
             if job.job_id in result.errors:
-                self._desk.fail_job(job, result.errors[job.job_id])
+                self._requests.fail_job(job, result.errors[job.job_id])
             elif job.job_id in result.tokens:
                 self._take_token(job, result.tokens[job.job_id], now)
             else:
-                self._desk.fail_job(job, EngineFailed("the engine gave no token"))
+                self._requests.fail_job(job, EngineFailed("the engine gave no token"))
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """See `LocalScheduler`. So many steps may be planned once and delivered together."""
-        return 0 if self._desk.has_forks else self._scheduler.num_sure_steps(token_ids)
+        return 0 if self._requests.has_forks else self._scheduler.num_sure_steps(token_ids)
 
     def deliver_sure(
         self, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
@@ -343,9 +343,9 @@ class EngineCore:
         if request.prompt_done_at is None:
             request.prompt_done_at = now
         if request.stream and (chunk := generation.take_chunk()) is not None:
-            self._desk.deliver_later(request.sink.chunk, chunk)
+            self._requests.deliver_later(request.sink.chunk, chunk)
         if generation.finish_reason is not None:
-            self._desk.finish(job)
+            self._requests.finish(job)
 
     def runtime_info(self) -> RuntimeInfo:
         """Plain reads: may be called from any thread, also during a step."""
@@ -356,7 +356,7 @@ class EngineCore:
             num_free_blocks=tree.num_free_blocks,
             block_size=tree.block_size,
             num_running_jobs=self._scheduler.num_admitted,
-            num_total_jobs=self._desk.num_requests,
+            num_total_jobs=self._requests.num_requests,
             cache_mem=self._info.cache_mem,
             model_mem=self._info.model_mem,
             recent_average_latency=self._latency_ns,
@@ -366,4 +366,4 @@ class EngineCore:
     def check_integrity(self) -> None:
         self._tree.check_integrity()
         self._scheduler.check_integrity()
-        self._desk.check_integrity()
+        self._requests.check_integrity()

@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EngineRequest:
     """A request as it reaches the core: fill all pieces; then, if `sampling` is given, generate
     after the last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
@@ -79,8 +79,8 @@ class StepTotals:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """An accepted order: the account that its jobs share. Times are the clock's seconds; each is
+class RequestState:
+    """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
     stamped once, and None until then. `before`: the engine's totals when it started."""
 
     request_id: int
@@ -130,7 +130,7 @@ class Job:
     `awaits_token`: a step that samples for it is on its way."""
 
     job_id: int
-    request: Request
+    request: RequestState
     context: Context
     piece: Piece
     generation: Generation | None

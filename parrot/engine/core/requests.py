@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from parrot.engine.core.contexts import Context, ContextTree, Fork
-from parrot.engine.core.jobs import Job, JobLines, Order, Piece, Request, StepTotals
+from parrot.engine.core.jobs import EngineRequest, Job, JobLines, Piece, RequestState, StepTotals
 from parrot.engine.core.output import Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
-from parrot.engine.core.validation import OrderLimits, check_order, fork_too_long
+from parrot.engine.core.validation import RequestLimits, check_request, fork_too_long
 from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse
 from parrot.protocol.errors import (
     Cancelled,
@@ -24,7 +24,7 @@ from parrot.utils.ids import IdCounter
 Delivery = tuple[Callable[[Any], None], Any]
 
 
-class RequestDesk:
+class RequestTable:
     """Accepts requests, opens their jobs when their turn comes, and ends each request once.
 
     Outcomes wait for `take_outcomes`. Who fails, fails together: a job
@@ -35,7 +35,7 @@ class RequestDesk:
         tree: ContextTree,
         scheduler: LocalScheduler,
         language: Language,
-        limits: OrderLimits,
+        limits: RequestLimits,
         clock: Clock,
         totals: StepTotals,
         *,
@@ -51,7 +51,7 @@ class RequestDesk:
         self._max_requests = max_requests
         self._random_seed = random_seed
         self._outbox: list[Delivery] = []
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, RequestState] = {}
         self._lines = JobLines()
         self._forks: dict[Context, None] = {}
         self._job_ids = IdCounter()
@@ -77,47 +77,47 @@ class RequestDesk:
 
     # -- accepting ---------------------------------------------------------------------------
 
-    def accept(self, order: Order) -> None:
-        """Take the order, or refuse it through its sink with nothing changed."""
+    def accept(self, request: EngineRequest) -> None:
+        """Take the request, or refuse it through its sink with nothing changed."""
         try:
             self._check_backlog()
-            check_order(order, self._tree, self._lines, self._limits)
+            check_request(request, self._tree, self._lines, self._limits)
         except ParrotError as error:
-            self._outbox.append((order.sink.fail, error))
+            self._outbox.append((request.sink.fail, error))
             return
-        request = Request(
-            order.request_id,
-            order.sink,
-            order.stream,
+        state = RequestState(
+            request.request_id,
+            request.sink,
+            request.stream,
             self._clock.now(),
-            order.background_share,
+            request.background_share,
         )
-        self._requests[order.request_id] = request
-        last = len(order.pieces) - 1
-        for index, piece in enumerate(order.pieces):
-            generation = self._generation(order) if index == last else None
-            context = self._tree.get(piece.context_id) or self._create(piece, order)
+        self._requests[request.request_id] = state
+        last = len(request.pieces) - 1
+        for index, piece in enumerate(request.pieces):
+            generation = self._generation(request) if index == last else None
+            context = self._tree.get(piece.context_id) or self._create(piece, request)
             self._add(
-                Job(self._job_ids.next(), request, context, piece, generation, order.priority)
+                Job(self._job_ids.next(), state, context, piece, generation, request.priority)
             )
-        for context in dict.fromkeys(job.context for job in request.jobs):
+        for context in dict.fromkeys(job.context for job in state.jobs):
             self._advance(context)
 
     def _check_backlog(self) -> None:
         if len(self._requests) >= self._max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
 
-    def _generation(self, order: Order) -> Generation | None:
-        if order.sampling is None:
+    def _generation(self, request: EngineRequest) -> Generation | None:
+        if request.sampling is None:
             return None
-        seed = order.sampling.seed
+        seed = request.sampling.seed
         if seed is None:
-            seed = hash((self._random_seed, order.request_id)) & (2**63 - 1)
-        return Generation(order.sampling, seed, self._language, order.stream)
+            seed = hash((self._random_seed, request.request_id)) & (2**63 - 1)
+        return Generation(request.sampling, seed, self._language, request.stream)
 
-    def _create(self, piece: Piece, order: Order) -> Context:
+    def _create(self, piece: Piece, request: EngineRequest) -> Context:
         if piece.parent_id == NO_PARENT:
-            return self._tree.create(piece.context_id, salt=order.cache_salt)
+            return self._tree.create(piece.context_id, salt=request.cache_salt)
         parent = self._tree.get(piece.parent_id)
         assert parent is not None, f"context {piece.parent_id} vanished"
         context = self._tree.create(piece.context_id, self._fork(parent, piece.parent_len))
@@ -284,7 +284,7 @@ class RequestDesk:
     def fail_everything(self, error: ParrotError) -> None:
         self.fail_all(list(self._requests.values()), error)
 
-    def fail_all(self, requests: Iterable[Request], error: ParrotError) -> None:
+    def fail_all(self, requests: Iterable[RequestState], error: ParrotError) -> None:
         """Fail these requests, and those that cannot succeed without them."""
         doomed = list(requests)
         touched: dict[Context, None] = {}
@@ -303,10 +303,10 @@ class RequestDesk:
         for context in touched:
             self._advance(context)
 
-    def _requests_on(self, context: Context) -> list[Request]:
+    def _requests_on(self, context: Context) -> list[RequestState]:
         return [job.request for job in self._lines.line(context)]
 
-    def _requests_behind(self, job: Job) -> list[Request]:
+    def _requests_behind(self, job: Job) -> list[RequestState]:
         """Requests later in the job's line, and on forks that want what it would have added."""
         if not job.piece.token_ids and job.generation is None:
             return []  # it would have added nothing
@@ -377,7 +377,9 @@ class RequestDesk:
         assert num_open == self._scheduler.num_jobs, (num_open, self._scheduler.num_jobs)
 
 
-def _response(request: Request, now: float, totals: StepTotals) -> FillResponse | GenerateResponse:
+def _response(
+    request: RequestState, now: float, totals: StepTotals
+) -> FillResponse | GenerateResponse:
     generation = next((job.generation for job in request.jobs if job.generation), None)
     if generation is None:
         return FillResponse(

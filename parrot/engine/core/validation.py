@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from parrot.engine.core.contexts import ContextTree
-from parrot.engine.core.jobs import JobLines, Order, Piece
+from parrot.engine.core.jobs import EngineRequest, JobLines, Piece
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import InvalidRequest, NotFound, PromptTooLong
 from parrot.protocol.sampling import SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)
-class OrderLimits:
+class RequestLimits:
     """`max_context_len`: tokens of one context that fit both the model and the KV pool."""
 
     max_context_len: int
@@ -41,17 +41,19 @@ class OrderLimits:
         )
 
 
-def check_order(order: Order, tree: ContextTree, lines: JobLines, limits: OrderLimits) -> None:
+def check_request(
+    request: EngineRequest, tree: ContextTree, lines: JobLines, limits: RequestLimits
+) -> None:
     """Raise if a token, a parent or a length is already known to be impossible. What is not known
     yet (a parent still generates) is checked when the job opens."""
-    if order.sampling is not None:
-        limits.check_sampling(order.sampling)
+    if request.sampling is not None:
+        limits.check_sampling(request.sampling)
     lengths: dict[int, int] = {}
-    last = len(order.pieces) - 1
-    for index, piece in enumerate(order.pieces):
+    last = len(request.pieces) - 1
+    for index, piece in enumerate(request.pieces):
         limits.check_tokens(piece)
         length = _length_before(piece, lengths, tree, lines) + len(piece.token_ids)
-        limits.check_length(length, order.sampling is not None and index == last)
+        limits.check_length(length, request.sampling is not None and index == last)
         lengths[piece.context_id] = length
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import BACKGROUND, Order, Piece
+from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
@@ -100,7 +100,9 @@ class EngineMachine(RuleBasedStateMachine):
         sink = RecordingSink()
         self.sinks.append(sink)
         salt = "" if len(self.sinks) % 4 else "other"
-        order = Order(len(self.sinks), tuple(pieces), sink, priority, sampling, stream, salt)
+        order = EngineRequest(
+            len(self.sinks), tuple(pieces), sink, priority, sampling, stream, salt
+        )
         self.core.submit(order)
         self.deliver()
 

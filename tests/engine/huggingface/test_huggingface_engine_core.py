@@ -10,7 +10,7 @@ import transformers
 
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, SpecialIds, StreamChunk
@@ -91,7 +91,7 @@ class Harness:
     ) -> Answer:
         answer = Answer()
         self._num_requests += 1
-        self.core.submit(Order(self._num_requests, pieces, answer, 0, sampling, stream))
+        self.core.submit(EngineRequest(self._num_requests, pieces, answer, 0, sampling, stream))
         return answer
 
     def run(self) -> int:

@@ -17,7 +17,7 @@ from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.tree_attention import KernelConfig
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.kernels import linear
@@ -169,7 +169,7 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
     prompts = random_prompts(5, 40, 17)
     for number, (sampling, answer) in enumerate(zip(samplings, answers, strict=True)):
         limits = {"max_gen_length": 4 + 2 * number, "ignore_tokenizer_eos": True}
-        order = Order(
+        order = EngineRequest(
             number,
             (Piece(number, array("i", prompts[number])),),
             answer,

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.driver import deliver
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import Order, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint
@@ -177,7 +177,7 @@ def complete(
     core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
     sinks = [ListSink() for _ in requests]
     for i, ((prompt, sampling), sink) in enumerate(zip(requests, sinks, strict=True)):
-        core.submit(Order(i, (Piece(i, array("i", prompt)),), sink, sampling=sampling))
+        core.submit(EngineRequest(i, (Piece(i, array("i", prompt)),), sink, sampling=sampling))
     while core.step():
         deliver(core.take_outcomes())
     core.check_integrity()
