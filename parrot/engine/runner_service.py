@@ -182,7 +182,11 @@ class RunnerService:
         )
         merged: list[Piece] = []
         for piece in pieces:
-            if merged and merged[-1].context_id == piece.context_id:
+            if (
+                merged
+                and merged[-1].context_id == piece.context_id
+                and piece.repeats_fork(merged[-1])
+            ):
                 merged[-1] = replace(merged[-1], token_ids=merged[-1].token_ids + piece.token_ids)
             else:
                 merged.append(piece)

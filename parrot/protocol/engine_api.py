@@ -78,7 +78,8 @@ class FillResponse(InternalPayload):
 
 class GenerateRequest(JobRequest):
     """Generate on a context. `fills` run first, in order, as if sent to /fill: one exchange for a
-    whole completion."""
+    whole completion. A piece without a `context_id` is for the request's context. The piece that
+    creates a context decides on its parent; a later one, and the request, may only repeat it."""
 
     context_id: ContextId
     parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=MAX_CONTEXT_ID)
@@ -86,6 +87,19 @@ class GenerateRequest(JobRequest):
     end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
     fills: list[FillPiece] = Field([], max_length=4096)
     sampling_config: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_pieces(cls, payload: Any) -> Any:
+        if not isinstance(payload, dict) or not isinstance(payload.get("fills"), list):
+            return payload
+        keys = ("context_id", "parent_context_id", "parent_len")
+        own = {key: payload[key] for key in keys if key in payload}
+        fills = [
+            own | fill if isinstance(fill, dict) and "context_id" not in fill else fill
+            for fill in payload["fills"]
+        ]
+        return payload | {"fills": fills}
 
 
 class Usage(InternalPayload):

@@ -134,6 +134,31 @@ async def test_typed_errors_reach_the_client():
             await client.fill(FillRequest(context_id=1, parent_context_id=7, token_ids=[1]))
 
 
+async def test_a_piece_without_a_context_id_writes_the_requests_context():
+    async with sim() as (client, http, _):
+        await client.fill(FillRequest(context_id=1, token_ids=list(b"once upon")))
+        fork = {"context_id": 2, "parent_context_id": 1, "parent_len": 4}
+        pieces = [{"token_ids": list(b" a")}, {"token_ids": list(b" time")}]
+        forked = await http.request("POST", "/generate", body={**fork, "fills": pieces})
+        whole = await client.generate(request(3, "once a time", length=512))
+        assert forked["generated_ids"] == whole.generated_ids
+        assert forked["usage"]["cached_tokens"] == 4
+
+
+async def test_a_piece_must_not_create_the_context_without_the_parent_of_the_request():
+    async with sim() as (client, http, _):
+        await client.fill(FillRequest(context_id=1, token_ids=list(b"once upon")))
+        body = {
+            "context_id": 2,
+            "parent_context_id": 1,
+            "fills": [{"context_id": 2, "token_ids": list(b" a time")}],
+        }
+        with pytest.raises(InvalidRequest, match="context 2") as error:
+            await http.request("POST", "/generate", body=body)
+        assert (error.value.status, error.value.param) == (400, "parent_context_id")
+        assert await client.free_contexts([2]) == 0
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -45,6 +45,12 @@ class Piece:
     parent_len: int | None = None
     first_id: int | None = None
 
+    def repeats_fork(self, creator: "Piece") -> bool:
+        """Whether it names no other fork than `creator`, the piece that creates its context."""
+        return self.parent_id in (NO_PARENT, creator.parent_id) and (
+            self.parent_len in (None, creator.parent_len)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

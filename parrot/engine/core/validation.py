@@ -49,12 +49,24 @@ def check_request(
     if request.sampling is not None:
         limits.check_sampling(request.sampling)
     lengths: dict[int, int] = {}
+    creators: dict[int, Piece] = {}
     last = len(request.pieces) - 1
     for index, piece in enumerate(request.pieces):
         limits.check_tokens(piece)
+        if tree.get(piece.context_id) is None:
+            _check_fork(piece, creators.setdefault(piece.context_id, piece))
         length = _length_before(piece, lengths, tree, lines) + len(piece.token_ids)
         limits.check_length(length, request.sampling is not None and index == last)
         lengths[piece.context_id] = length
+
+
+def _check_fork(piece: Piece, creator: Piece) -> None:
+    if not piece.repeats_fork(creator):
+        raise InvalidRequest(
+            f"context {piece.context_id} cannot be forked from context {piece.parent_id}: an "
+            "earlier piece of the request creates it otherwise",
+            param="parent_context_id",
+        )
 
 
 def _length_before(

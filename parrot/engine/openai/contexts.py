@@ -22,6 +22,17 @@ async def _ended(turn: "asyncio.Future[None] | None") -> None:
         await asyncio.wait((turn,))
 
 
+def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | GenerateRequest) -> None:
+    """`creator` is the piece of the same request that has created the context."""
+    same_parent = piece.parent_context_id in (NO_PARENT, creator.parent_context_id)
+    if not same_parent or piece.parent_len not in (None, creator.parent_len):
+        raise InvalidRequest(
+            f"context {piece.context_id} cannot be forked from context {piece.parent_context_id}: "
+            "an earlier piece of the request creates it otherwise",
+            param="parent_context_id",
+        )
+
+
 class Turn:
     """One job's place in the order of a context. `leave` lets the next job begin; leaving twice is
     harmless."""
@@ -98,12 +109,14 @@ class TextContexts:
         """Take a turn on every context that a job uses, creating those that are new. An unknown
         parent, or one that is known to be too short, raises and leaves nothing behind."""
         turns: dict[int, Turn] = {}
-        created: list[int] = []
+        created: dict[int, FillPiece | GenerateRequest] = {}
         try:
             for piece in wanted:
                 if piece.context_id not in self._contexts:
                     self._contexts[piece.context_id] = self._create(piece, turns)
-                    created.append(piece.context_id)
+                    created[piece.context_id] = piece
+                elif (creator := created.get(piece.context_id)) is not None:
+                    _check_fork(piece, creator)
                 if piece.context_id not in turns:
                     turns[piece.context_id] = self._take_turn(piece.context_id, job)
         except (InvalidRequest, NotFound):

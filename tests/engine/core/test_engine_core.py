@@ -211,6 +211,27 @@ def test_refusals_leave_no_trace(order, error, message):
     assert not engine.core.has_work
 
 
+@pytest.mark.parametrize(
+    ("creator", "later"),
+    [
+        (piece(2, "x"), piece(2, parent=1)),
+        (piece(2, "x", parent=1), piece(2, "y", parent=3)),
+        (piece(2, "x", parent=1, length=2), piece(2, "y", parent=1, length=3)),
+    ],
+)
+def test_a_request_that_names_two_parents_of_a_context_is_refused(creator, later):
+    engine = Harness()
+    engine.fill(piece(1, "abc"), piece(3, "abc"))
+    engine.run()
+    answer = engine.generate(creator, later)
+    assert isinstance(answer.error, InvalidRequest)
+    assert answer.error.param == "parent_context_id"
+    assert engine.context(2) is None
+    again = engine.generate(piece(2, "d", parent=1, length=3), piece(2, "e", parent=1), length=1)
+    engine.run()
+    assert (again.text, engine.bytes_of(2)) == ("f", b"abcdef")
+
+
 def test_a_prompt_that_turns_out_too_long_fails_when_its_turn_comes():
     engine = Harness(num_blocks=4)
     engine.generate(piece(1, "abc"), length=8)

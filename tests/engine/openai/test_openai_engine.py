@@ -250,6 +250,10 @@ async def test_wrong_requests_are_refused_and_leave_nothing(start: Start) -> Non
     await service.fill(FillRequest(context_id=1, text="abc"))
     with pytest.raises(InvalidRequest, match="3 characters, not 9"):
         await service.fill(FillRequest(context_id=2, parent_context_id=1, parent_len=9, text="d"))
+    orphan = {"context_id": 4, "fills": [{"context_id": 4, "text": "d"}]}
+    with pytest.raises(InvalidRequest, match="context 4") as refused:
+        await service.generate(GenerateRequest.model_validate({**orphan, "parent_context_id": 1}))
+    assert refused.value.param == "parent_context_id"
     with pytest.raises(UnsupportedField) as caught:
         await service.generate(ask(3, "a", n=2))
     assert caught.value.param == "n"
