@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
 from parrot.protocol import engine_api, public, sampling
-from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 
 DOCS = Path(__file__).parent
 FILLED_PAGES = ("rest.md", "engine_api.md")
@@ -42,6 +42,14 @@ file, the key and what is allowed. `sample_configs/` has files to begin with.
 ## ServeCore
 
 {core}
+
+### `session_quota`
+
+{session_quota}
+
+### `tenant_quota`
+
+{tenant_quota}
 
 ### `global_scheduler`
 
@@ -82,6 +90,8 @@ file, the key and what is allowed. `sample_configs/` has files to begin with.
 def configuration_page() -> str:
     return CONFIGURATION.format(
         core=section(CoreConfig),
+        session_quota=section(SessionQuota),
+        tenant_quota=section(TenantQuota),
         global_scheduler=section(GlobalSchedulerConfig),
         engine=section(
             engine_config.BuiltinConfig,

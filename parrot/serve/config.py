@@ -1,6 +1,6 @@
 """ServeCore's configuration: the keys of its JSON file, their defaults and bounds."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -60,8 +60,37 @@ class GlobalSchedulerConfig(_Section):
     )
     reuse_timeout: Seconds = Field(3600.0, description="A result is kept for so long at most.")
     max_queue_size: Count = Field(
-        1024, description="With so many tasks queued, new calls and reads that need work get 429."
+        1024,
+        description="With so many tasks queued, new calls and reads that need work get 429, if "
+        "their tenant has its share: this limit over the number of tenants with queued tasks.",
     )
+
+
+class SessionQuota(_Section):
+    """What one session may keep. The request that would exceed it gets 429, and nothing is lost."""
+
+    holder: ClassVar[str] = "the session"
+    key: ClassVar[str] = "session_quota"
+
+    calls: Count = Field(
+        65_536, description="Calls, which are kept until the session ends, with idempotency keys."
+    )
+    variables: Count = Field(262_144, description="Variables.")
+    text_bytes: Count = Field(
+        2**28, description="Bytes of its templates, of its native functions and of all values."
+    )
+
+
+class TenantQuota(_Section):
+    """What all sessions of one tenant (one of `api_keys`, or all who have none) may keep together.
+    Where `api_keys` is empty, whoever makes up a key is a tenant."""
+
+    holder: ClassVar[str] = "the tenant"
+    key: ClassVar[str] = "tenant_quota"
+
+    calls: int = Field(2**20, ge=1, le=2**40, description="Calls.")
+    variables: int = Field(2**22, ge=1, le=2**40, description="Variables.")
+    text_bytes: int = Field(2**32, ge=1, le=2**40, description="Bytes of text.")
 
 
 class CoreConfig(_Section):
@@ -87,6 +116,8 @@ class CoreConfig(_Section):
         None, repr=False, description="If set, engines must present it, and are sent it."
     )
     global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
+    session_quota: SessionQuota = SessionQuota()
+    tenant_quota: TenantQuota = TenantQuota()
     max_body_size: Count = Field(
         32 * 2**20, description="Bytes of one request's body; beyond it 413."
     )

@@ -1,6 +1,6 @@
 """ServeCore: every verb of the service, each from its request to its answer."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from parrot.protocol.engine_api import (
     HeartbeatRequest,
@@ -11,7 +11,6 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.errors import (
     NoEngine,
     ParrotError,
-    QueueFull,
     SessionGone,
     Unavailable,
 )
@@ -37,8 +36,9 @@ from parrot.serve.graph.variable import VariableState
 from parrot.serve.lifecycle import SessionExpiry
 from parrot.serve.metrics import CoreCollector, CoreMetrics
 from parrot.serve.native import NativeRunner, Sandbox, check_call
+from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
 from parrot.serve.readers import Reads
-from parrot.serve.sessions import Session, SessionRegistry, tenant_of
+from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
 from parrot.serve.task_runner import TaskRunner
 from parrot.serve.views import engine_view, session_view, variables_view
 from parrot.utils.clock import Clock, MonotonicClock
@@ -66,10 +66,10 @@ class ServeCore:
         self.is_closing = False
         self._clock = clock or MonotonicClock()
         self._timers = TimerQueue(self._clock)
-        self._sessions = SessionRegistry(config.max_sessions_num, self._clock, first_session_id)
+        self._sessions = SessionRegistry(config, self._clock, first_session_id)
         self._dispatcher = dispatcher or Dispatcher(config, self._clock)
         self._native = NativeRunner(config, self._clock, sandbox)
-        self._metrics = CoreMetrics()
+        self._metrics = CoreMetrics(tenant_labels(config.api_keys))
         self._runner = TaskRunner(
             self._clock, self._sessions, self._dispatcher, self._native, self._metrics
         )
@@ -110,18 +110,30 @@ class ServeCore:
     # Calls
 
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
-        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull` and what bindings may raise."""
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        if not session.graph.is_known(request):
-            self._require_room()
-        return session.graph.submit_semantic(request)
+        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
+        may raise."""
+        return self._submit(request, lambda graph: graph.submit_semantic(request))
 
     def submit_native(self, request: NativeCallRequest) -> CallResponse:
+        """Raises as `submit_call` does."""
+        return self._submit(request, lambda graph: graph.submit_native(request))
+
+    def _submit(
+        self,
+        request: SemanticCallRequest | NativeCallRequest,
+        add: Callable[[SessionGraph], CallResponse],
+    ) -> CallResponse:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        check_call(request)
-        if not session.graph.is_known(request):
-            self._require_room()
-        return session.graph.submit_native(request)
+        if isinstance(request, NativeCallRequest):
+            check_call(request)
+        if session.graph.is_known(request):
+            return add(session.graph)
+        self._require_room(session)
+        usage = usage_of(request)
+        session.account.require(usage)
+        response = add(session.graph)
+        session.account.add(usage)
+        return response
 
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
         self._sessions.authenticate(session_id, session_auth).graph.cancel_call(request_id)
@@ -131,7 +143,11 @@ class ServeCore:
     def create_var(
         self, session_id: int, session_auth: str | None, var_name: str, content: str | None
     ) -> str:
+        """Raises `QuotaExceeded`."""
         session = self._sessions.authenticate(session_id, session_auth)
+        usage = Usage(variables=1, text_bytes=num_bytes([content or ""]))
+        session.account.require(usage)
+        session.account.add(usage)
         return session.graph.add_variable(var_name, content).variable.id
 
     def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
@@ -139,9 +155,12 @@ class ServeCore:
         return VarListResponse(vars=variables_view(session))
 
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
-        """Raises `AlreadySet`, or `Conflict` if a call makes the variable."""
+        """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
         session = self._sessions.authenticate(session_id, session_auth)
+        usage = Usage(text_bytes=num_bytes([content]))
+        session.account.require(usage)
         session.graph.set_variable(var_id, content)
+        session.account.add(usage)
 
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
         self._sessions.authenticate(session_id, session_auth).graph.cancel_variable(var_id)
@@ -158,7 +177,7 @@ class ServeCore:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
         if node.is_idle:
-            self._require_room()
+            self._require_room(session)
         return await self._reads.value(session, node, request)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
@@ -168,7 +187,7 @@ class ServeCore:
         nodes = [session.graph.node(var_id) for var_id in request.var_ids]
         num_ready = sum(node.variable.state is VariableState.READY for node in nodes)
         if num_ready < request.k and any(node.is_idle for node in nodes):
-            self._require_room()
+            self._require_room(session)
         winners = await self._reads.first(session, nodes, request)
         return FirstVarsResponse(
             values=[VarValue(var_id=winner.id, content=winner.text) for winner in winners]
@@ -180,7 +199,7 @@ class ServeCore:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
         if node.is_idle:
-            self._require_room()
+            self._require_room(session)
         return self._reads.stream(session, node, request)
 
     # Engines and the service itself
@@ -249,12 +268,13 @@ class ServeCore:
         if self.is_closing:
             raise Unavailable("ServeCore is shutting down")
 
-    def _require_room(self) -> None:
+    def _require_room(self, session: Session) -> None:
         """Before anything that may set work going. What one read sets going is queued all at once,
         however much it is: it exists already, and refusing a part of it would fail the whole."""
         limit = self.config.global_scheduler.max_queue_size
         if self._dispatcher.num_queued + self._native.num_waiting >= limit:
-            raise QueueFull(f"the queue is full ({limit} tasks): try again later")
+            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
+            require_share(session.tenant, limit, *queues)
 
     def _expire(self, session: Session) -> None:
         self._end(session, SessionGone(f"session {session.id} has expired"))

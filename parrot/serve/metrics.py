@@ -3,7 +3,7 @@ become metric families only when somebody scrapes."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,6 +23,8 @@ from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import Session
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+OTHER_TENANTS = "other"
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -50,9 +52,10 @@ class Histogram:
 
 
 class CoreMetrics:
-    """What is counted as it happens."""
+    """What is counted as it happens. Of `tenants` each has its own series, the others one."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Container[str]) -> None:
+        self._tenants = tenants
         self.session_s = Histogram(
             "parrot_session_e2e_seconds", "Life of ended sessions.", _LATENCY_S
         )
@@ -94,6 +97,8 @@ class CoreMetrics:
             self.queue_s.observe(max(0.0, times.started - times.ready))
             self.call_s.observe(times.finished - times.activated)
         stats = task.stats
+        if tenant not in self._tenants:
+            tenant = OTHER_TENANTS
         self.tokens[tenant, "prompt"] += stats.cached_tokens + stats.computed_tokens
         self.tokens[tenant, "generation"] += stats.output_tokens
         self.num_cached_tokens += stats.cached_tokens

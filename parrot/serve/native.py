@@ -20,6 +20,7 @@ from parrot.protocol.public import MAX_TEXT, NativeCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall
+from parrot.serve.quotas import QueuedByTenant
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
@@ -131,24 +132,28 @@ class NativeRunner:
 
     def __init__(self, config: CoreConfig, clock: Clock, sandbox: Sandbox | None = None) -> None:
         self._clock = clock
-        self._num_workers = config.native_workers
         self._slots = asyncio.Semaphore(config.native_workers)
         self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
+        self._waiting: dict[int, NativeCall] = {}  # those of them without a worker
         self._tasks = TaskSet()
+        self.waiting_by_tenant = QueuedByTenant()
 
     @property
     def num_waiting(self) -> int:
-        return max(0, len(self._running) - self._num_workers)
+        return len(self._waiting)
 
     def start(self, call: NativeCall) -> None:
         """Run it and settle its outputs."""
+        self._waiting[call.id] = call
+        self.waiting_by_tenant.enter(call.tenant)
         running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
         self._running[call.id] = running
         running.add_done_callback(lambda done: self._forget(call.id, done))
 
     def stop(self, call: NativeCall) -> None:
         """Its outputs stay unsettled. Safe in any state."""
+        self._end_wait(call)
         running = self._running.pop(call.id, None)
         if running is not None:
             running.cancel()
@@ -157,6 +162,10 @@ class NativeRunner:
         await self._tasks.close()
         await self._sandbox.close()
 
+    def _end_wait(self, call: NativeCall) -> None:
+        if self._waiting.pop(call.id, None) is not None:
+            self.waiting_by_tenant.leave(call.tenant)
+
     def _forget(self, call_id: int, done: asyncio.Task[None]) -> None:
         if self._running.get(call_id) is done:
             del self._running[call_id]
@@ -164,6 +173,7 @@ class NativeRunner:
     async def _run(self, call: NativeCall) -> None:
         try:
             async with self._slots:
+                self._end_wait(call)
                 call.state = CompletionState.RUNNING
                 call.times.started = self._clock.now()
                 values = await self._sandbox.evaluate(call)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
+from parrot.serve.config import CoreConfig
 from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.quotas import Account
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, new_token, tokens_equal
 
@@ -22,6 +24,7 @@ class Session:
     tenant: str
     apps: tuple[str, ...]
     graph: SessionGraph
+    account: Account
     created_at: float
     last_active: float
     timed_reads: dict[object, float] = field(default_factory=dict)
@@ -37,12 +40,13 @@ class Session:
 class SessionRegistry:
     """The live sessions. Ids only grow, so an id that was given out and is not live is gone."""
 
-    def __init__(self, max_sessions: int, clock: Clock, first_id: int = 0) -> None:
-        self._max_sessions = max_sessions
+    def __init__(self, config: CoreConfig, clock: Clock, first_id: int = 0) -> None:
+        self._config = config
         self._clock = clock
         self._ids = IdCounter(first_id)
         self._first_id = self._next_id = first_id
         self._sessions: dict[int, Session] = {}
+        self._tenants: dict[str, tuple[Account, set[int]]] = {}  # with their live sessions
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -54,13 +58,25 @@ class SessionRegistry:
         self, tenant: str, apps: Sequence[str], make_graph: Callable[[int], SessionGraph]
     ) -> Session:
         """Raises `QuotaExceeded` when all sessions are taken."""
-        if len(self._sessions) >= self._max_sessions:
-            raise QuotaExceeded(f"already {self._max_sessions} sessions are live")
+        limit = self._config.max_sessions_num
+        if len(self._sessions) >= limit:
+            raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
         session_id = self._ids.next()
         self._next_id = session_id + 1
         now = self._clock.now()
+        if tenant not in self._tenants:
+            self._tenants[tenant] = (Account(self._config.tenant_quota), set())
+        tenant_account, live_ids = self._tenants[tenant]
+        live_ids.add(session_id)
         session = Session(
-            session_id, new_token(), tenant, tuple(apps), make_graph(session_id), now, now
+            session_id,
+            new_token(),
+            tenant,
+            tuple(apps),
+            make_graph(session_id),
+            Account(self._config.session_quota, tenant_account),
+            now,
+            now,
         )
         self._sessions[session_id] = session
         return session
@@ -83,6 +99,11 @@ class SessionRegistry:
 
     def remove(self, session: Session) -> None:
         del self._sessions[session.id]
+        session.account.close()
+        _, live_ids = self._tenants[session.tenant]
+        live_ids.remove(session.id)
+        if not live_ids:
+            del self._tenants[session.tenant]
 
 
 def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:
@@ -92,6 +113,14 @@ def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:
         matches = [tokens_equal(api_key or "", allowed) for allowed in allowed_keys]
         if not any(matches):  # all compared: the time says nothing about which
             raise AuthenticationFailed("missing or wrong api_key")
-    if not api_key:
-        return PUBLIC_TENANT
+    return _tenant_name(api_key) if api_key else PUBLIC_TENANT
+
+
+def tenant_labels(allowed_keys: Sequence[str]) -> frozenset[str]:
+    """The tenants that are named in metrics. Those of keys that anyone may make up are not: there
+    is no end of them."""
+    return frozenset({PUBLIC_TENANT, *map(_tenant_name, allowed_keys)})
+
+
+def _tenant_name(api_key: str) -> str:
     return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from parrot.protocol.errors import ParrotError
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
+from parrot.serve.graph.variable import VariableState
 from parrot.serve.metrics import CoreMetrics
 from parrot.serve.native import NativeRunner
+from parrot.serve.quotas import Usage, num_bytes
 from parrot.serve.sessions import SessionRegistry
 from parrot.utils.clock import Clock
 
@@ -59,6 +61,8 @@ class TaskRunner:
         session = self._sessions.find(task.session_id)
         if session is not None:
             session.last_active = self._clock.now()
+            texts = [v.text for v in task.outputs() if v.state is VariableState.READY]
+            session.account.add(Usage(text_bytes=num_bytes(texts)))
             self._metrics.task_finished(task, session.tenant)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:

@@ -35,7 +35,7 @@ from parrot.protocol.trace import (
     VariableCreated,
     VariableSet,
 )
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
 from parrot.simulation.cluster import PATIENT, SimCluster
@@ -49,6 +49,8 @@ _LETTERS = f"{string.ascii_letters}{string.digits} .".encode()
 _TO_LETTERS = bytes(_LETTERS[byte % len(_LETTERS)] for byte in range(256))
 _MAX_DRAWS = 100
 _UNLIMITED = 2**31 - 1
+_PLENTY = {"calls": _UNLIMITED, "variables": _UNLIMITED, "text_bytes": _UNLIMITED}
+_NO_QUOTAS = {"session_quota": SessionQuota(**_PLENTY), "tenant_quota": TenantQuota(**_PLENTY)}
 _KEPT_SAMPLING = frozenset({"temperature", "seed"})
 
 
@@ -71,7 +73,7 @@ class Replay:
         texts = Texts(TokenCounts(trace.sessions))
         sandbox = RecordedSandbox()
         scheduler = self.core.global_scheduler.model_copy(update={"max_queue_size": _UNLIMITED})
-        core = self.core.model_copy(update={"global_scheduler": scheduler})
+        core = self.core.model_copy(update={"global_scheduler": scheduler} | _NO_QUOTAS)
         async with SimCluster(core=core, sandbox=sandbox, trace=result.add) as cluster:
             for config in self._engines(trace):
                 await cluster.add_engine(config)

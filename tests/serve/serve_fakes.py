@@ -18,6 +18,7 @@ from parrot.serve.execution.prefetch import EagerCounts
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.links import Predictor
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.utils.clock import ManualClock
 from parrot.utils.ids import IdCounter
@@ -206,6 +207,11 @@ class FakeDispatcher(FakeRunner):
     @property
     def num_queued(self) -> int:
         return len(self.started)
+
+    @property
+    def queued_by_tenant(self) -> QueuedByTenant:
+        completions = [task for task in self.started if isinstance(task, Completion)]
+        return QueuedByTenant(task.options.tenant for task in completions)
 
     def check_integrity(self) -> None: ...
 

@@ -13,7 +13,7 @@ import pytest
 
 from parrot.protocol.public import MAX_TEXT
 from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore
 from parrot.testing.app_server import serve_app
 from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
@@ -207,6 +207,28 @@ async def test_errors_carry_the_headers_that_http_asks_for(site: Site) -> None:
     scope = await site.session()
     async with site.http.get(f"/v1/session/{scope['session_id']}") as answer:
         assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (CoreConfig(global_scheduler=GlobalSchedulerConfig(max_queue_size=1)), "queue_full"),
+        (CoreConfig(session_quota=SessionQuota(calls=1)), "quota_exceeded"),
+    ],
+)
+async def test_429_says_when_to_try_again_and_names_the_limit(
+    config: CoreConfig, kind: str
+) -> None:
+    async for site in open_site(config):
+        scope = await site.session()
+        call = scope | {"template": "a{{y}}", "parameters": [made("y")]}
+        await site.post("/v1/semantic_call", call | {"output_criteria": "latency"})
+        async with site.http.post("/v1/semantic_call", json=call) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["type"]) == (429, kind)
+            assert answer.headers["Retry-After"] == "1"
+            limit = "max_queue_size" if kind == "queue_full" else "session_quota.calls"
+            assert f"`{limit}`" in error["message"]
 
 
 async def test_set_twice_and_cycles_are_conflicts(site: Site) -> None:

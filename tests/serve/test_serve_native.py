@@ -35,6 +35,7 @@ def make_call(
         func_name="f",
         source=source,
         timeout_s=timeout_s,
+        tenant="tenant",
         arguments=tuple(arguments.items()),
         results=results,
         state=CompletionState.QUEUED,
@@ -183,10 +184,15 @@ async def test_what_waits_is_counted(runner: NativeRunner) -> None:
     calls = [make_call("def f(out):\n    out.set('x')") for _ in range(8)]
     for call in calls:
         runner.start(call)
+    await asyncio.sleep(0)  # the first have a worker each
     assert runner.num_waiting == 8 - NUM_WORKERS
+    assert runner.waiting_by_tenant == {"tenant": 8 - NUM_WORKERS}
+    runner.stop(calls.pop())  # it waits
+    assert runner.num_waiting == runner.waiting_by_tenant["tenant"] == 7 - NUM_WORKERS
     for call in calls:
         await call.results[0][1].wait()
-    await until(lambda: runner.num_waiting == 0)
+    assert runner.num_waiting == 0
+    assert runner.waiting_by_tenant == {}
 
 
 async def test_the_pool_starts_only_when_it_is_needed(runner: NativeRunner) -> None:

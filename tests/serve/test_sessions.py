@@ -2,6 +2,7 @@ import pytest
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
+from parrot.serve.config import CoreConfig
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.lifecycle import SessionExpiry
 from parrot.serve.sessions import PUBLIC_TENANT, Session, SessionRegistry, tenant_of
@@ -17,7 +18,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def registry(clock: ManualClock) -> SessionRegistry:
-    return SessionRegistry(3, clock, first_id=100)
+    return SessionRegistry(CoreConfig(max_sessions_num=3), clock, first_id=100)
 
 
 def create(registry: SessionRegistry, graph: SessionGraph | None = None) -> Session:

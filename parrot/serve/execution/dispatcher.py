@@ -32,6 +32,7 @@ from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.prompts.tokenizers import TokenizerRegistry
+from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
@@ -106,6 +107,10 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def queued_by_tenant(self) -> QueuedByTenant:
+        return self._queue.by_tenant
 
     @property
     def num_running(self) -> int:
@@ -270,6 +275,7 @@ class Dispatcher:
         self._ledger.check_integrity(users, expected)
         self._scheduler.check_integrity()
         assert self._scheduler.num_queued == len(self._queue), self._queue.tasks()
+        assert self._queue.by_tenant.total() == len(self._queue), self._queue.by_tenant
         placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)
         assert placed == len(self._attempts), (placed, self._attempts.tasks())
 

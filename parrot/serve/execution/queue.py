@@ -5,6 +5,7 @@ from collections.abc import Callable
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.grace import Grace
 from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.scheduler import Models, Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
@@ -33,6 +34,7 @@ class Queue:
         self._on_unserved = on_unserved
         self._wake = wake
         self._tasks: dict[int, CompletionTask] = {}  # by completion id
+        self.by_tenant = QueuedByTenant()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -47,6 +49,7 @@ class Queue:
         """The scheduler has it in its queue already."""
         task.completion.state = CompletionState.QUEUED
         self._tasks[task.completion.id] = task
+        self.by_tenant.enter(task.completion.options.tenant)
         self._ledger.expect(task.keys)
         if not self._scheduler.is_served(task.models):
             self._grace.give(task.models, self._clock.now())
@@ -55,6 +58,7 @@ class Queue:
     def leave(self, task: CompletionTask) -> None:
         """The scheduler has placed it."""
         del self._tasks[task.completion.id]
+        self.by_tenant.leave(task.completion.options.tenant)
         self._ledger.unexpect(task.keys)
 
     def remove(self, task: CompletionTask) -> None:

@@ -168,6 +168,7 @@ class SessionGraph:
             func_name=request.func_name,
             source=request.func_source,
             timeout_s=request.timeout,
+            tenant=self._tenant,
             arguments=_select(request.parameters, bound, is_output=False),
             results=_select(request.parameters, bound, is_output=True),
         )

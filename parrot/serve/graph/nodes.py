@@ -162,6 +162,7 @@ class NativeCall:
     func_name: str
     source: str
     timeout_s: float
+    tenant: str
     arguments: tuple[tuple[str, SemanticVariable], ...]  # the inputs, by parameter name
     results: tuple[tuple[str, SemanticVariable], ...]  # the outputs, by parameter name
     state: CompletionState = CompletionState.IDLE

@@ -104,7 +104,7 @@ def test_seconds_follow_the_lengths_that_are_known() -> None:
         plain + 100 * per_token
     )
     assert estimates.predict(completion("x" * 40, unknown)).seconds > plain
-    assert estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, (), ())).seconds < plain
+    assert estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, "", (), ())).seconds < plain
 
 
 def test_speed_is_learnt_per_set_of_models() -> None:
@@ -139,4 +139,4 @@ def test_work_is_the_same_at_any_load() -> None:
         estimates.learn(call, 8, usage(50, decode_s=50 * 1.0))
     assert estimates.predict(sure).seconds > 10 * before_s
     assert estimates.predict(sure).work_s == pytest.approx(work_s)
-    assert 0 < estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, (), ())).work_s < 0.1
+    assert 0 < estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, "", (), ())).work_s < 0.1

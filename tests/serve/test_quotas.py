@@ -1,0 +1,239 @@
+"""What sessions and tenants may keep and queue: refused at the limit, and not before."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from parrot.protocol.errors import Cancelled, QueueFull, QuotaExceeded
+from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, SessionCreateRequest
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.nodes import NativeCall
+from parrot.utils.clock import ManualClock
+from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
+from tests.serve.test_serve_core import World
+
+KEYS = ("one", "two", "three")
+
+
+class BusySandbox:
+    """Runs calls until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.running: list[NativeCall] = []
+        self.cancelled: list[NativeCall] = []
+        self.release = asyncio.Event()
+
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        self.running.append(call)
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(call)
+            raise
+        return ["done" for _ in call.results]
+
+    async def close(self) -> None: ...
+
+
+class Tenant(World):
+    """A session of one of the tenants of a core."""
+
+    def __init__(self, core: ServeCore, dispatcher: FakeDispatcher, api_key: str | None) -> None:
+        self.core = core
+        self.dispatcher = dispatcher
+        self.scope = core.create_session(SessionCreateRequest(api_key=api_key)).model_dump()
+
+    def native(self, output: str = "out", **fields: Any) -> str:
+        body = {"func_name": "f", "func_source": "def f(): pass", "parameters": [made(output)]}
+        request = NativeCallRequest.model_validate(self.scope | body | fields)
+        return var_ids(self.core.submit_native(request))[output]
+
+    def run(self, num_calls: int) -> None:
+        for n in range(num_calls):
+            self.call(f"y{n}", output_criteria="latency")
+
+
+def tenants(
+    sandbox: BusySandbox | None = None, keys: Sequence[str | None] = KEYS, **config: Any
+) -> list[Tenant]:
+    dispatcher = FakeDispatcher()
+    core = ServeCore(
+        CoreConfig(**config), clock=ManualClock(), dispatcher=dispatcher, sandbox=sandbox
+    )  # type: ignore[arg-type]
+    return [Tenant(core, dispatcher, key) for key in keys]
+
+
+async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue() -> None:
+    greedy, other, third = tenants(global_scheduler={"max_queue_size": 8})
+    parts = [greedy.call(f"part{n}") for n in range(20)]
+    later = other.call("later")
+    reading = greedy.read(greedy.call("sum", *parts))
+    await asyncio.sleep(0)
+    assert greedy.core.num_queued == 20
+    with pytest.raises(QueueFull, match=r"`max_queue_size`: 8, of which 20 are yours"):
+        greedy.call("more")
+    other.run(3)
+    fourth = other.read(later)  # two have queued work: 4 tasks are a share
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        other.call("fifth")
+    third.run(2)  # now 8 // 3 are
+    with pytest.raises(QueueFull):
+        third.call("third")
+    with pytest.raises(QueueFull):
+        await greedy.read(greedy.call("y", idempotency_key="k"))
+    for read in (reading, fourth):
+        read.cancel()
+    await asyncio.sleep(0)
+    other.run(1)  # what the large read had queued is gone
+    await greedy.core.close()
+
+
+async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
+    worlds = tenants(keys=[f"key {n}" for n in range(4)], global_scheduler={"max_queue_size": 3})
+    for world in worlds[:3]:
+        world.run(1)
+    with pytest.raises(QueueFull):
+        worlds[3].call("y")
+    await worlds[0].core.close()
+
+
+async def test_native_calls_that_wait_are_queued_tasks_of_their_tenant() -> None:
+    sandbox = BusySandbox()
+    one, two, _ = tenants(sandbox, native_workers=1, global_scheduler={"max_queue_size": 4})
+    for n in range(4):
+        one.native(f"n{n}", output_criteria="latency")
+    await asyncio.sleep(0)  # the first of them has the worker
+    one.run(1)
+    with pytest.raises(QueueFull):
+        one.native()
+    two.native(output_criteria="latency")
+    two.run(1)
+    with pytest.raises(QueueFull):
+        two.native()
+    sandbox.release.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    one.native()
+    await one.core.close()
+
+
+async def test_a_cancelled_native_call_stops_in_its_sandbox() -> None:
+    sandbox = BusySandbox()
+    (world,) = tenants(sandbox, keys=[None])
+    out = world.native()
+    reading = world.read(out)
+    await asyncio.sleep(0.01)
+    assert len(sandbox.running) == 1
+    world.core.cancel_var(*world.scope.values(), out)
+    with pytest.raises(Cancelled):
+        await reading
+    await asyncio.sleep(0)
+    assert sandbox.cancelled == sandbox.running
+    await world.core.close()
+
+
+async def test_calls_and_their_idempotency_keys_are_limited() -> None:
+    (world,) = tenants(keys=[None], session_quota={"calls": 3})
+    for n in range(3):
+        world.call(f"y{n}", idempotency_key=f"key {n}")
+    for submit in (world.call, world.native):
+        with pytest.raises(QuotaExceeded, match=r"more than 3 calls \(`session_quota\.calls`\)"):
+            submit("y")
+    assert len(var_ids_of(world)) == 3
+    world.call("y1", idempotency_key="key 1")  # the answer of the first time
+    assert len(var_ids_of(world)) == 3
+    await world.core.close()
+
+
+async def test_variables_are_limited_however_they_are_made() -> None:
+    (world,) = tenants(keys=[None], session_quota={"variables": 4})
+    x = world.variable("x", "text")
+    world.call("y", x)
+    request = SemanticCallRequest.model_validate(
+        world.scope
+        | {
+            "template": "{{a}}{{b}}{{y}}",
+            "parameters": [given("a", "1"), given("b", "2"), made("y")],
+        }
+    )
+    with pytest.raises(QuotaExceeded, match=r"session_quota\.variables"):
+        world.core.submit_call(request)
+    world.variable("z")
+    world.call("w", x)
+    with pytest.raises(QuotaExceeded, match=r"session_quota\.variables"):
+        world.variable("one too many")
+    assert len(var_ids_of(world)) == 4
+    await world.core.close()
+
+
+async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
+    (world,) = tenants(keys=[None], session_quota={"text_bytes": 20})
+    x = world.variable("x")
+    with pytest.raises(QuotaExceeded, match=r"20 bytes of text \(`session_quota\.text_bytes`\)"):
+        world.core.set_var(*world.scope.values(), x, "é" * 10 + "!")
+    world.core.set_var(*world.scope.values(), x, "é" * 2)
+    reading = world.read(world.call("y"))  # its template has 6 characters
+    await asyncio.sleep(0)
+    world.dispatcher.finish(world.dispatcher.started[0], "an output of 22 bytes.")
+    assert await reading == "an output of 22 bytes.", "nothing that was made is lost"
+    with pytest.raises(QuotaExceeded):
+        world.variable("z", "!")
+    world.variable("empty", "")
+    await world.core.close()
+
+
+async def test_a_tenants_sessions_share_its_quota_and_others_have_their_own() -> None:
+    first, second, stranger = tenants(keys=["one", "one", "two"], tenant_quota={"calls": 3})
+    first.call("a")
+    first.call("b")
+    second.call("c")
+    for session in (first, second):
+        with pytest.raises(QuotaExceeded, match=r"the tenant .*tenant_quota\.calls"):
+            session.call("d")
+    stranger.call("e")
+    first.core.delete_session(*first.scope.values())
+    second.call("d")
+    second.call("e")
+    with pytest.raises(QuotaExceeded):
+        second.call("f")
+    await first.core.close()
+
+
+async def test_keys_that_anyone_may_make_up_share_one_series_of_the_metrics() -> None:
+    worlds = tenants(keys=[f"made up {n}" for n in range(50)] + [None])
+    for world in worlds:
+        world.run(1)
+    core, dispatcher = worlds[0].core, worlds[0].dispatcher
+    for task in list(dispatcher.started):
+        dispatcher.finish(task)
+    series = tenant_series(core)
+    assert len(series) == 4  # two directions, of "public" and of all others
+    assert 'parrot_tenant_tokens_total{direction="prompt",tenant="other"}' in " ".join(series)
+    await core.close()
+
+
+async def test_each_configured_tenant_has_its_own_series() -> None:
+    worlds = tenants(keys=("one", "two"), api_keys=KEYS)
+    core, dispatcher = worlds[0].core, worlds[0].dispatcher
+    for world in worlds:
+        world.run(1)
+        dispatcher.finish(dispatcher.started[0])
+    assert len(tenant_series(core)) == 4
+    assert "other" not in "".join(tenant_series(core))
+    await core.close()
+
+
+def tenant_series(core: ServeCore) -> list[str]:
+    return [
+        line.rpartition(" ")[0]
+        for line in core.metrics().decode().splitlines()
+        if line.startswith("parrot_tenant_tokens_total{")
+    ]
+
+
+def var_ids_of(world: World) -> list[str]:
+    return [info.var_id for info in world.core.list_vars(*world.scope.values()).vars]
