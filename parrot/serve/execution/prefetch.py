@@ -11,7 +11,7 @@ with steps and memory that nothing else needs."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -152,15 +152,6 @@ class EagerFiller:
         for ahead in [a for a in self._under_way.values() if a.engine.id == engine_id]:
             self._stop(ahead)
 
-    def lose(self, context_ids: Collection[int]) -> None:
-        """These contexts were dropped, though they were in use."""
-        for ahead in list(self._under_way.values()):
-            attempt = ahead.current
-            if attempt is None or attempt.context is None or attempt.context.id not in context_ids:
-                continue
-            attempt.context = None
-            self._stop(ahead)
-
     # Filling
 
     def pump(self) -> None:
@@ -206,13 +197,10 @@ class EagerFiller:
         return num_missing if has_room else 0
 
     async def _run(self, ahead: _Ahead, attempt: Attempt) -> None:
-        num_filled = 0
         try:
-            for piece in await self._open(attempt):
-                num_filled += await self._fill(attempt, piece, ahead.waste.share)
+            await self._fill_all(ahead, attempt, await self._open(attempt))
         except ParrotError as error:
             logger.debug("eager fill for %d: %s", ahead.completion.id, error.message)
-            self._count(ahead, num_filled)
             ahead.num_asked = ahead.num_filled
             self._stop(ahead)
             return
@@ -220,7 +208,6 @@ class EagerFiller:
             logger.exception("eager fill for %d failed", ahead.completion.id)
             self._stop(ahead)
             return
-        self._count(ahead, num_filled)
         self._leave(ahead)
         ahead.done.append(attempt)
         if attempt.context is not None:
@@ -231,6 +218,16 @@ class EagerFiller:
             ahead.more = False
             self._consider(ahead.completion, ahead.prefix)
 
+    async def _fill_all(self, ahead: _Ahead, attempt: Attempt, pieces: list[FillPiece]) -> None:
+        """Post all pieces at once: their contexts can be found from now on, and a call that forks
+        one which the engine has not heard of would wait for it."""
+        fills = [asyncio.ensure_future(self._fill(ahead, attempt, piece)) for piece in pieces]
+        try:
+            await asyncio.gather(*fills)
+        finally:
+            for fill in fills:
+                fill.cancel()
+
     async def _open(self, attempt: Attempt) -> list[FillPiece]:
         info, task = attempt.engine.info, attempt.task
         assert info.tokenizer_id is not None
@@ -239,8 +236,7 @@ class EagerFiller:
         parts = await encode_prompt(task.segments, chat, attempt.tokenizer, is_whole=False)
         return open_fill(self._ledger, attempt, parts)
 
-    async def _fill(self, attempt: Attempt, piece: FillPiece, share: float) -> int:
-        """Returns the tokens that were computed."""
+    async def _fill(self, ahead: _Ahead, attempt: Attempt, piece: FillPiece) -> None:
         completion = attempt.task.completion
         request = FillRequest.model_construct(
             context_id=piece.context_id,
@@ -251,9 +247,10 @@ class EagerFiller:
             task_id=completion.id,
             cache_salt=completion.options.tenant,
             background=True,
-            background_share=share,
+            background_share=ahead.waste.share,
         )
-        return (await attempt.engine.client.fill(request)).computed_tokens
+        response = await attempt.engine.client.fill(request)
+        self._count(ahead, response.computed_tokens)
 
     # Ends
 

@@ -202,6 +202,34 @@ def test_a_completion_that_becomes_ready_continues_a_fill_under_way():
     assert with_it < without - 0.1
 
 
+def test_a_call_that_becomes_ready_under_way_waits_for_no_fill_that_was_not_sent():
+    """Its constant beginning and the story are two contexts, and the first takes longest."""
+
+    async def body(program: Program) -> tuple[float, int, int]:
+        stream = await program.call("Hello {{out}}", length=400)
+        reading = program.reading(stream)
+        await asyncio.sleep(0.5)
+        question, story = await program.var(), await program.var(LONG)
+        constant = LONG * 5
+        answer = await program.call(
+            constant + "{{story}} {{question}} {{out}}", story=story, question=question
+        )
+        waiting = program.reading(answer)
+        await asyncio.sleep(0.1)
+        began = program.cluster.clock.now()
+        await program.set(question, "Who?")
+        await waiting
+        took_s = program.cluster.clock.now() - began
+        reading.cancel()
+        info = await program.client.session_info(**program.scope)
+        return took_s, info.calls[-1].attempts, program.counts.used
+
+    with_it, attempts, used = simulate(body)
+    assert attempts == 1
+    assert used > len(LONG) * 5
+    assert with_it <= simulate(body, eager_fill=False)[0]
+
+
 def test_lost_engines_take_their_fills_with_them():
     async def body(program: Program) -> tuple[str, EagerCounts]:
         question, story = await program.var(), await program.var(LONG)
