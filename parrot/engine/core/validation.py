@@ -101,7 +101,8 @@ def _length_of(
     return known + sum(len(job.piece.token_ids) for job in line if not job.is_open)
 
 
-def fork_too_long(parent_id: int, length: int, wanted: int) -> InvalidRequest:
-    return InvalidRequest(
+def fork_too_long(parent_id: int, length: int, wanted: int) -> NotFound:
+    """The parent was given less than the fork asks for: its own request ended too early."""
+    return NotFound(
         f"context {parent_id} has {length} tokens, cannot fork it at {wanted}", param="parent_len"
     )

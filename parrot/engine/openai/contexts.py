@@ -171,7 +171,7 @@ class TextContexts:
         assert child.parent is not None
         known = len(child.parent)
         if length is not None and length > known:
-            raise InvalidRequest(
+            raise NotFound(
                 f"context {child.parent.context_id} has {known} characters, not {length}",
                 param="parent_len",
             )

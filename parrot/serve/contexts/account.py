@@ -40,7 +40,7 @@ def _check_links(context: Context, live: Mapping[int, Context]) -> None:
     pinned = sum(1 for child in context.children if child.pins)
     assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
     assert all(live.get(child.id) is child for child in context.children), context.id
-    assert not context.is_doomed or context.pins or context.children, context.id
+    assert context.retired is None or context.pins or context.children, context.id
     if context.parent is not None:
         assert live.get(context.parent.id) is context.parent, context.id
         assert context in context.parent.children, context.id

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from parrot.serve.contexts.kv_log import FreeReason
 from parrot.serve.contexts.think_time import Source
 
 Owner = int | str  # a session's id, or a tenant's name
@@ -21,8 +22,8 @@ class Boundary(NamedTuple):
 class Context:
     """`length` tokens are or will be in it before it generates; `reserved` more may be generated.
     `is_computed`: its engine is known to have its tokens; before that, the run that opened it may
-    still fail and take its forks with it. `awaiting`: whose output it ends with and since when, so
-    that a next call may be expected."""
+    still fail. `retired`: why nobody finds it any more, if so. `awaiting`: whose output it ends
+    with and since when, so that a next call may be expected."""
 
     id: int
     engine_id: int
@@ -38,7 +39,7 @@ class Context:
     users: int = 0  # runs that generate on it
     pins: int = 0  # users, and children with pins
     is_computed: bool = False
-    is_doomed: bool = False
+    retired: FreeReason | None = None
     num_forks: int = 0  # so far
     awaiting: tuple[Source, float] | None = None
 

@@ -7,8 +7,8 @@ A context is a flat sequence of tokens; a fork shares the beginning of its paren
 
 Only the part after `parent_len` is a context's own; so shared tokens count once. A parent is freed
 after its children (they are freed first under pressure), and a context with running users, its own
-or below it, is never evicted. A context that must go but still has children or users is *doomed*:
-nobody finds it any more, and it is freed with the last of them."""
+or below it, is never evicted. A *retired* context is found by nobody any more; whoever runs on it
+or has forked it goes on, and it is freed with the last of them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -152,7 +152,7 @@ class ContextLedger:
             link = link.parent if link.pins == 1 else None
 
     def unpin(self, context: Context) -> None:
-        """The run is over; not for a context that was dropped. Dooms take effect here."""
+        """The run is over. A retired context may be freed by it."""
         context.users -= 1
         context.last_used = self._clock.now()
         link: Context | None = context
@@ -182,22 +182,23 @@ class ContextLedger:
         context.length, context.reserved = length, 0
         account.used += account.size(context)
         self.mark_computed(context)
-        if boundary is not None and not context.is_doomed:
+        if boundary is not None and context.retired is None:
             self.index.publish(context, boundary)
 
-    def drop(self, context: Context) -> list[Context]:
-        """Free it and everything forked from it, whoever uses it. Returns those with users: their
-        runs cannot go on."""
-        dropped, used = [context], []
-        for link in dropped:
-            dropped.extend(link.children)
-            if link.users:
-                used.append(link)
-        for link in reversed(dropped):
-            self._free(link, FreeReason.BROKEN)
-        if context.parent is not None:
-            self._rest(context.parent, recent=True)
-        return used
+    def retire(self, context: Context, reason: FreeReason = FreeReason.BROKEN) -> None:
+        """Nobody finds it any more. It is freed as soon as no run uses it and it has no forks."""
+        if context.retired is None:
+            context.retired = reason
+            self.index.unpublish(context)
+        self._rest(context, recent=True)
+
+    def retire_chain(self, context: Context) -> None:
+        """Retire a context in use and its ancestors: the engine does not know one of them."""
+        assert context.pins, context
+        link: Context | None = context
+        while link is not None:
+            self.retire(link)
+            link = link.parent
 
     def release_session(self, session_id: int, heir: str | None = None) -> None:
         """Free the session's contexts, those in use as soon as that ends; or leave all to a tenant
@@ -207,10 +208,8 @@ class ContextLedger:
         if heir is not None:
             self._bequeath(contexts, heir)
             return
-        for context in contexts:
-            self._doom(context)
-        for context in contexts:
-            self._rest(context, recent=True)
+        for context in reversed(contexts):
+            self.retire(context, FreeReason.SESSION)
 
     # Room
 
@@ -234,16 +233,14 @@ class ContextLedger:
         return True
 
     def release(self, context: Context) -> None:
-        """Whoever opened it has no use for it any more: free it, unless it is in use, or somebody
-        else wants what it has computed. That of a tenant's context stays as cache."""
+        """Whoever opened it has no use for it any more. It stays as cache if it is computed and
+        somebody uses or wants it, or it is a tenant's; else it is retired."""
         account = self._accounts.get(context.engine_id)
         if account is None or context.id not in account.contexts:
             return
-        if context.pins or context.children:
-            return
-        is_kept = isinstance(context.owner, str) or self._is_wanted(context)
-        if not (context.is_computed and is_kept):
-            self._evict(context, FreeReason.BROKEN)
+        is_kept = isinstance(context.owner, str) or context.pins or context.children
+        if not (context.is_computed and (is_kept or self._is_wanted(context))):
+            self.retire(context)
 
     def _is_wanted(self, context: Context) -> bool:
         now = self._clock.now()
@@ -291,7 +288,7 @@ class ContextLedger:
         assert counted == users, (counted, users)
         for context in self.index.contexts():
             assert context.id in live, context
-            assert not context.is_doomed, context
+            assert context.retired is None, context
         sessions = {c.id for owned in self._by_session.values() for c in owned.values()}
         assert sessions | set(self._constants) == set(live), (sessions, set(live))
 
@@ -314,45 +311,33 @@ class ContextLedger:
             context.owner = heir
             self._constants[context.id] = context
 
-    def _doom(self, context: Context) -> None:
-        if not context.is_doomed:
-            context.is_doomed = True
-            self.index.unpublish(context)
-
     def _rest(self, context: Context, recent: bool) -> None:
-        """A context may have become idle: offer it for eviction, or free it if doomed, and then
+        """A context may have become idle: offer it for eviction, or free it if retired, and then
         its parent likewise. `recent`: see `EvictionOrder.add`."""
         link: Context | None = context
         while link is not None and not link.pins and not link.children:
             account = self._accounts[link.engine_id]
             if link.id not in account.contexts:
                 return
-            if not link.is_doomed:
+            if link.retired is None:
                 account.idle.add(link, recent=recent)
                 return
             parent = link.parent
-            self._free(link, FreeReason.SESSION)
+            self._free(link, link.retired)
             link = parent
 
     def _free(self, context: Context, reason: FreeReason) -> None:
         account = self._accounts[context.engine_id]
         assert not context.children, context
+        assert not context.pins, context
         account.used -= account.size(context)
         del account.contexts[context.id]
         account.idle.discard(context)
         self._forget(context, reason)
         if (parent := context.parent) is not None:
             parent.children.discard(context)
-            if context.pins:
-                self._unpin_chain(parent)
         self._frees.setdefault(context.engine_id, []).append(context.id)
         self._on_free()
-
-    def _unpin_chain(self, link: Context | None) -> None:
-        """A pinned child has gone."""
-        while link is not None:
-            link.pins -= 1
-            link = link.parent if link.pins == 0 else None
 
     def _forget(self, context: Context, reason: FreeReason) -> None:
         self.index.unpublish(context)

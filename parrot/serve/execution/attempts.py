@@ -9,11 +9,10 @@ start -> Executor.run -+-> done     it has an output
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from parrot.protocol.errors import InternalError, ParrotError
-from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.executor import Executor
@@ -90,7 +89,7 @@ class Attempts:
         """Nobody wants it any more: stop it for good."""
         attempt = self._stop(task)
         self._scheduler.ended(task, attempt.engine.id)
-        self._restart(self._executor.abandon(attempt))
+        self._executor.abandon(attempt)
 
     def hand_over(self, task: CompletionTask, heir: Completion) -> None:
         """It goes on for another completion."""
@@ -158,15 +157,13 @@ class Attempts:
             self._ends.lost(engine, error.message)
             return
         del self._running[task.completion.id]
-        broken = self._executor.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
+        self._executor.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
         if verdict is Verdict.NEEDS_MEMORY:
             self._ledger.evict_idle(engine.id)
-        if verdict is Verdict.FAILS:
-            self._scheduler.ended(task, engine.id)
-        else:
+        if verdict is not Verdict.FAILS:
             self._run_again(attempt)
-        self._restart(broken)
-        if verdict is Verdict.FAILS:
+        else:
+            self._scheduler.ended(task, engine.id)
             self._ends.failed(task, final_error(error))
 
     def _stop(self, task: CompletionTask) -> Attempt:
@@ -178,15 +175,3 @@ class Attempts:
     def _run_again(self, attempt: Attempt) -> None:
         self._scheduler.requeue(attempt.task, attempt.engine.id)
         self._ends.again(attempt.task)
-
-    def _restart(self, broken: Iterable[Context]) -> None:
-        """What runs on contexts that were dropped with a parent begins again."""
-        lost = {context.id for context in broken}
-        if not lost:
-            return
-        self._eager.lose(lost)
-        for attempt, _ in list(self._running.values()):
-            if attempt.context is not None and attempt.context.id in lost:
-                self._stop(attempt.task)
-                self._executor.forget(attempt)
-                self._run_again(attempt)

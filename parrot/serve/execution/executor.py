@@ -10,7 +10,7 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.errors import EngineFailed
-from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.contexts.index import Boundary
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.request import open_request
@@ -65,26 +65,21 @@ class Executor:
         self._ledger.settle(context, context.length + outcome.num_units, boundary, source)
         self._ledger.unpin(context)
 
-    def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> list[Context]:
-        """Free what it opened, as far as nobody has it computed, or all that its context was forked
-        from. Returns other contexts in use that were forked from those: their runs cannot go on."""
+    def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> None:
+        """Let nobody else begin with what it opened, as far as that is not known to be computed, or
+        with anything that its context was forked from. Those who did already go on."""
         own, attempt.context = attempt.context, None
         if own is None:
-            return []
-        broken: list[Context] = []
+            return
+        for context in attempt.opened:
+            if context is own or not context.is_computed:
+                self._ledger.retire(context)
         if with_parents:
-            root = own
-            while root.parent is not None:
-                root = root.parent
-            broken = self._ledger.drop(root)
-        else:
-            for context in reversed(attempt.opened):
-                if context is own or not context.is_computed:
-                    broken += self._ledger.drop(context)
-        return [context for context in broken if context is not own]
+            self._ledger.retire_chain(own)
+        self._ledger.unpin(own)
 
     def forget(self, attempt: Attempt) -> None:
-        """Its context was dropped, or its engine has gone with all contexts."""
+        """Its engine is gone with all contexts."""
         attempt.context = None
 
     async def _resume(self, attempt: Attempt) -> None:

@@ -189,7 +189,7 @@ def test_reset_forgets_everything():
     ("order", "error", "message"),
     [
         ([piece(2, "x", parent=77)], NotFound, "context 77"),
-        ([piece(2, "x", parent=1, length=9)], InvalidRequest, "has 3 tokens"),
+        ([piece(2, "x", parent=1, length=9)], NotFound, "has 3 tokens"),
         ([piece(2, "x" * 65)], PromptTooLong, "at most 64"),
         ([piece(2, "x" * 64)], PromptTooLong, "first generated token"),
         ([piece(1, "x" * 62)], PromptTooLong, "65 tokens"),

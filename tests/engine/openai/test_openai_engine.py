@@ -248,7 +248,7 @@ async def test_wrong_requests_are_refused_and_leave_nothing(start: Start) -> Non
     with pytest.raises(NotFound, match="no context 7"):
         await service.generate(ask(1, "a", parent=7))
     await service.fill(FillRequest(context_id=1, text="abc"))
-    with pytest.raises(InvalidRequest, match="3 characters, not 9"):
+    with pytest.raises(NotFound, match="3 characters, not 9"):
         await service.fill(FillRequest(context_id=2, parent_context_id=1, parent_len=9, text="d"))
     orphan = {"context_id": 4, "fills": [{"context_id": 4, "text": "d"}]}
     with pytest.raises(InvalidRequest, match="context 4") as refused:

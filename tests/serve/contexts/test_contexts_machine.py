@@ -76,15 +76,18 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
         context = data.draw(st.sampled_from(self.running))
-        broken = self.book.drop(context)
-        assert context in broken
-        self.running = [other for other in self.running if other not in broken]
+        self.running.remove(context)
+        if data.draw(st.booleans()):
+            self.book.retire(context)
+        else:
+            self.book.retire_chain(context)
+        self.book.unpin(context)
 
     @rule(session=st.sampled_from([1, 2, 3]), heir=st.sampled_from([None, None, "acme"]))
     def release(self, session: int, heir: str | None) -> None:
         self.book.release_session(session, heir)
         left = self.book._by_session.get(session, {}).values()
-        assert all(context.is_doomed for context in left)
+        assert all(context.retired for context in left)
 
     @rule(engine_id=st.sampled_from(ENGINES))
     def lose_engine(self, engine_id: int) -> None:

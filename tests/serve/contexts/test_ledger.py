@@ -125,16 +125,36 @@ def test_computed_goes_up_the_chain(book: Book) -> None:
     assert (root.is_computed, leaf.is_computed, other.is_computed) == (True, True, False)
 
 
-def test_dropping_takes_the_forks_along(book: Book) -> None:
+def test_a_retired_context_is_found_by_nobody_and_its_forks_go_on(book: Book) -> None:
     top = book.add("top", 5, owner="acme")
     root = book.add("r", 10, top)
     used, idle = book.add("u", 10, root), book.add("i", 10, root)
     book.pin(used)
-    assert book.drop(root) == [used]
-    assert set(freed(book)) == {root.id, used.id, idle.id}
-    assert book.index.match(7, [b"u"]) is None
+    book.retire(root)
+    assert book.index.match(7, [b"top", b"r"]) == (1, top, Boundary(b"top", 5, 0))
+    assert book.index.match(7, [b"r", b"u"]) == (2, used, Boundary(b"u", 25, 0))
+    book.check_integrity({used.id: 1}, Counter())
+    book.retire(idle)
+    assert freed(book) == [idle.id]
+    book.retire(used)
+    assert freed(book) == []
+    book.unpin(used)
+    assert freed(book) == [used.id, root.id]
     book.check_integrity({}, Counter())
     assert book.num_tokens(7) == 5
+
+
+def test_a_chain_that_its_engine_misses_is_retired_and_its_other_forks_are_not(book: Book) -> None:
+    root = book.add("r", 10, owner="acme")
+    lost, other = book.add("l", 10, root), book.add("o", 10, root)
+    book.pin(lost)
+    book.retire_chain(lost)
+    book.unpin(lost)
+    assert freed(book) == [lost.id]
+    assert book.index.match(7, [b"r"]) is None
+    assert book.index.match(7, [b"o"]) == (1, other, Boundary(b"o", 20, 0))
+    book.retire(other)
+    assert freed(book) == [other.id, root.id]
 
 
 def test_a_session_takes_its_contexts_but_not_those_in_use(book: Book) -> None:
@@ -178,7 +198,7 @@ def test_a_constant_with_forks_does_not_expire(book: Book) -> None:
     book.later(1000)
     book.expire()
     assert freed(book) == []
-    book.drop(leaf)
+    book.retire(leaf)
     book.later(1000)
     book.expire()
     assert constant.id in freed(book)
@@ -287,8 +307,8 @@ def test_reuse_so_far_is_taken_to_go_on(book: Book) -> None:
     often, once = book.add("often", 30, owner="acme"), book.add("once", 30, owner="acme")
     for _ in range(10):
         book.later(1)
-        book.drop(book.add("fork", 1, often))
-    book.drop(book.add("fork", 1, once))  # last used later
+        book.retire(book.add("fork", 1, often))
+    book.retire(book.add("fork", 1, once))  # last used later
     book.take_frees()
     book.later(5)
     crowd(book, 50)
