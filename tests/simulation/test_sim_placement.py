@@ -9,6 +9,7 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import PromptTooLong
 from parrot.protocol.public import SemanticCallRequest
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
@@ -116,3 +117,79 @@ def test_a_slow_engine_is_found_out(placement: str) -> None:
         assert steps["engine0"] == pytest.approx(4 * steps["engine1"], rel=0.3)
     else:
         assert steps["engine0"] > 1.5 * steps["engine1"]
+
+
+async def submit(client: SimClient, scope: Scope, prompt: str, length: int) -> str:
+    sampling = {"max_gen_length": length, "ignore_tokenizer_eos": True}
+    parameters = [
+        {"name": "prompt", "value": prompt},
+        {"name": "out", "is_output": True, "sampling_config": sampling},
+    ]
+    request = scope | {"template": "{{prompt}} {{out}}", "parameters": parameters}
+    response = await client.semantic_call(SemanticCallRequest.model_validate(request))
+    return response.param_info[-1].var_id
+
+
+@pytest.mark.parametrize("placement", ["predicted", "round_robin", "prefix_aware"])
+def test_calls_run_where_they_fit_and_are_not_cut(placement: str) -> None:
+    """The prompt's estimated tokens are fewer than it has, until an answer has told better."""
+    config = GlobalSchedulerConfig.model_validate({"placement": placement})
+    core = PATIENT.model_copy(update={"global_scheduler": config})
+
+    async def main() -> list[int]:
+        async with SimCluster(0, core=core) as cluster:
+            for max_len in (2048, 2048, 2048, 2048, 2048, 2048, 32768, 1024):
+                instance = SimConfig().instance.model_copy(update={"max_seq_len": max_len})
+                await cluster.add_engine(instance=instance)
+            client = cluster.client()
+            scope = (await client.create_session()).model_dump()
+            lengths = [(3000, 20), (1900, 400), (2100, 20), (1000, 1500), (3000, 20), (100, 20)]
+            outputs = [
+                await submit(client, scope, f"{i}" * prompt, length)
+                for i, (prompt, length) in enumerate(lengths)
+            ]
+            reads = [client.get_var(**scope, var_id=out) for out in outputs]
+            texts = await asyncio.gather(*reads)
+            cluster.check_integrity()
+            return [length - len(text) for (_, length), text in zip(lengths, texts, strict=True)]
+
+    assert run_virtual(main()) == [0] * 6
+
+
+def test_a_prompt_that_no_engine_takes_fails_and_says_why() -> None:
+    async def main() -> None:
+        async with SimCluster(0) as cluster:
+            for max_len in (512, 1024):
+                instance = SimConfig().instance.model_copy(update={"max_seq_len": max_len})
+                await cluster.add_engine(instance=instance)
+            client = cluster.client()
+            scope = (await client.create_session()).model_dump()
+            with pytest.raises(PromptTooLong, match="the limit is 1023"):
+                await client.get_var(**scope, var_id=await submit(client, scope, "x" * 2000, 5))
+            text = await client.get_var(**scope, var_id=await submit(client, scope, "x" * 1000, 50))
+            assert len(text) == 1024 - 1001  # cut: there is no room anywhere for more
+
+    run_virtual(main())
+
+
+def test_throughput_work_starts_beside_latency_work_once_it_has_waited_long_enough() -> None:
+    """Nothing else happens meanwhile: the chats take a minute each."""
+    instance = {"num_kv_cache_blocks": 65536, "max_seq_len": 400000}
+    engine = SimConfig.model_validate({"instance": instance})
+
+    async def main() -> float:
+        async with SimCluster(1, engine=engine) as cluster:
+            client = cluster.client()
+            scope = (await client.create_session()).model_dump()
+            chats = [await submit(client, scope, f"{i}" * 110_000, 6000) for i in range(5)]
+            reading = asyncio.create_task(read_all(client, scope, chats))
+            await asyncio.sleep(60)
+            summary = await submit(client, scope, "z" * 500, 50)
+            began = cluster.clock.now()
+            await client.get_var(**scope, var_id=summary, criteria=PerformanceCriteria.THROUGHPUT)
+            taken = cluster.clock.now() - began
+            assert not reading.done()
+            await reading
+            return taken
+
+    assert run_virtual(main()) < 5

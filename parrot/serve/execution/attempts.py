@@ -21,7 +21,7 @@ from parrot.serve.execution.retry import Verdict, final_error, judge
 from parrot.serve.execution.run import Attempt, Outcome
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.scheduling.scheduler import Scheduler
-from parrot.serve.scheduling.task import CompletionTask
+from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
@@ -72,8 +72,9 @@ class Attempts:
         running = self._running.get(completion.id)
         return None if running is None else running[0].task
 
-    def start(self, task: CompletionTask, engine: Engine, priority: int) -> None:
-        """The scheduler has placed it there."""
+    def start(self, placement: Placement, engine: Engine) -> None:
+        """The scheduler has placed a task there."""
+        task = placement.task
         completion = task.completion
         completion.state = CompletionState.RUNNING
         completion.times.started = self._clock.now()
@@ -81,7 +82,7 @@ class Attempts:
         completion.stats.engine_name = engine.info.engine_name
         completion.stats.model = engine.info.model
         self._eager.started(completion, engine.id)
-        attempt = Attempt(task, engine, priority)
+        attempt = Attempt(task, engine, placement.priority, placement.is_longest)
         runner = self._runners.spawn(self._run(attempt), name=f"completion {completion.id}")
         self._running[completion.id] = (attempt, runner)
 
@@ -152,7 +153,7 @@ class Attempts:
         if not self._is_current(attempt):
             return
         task, engine = attempt.task, attempt.engine
-        verdict = judge(task, engine, error)
+        verdict = judge(attempt, error)
         if verdict is Verdict.ENGINE_IS_LOST:
             self._ends.lost(engine, error.message)
             return

@@ -100,6 +100,7 @@ class Dispatcher:
         self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
         self._expiry: Timer | None = None
+        self._alarm: Timer | None = None  # for the scheduler's next change
         self._is_pump_due = False
 
     # Completions
@@ -318,15 +319,31 @@ class Dispatcher:
             engine = self._fleet.registry.get(placement.engine_id)
             assert engine is not None, placement
             self._queue.leave(placement.task)
-            self._attempts.start(placement.task, engine, placement.priority)
+            self._attempts.start(placement, engine)
+        for task in self._scheduler.take_failed():
+            self._queue.leave(task)
+            self._give_up(task, InternalError("internal error of the scheduler"))
         for engine_id, context_ids in self._ledger.take_frees().items():
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
                 self._frees.send(engine, context_ids)
         self._eager.pump()
+        self._wake_at(self._scheduler.next_change())
         expiry = self._ledger.next_expiry()
         if self._expiry is None and expiry is not None:
             self._expiry = self._timers.call_at(expiry, self._expire_contexts)
+
+    def _wake_at(self, when: float | None) -> None:
+        """Call the scheduler again at this time, whatever happens until then."""
+        if self._alarm is not None and self._alarm.when != when:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None and when is not None:
+            self._alarm = self._timers.call_at(when, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake()
 
     def _expire_contexts(self) -> None:
         self._expiry = None
@@ -369,7 +386,9 @@ class Dispatcher:
         info = engine.info
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
         self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
-        self._scheduler.add_engine(engine.id, info.model, info.tasks_capacity, info.tokens_capacity)
+        self._scheduler.add_engine(
+            engine.id, info.model, info.tasks_capacity, info.tokens_capacity, info.max_seq_len
+        )
         self._queue.engine_joined()
 
     def _on_lost(self, engine: Engine) -> None:

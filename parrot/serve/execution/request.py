@@ -97,9 +97,9 @@ class _Prompt:
         if attempt.tokenizer is None:
             return max(1, wanted)
         limit = min(info.max_seq_len, info.tokens_capacity)
-        if prompt_len >= limit:
-            raise PromptTooLong(f"the prompt has {prompt_len} tokens; the limit is {limit - 1}")
         room = max(0, min(wanted, limit - prompt_len - len(attempt.resumed)))
+        if prompt_len >= limit or (room < wanted and not attempt.is_longest):
+            raise PromptTooLong(f"the prompt has {prompt_len} tokens; the limit is {limit - 1}")
         if room and room != attempt.sampling.max_gen_length:
             attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
         return room

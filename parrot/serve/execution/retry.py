@@ -10,12 +10,12 @@ from parrot.protocol.errors import (
     NotFound,
     OutOfMemory,
     ParrotError,
+    PromptTooLong,
     QuotaExceeded,
     TimedOut,
     Unavailable,
 )
-from parrot.serve.execution.engines import Engine
-from parrot.serve.scheduling.task import CompletionTask
+from parrot.serve.execution.run import Attempt
 
 
 class Verdict(Enum):
@@ -26,9 +26,14 @@ class Verdict(Enum):
     ENGINE_IS_LOST = auto()
 
 
-def judge(task: CompletionTask, engine: Engine, error: ParrotError) -> Verdict:
+def judge(attempt: Attempt, error: ParrotError) -> Verdict:
     """Counts the error against the task, which is given up after a few."""
+    task, engine = attempt.task, attempt.engine
     match error:
+        case PromptTooLong() if not attempt.is_longest:
+            limit = min(engine.info.max_seq_len, engine.info.tokens_capacity)
+            task.wanted_len = max(task.wanted_len, limit + 1)
+            return Verdict.RUNS_AGAIN
         case ModelNumerics():
             return Verdict.FAILS
         case OutOfMemory():

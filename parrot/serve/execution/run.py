@@ -18,11 +18,13 @@ class Attempt:
 
     `delivered` is the text that earlier attempts have streamed to readers, and `resumed` the same
     in the engine's units: the end of this attempt's prompt. `opened`: the contexts it created, the
-    one it generates on (`context`, which it pins) last."""
+    one it generates on (`context`, which it pins) last. `is_longest`: no live engine takes longer
+    sequences, so an output for which there is no room is cut, not sent elsewhere."""
 
     task: CompletionTask
     engine: Engine
     priority: int = 0
+    is_longest: bool = True
     tokenizer: ModelTokenizer | None = None
     sampling: SamplingConfig = field(init=False)  # with the length that there is room for
     delivered: str = ""

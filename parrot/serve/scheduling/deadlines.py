@@ -53,6 +53,12 @@ class Deadlines:
                 tasks.append(task)
         return tasks
 
+    def next_change(self) -> float | None:
+        """When `due` will name the next task; None if it will name none."""
+        while self._changes and self._changes[0][2] not in self._watched:
+            heapq.heappop(self._changes)
+        return self._changes[0][0] if self._changes else None
+
     def forget(self, task: CompletionTask) -> None:
         self._watched.discard(task)
         if len(self._changes) > _MIN_GARBAGE + 4 * len(self._watched):

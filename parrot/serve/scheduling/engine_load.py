@@ -64,6 +64,7 @@ class EngineLoad:
     model: str
     max_tasks: int
     max_tokens: int
+    max_len: int  # tokens of the longest sequence that the engine takes
     costs: ModelCosts
     cost: CostModel = field(init=False)
     num_tasks: int = 0
@@ -251,6 +252,7 @@ class LoadIndex:
         self._members: dict[str | None, dict[int, EngineLoad]] = {ANY_MODEL: {}}
         self._open: dict[str | None, set[int]] = {ANY_MODEL: set()}
         self._unfiled: dict[int, EngineLoad] = {}  # changed since the heaps were looked at
+        self._longest: dict[str | None, int] = {ANY_MODEL: 0}
 
     def __iter__(self) -> Iterator[EngineLoad]:
         return iter(self._loads.values())
@@ -264,6 +266,7 @@ class LoadIndex:
             self._members.setdefault(name, {})[load.id] = load
             self._heaps.setdefault(name, [])
             self._open.setdefault(name, set())
+            self._longest[name] = max(self._longest.get(name, 0), load.max_len)
         self.changed(load)
 
     def remove(self, engine_id: int) -> EngineLoad:
@@ -273,7 +276,10 @@ class LoadIndex:
             del self._members[name][engine_id]
             self._open[name].discard(engine_id)
             if name is not ANY_MODEL and not self._members[name]:
-                del self._members[name], self._heaps[name], self._open[name]
+                del self._members[name], self._heaps[name], self._open[name], self._longest[name]
+            else:
+                members = self._members[name].values()
+                self._longest[name] = max([other.max_len for other in members], default=0)
         return load
 
     def members(self, models: tuple[str, ...]) -> Iterator[EngineLoad]:
@@ -292,21 +298,35 @@ class LoadIndex:
         """Engines with one of the models (empty: any) that have a free slot."""
         return sum(len(self._open.get(name, ())) for name in models or (ANY_MODEL,))
 
-    def least_loaded(self, models: tuple[str, ...], count: int) -> list[EngineLoad]:
-        """Up to `count` open engines per model, least loaded first."""
+    def longest(self, models: tuple[str, ...]) -> int:
+        """Tokens of the longest sequence that an engine with one of the models takes."""
+        return max([self._longest.get(name, 0) for name in models or (ANY_MODEL,)])
+
+    def takes(self, task: CompletionTask, load: EngineLoad) -> bool:
+        """Whether the task's prompt and output are within the engine's limit; if they are beyond
+        all limits, whether no engine takes longer sequences."""
+        return load.max_len >= task.wanted_len or load.max_len >= self.longest(task.models)
+
+    def least_loaded(self, task: CompletionTask, count: int) -> list[EngineLoad]:
+        """Up to `count` open engines for each of the task's models that take sequences as long as
+        it, least loaded first."""
+        models = task.models
         found: list[EngineLoad] = []
         for name in models or (ANY_MODEL,):
             heap = self._heaps.get(name)
             if heap is None:
                 continue
             if len(self._open[name]) <= count:
-                found += [self._loads[engine_id] for engine_id in self._open[name]]
+                there = [self._loads[engine_id] for engine_id in self._open[name]]
+                found += [load for load in there if self.takes(task, load)]
             else:
                 self._file_changed()
-                found += self._least(heap, count)
+                found += self._least(heap, task, count)
         return found
 
-    def _least(self, heap: list[tuple[float, int]], count: int) -> list[EngineLoad]:
+    def _least(
+        self, heap: list[tuple[float, int]], task: CompletionTask, count: int
+    ) -> list[EngineLoad]:
         found: list[EngineLoad] = []
         entries: list[tuple[float, int]] = []
         while heap and len(found) < count:
@@ -314,8 +334,9 @@ class LoadIndex:
             load = self._loads.get(entry[1])
             if load is None or load.rank != entry[0] or not load.is_open or entry in entries:
                 continue
-            found.append(load)
             entries.append(entry)
+            if self.takes(task, load):
+                found.append(load)
         for entry in entries:
             heapq.heappush(heap, entry)
         return found

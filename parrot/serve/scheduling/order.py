@@ -49,6 +49,10 @@ class OrderPolicy:
         """Queued tasks whose group or key has changed with time since the last call."""
         return ()
 
+    def next_change(self) -> float | None:
+        """When `due` will name the next task; None if no key depends on time."""
+        return None
+
     def arrived(self, task: CompletionTask) -> None: ...
 
     def updated(self, task: CompletionTask) -> None:
@@ -222,6 +226,9 @@ class CriticalPath(_ByApp):
 
     def due(self) -> Iterable[CompletionTask]:
         return self._deadlines.due()
+
+    def next_change(self) -> float | None:
+        return self._deadlines.next_change()
 
     def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
         if not remaining_s and session_id not in self._apps:

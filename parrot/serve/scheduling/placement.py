@@ -3,6 +3,7 @@
 from collections.abc import Collection, Hashable, Iterable
 from heapq import heappop, heappush
 from itertools import chain, islice
+from math import inf, nextafter
 
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import (
@@ -71,6 +72,10 @@ class Placer:
         """An open engine with one of the task's models; None if it fits none."""
         raise NotImplementedError
 
+    def preview(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        """The choice for a task that is not queued. Changes nothing."""
+        return self.choose(task, now)
+
     def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
         """Prompt tokens that the engine would not have to compute."""
         return self._running.shared_len(task, load.id)
@@ -119,18 +124,32 @@ class PredictedSeconds(Placer):
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        known = None
+        if not task.avoided and self._loads.num_open(task.models) > 1:
+            block = self._blocks.find(task)
+            if block is not None:
+                known = self._find(task)
+                planned = self._next_planned(task, block, now, known)
+                if planned is not None:
+                    return planned
+        return self._cheapest(task, now, known)
+
+    def preview(self, task: CompletionTask, now: float) -> EngineLoad | None:
+        return self._cheapest(task, now)
+
+    def _cheapest(
+        self, task: CompletionTask, now: float, known: Beginnings | None = None
+    ) -> EngineLoad | None:
         num_open = self._loads.num_open(task.models)
         if num_open == 1:  # nothing to compare
-            (load,) = self._loads.least_loaded(task.models, 1)
+            found = self._loads.least_loaded(task, 1)
+            if not found:
+                return None
+            (load,) = found
             load.refresh()
             new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
             return None if self._growth_s(task, load, new_prompt, now) is None else load
-        known = self._find(task)
-        block = None if task.avoided else self._blocks.find(task)
-        if block is not None:
-            planned = self._next_planned(task, block, now, known)
-            if planned is not None:
-                return planned
+        known = known or self._find(task)
         best, best_cost = None, float("inf")
         weight = weight_of(task)
         for load in self._candidates(task, _LEAST_LOADED, num_open, known):
@@ -169,7 +188,7 @@ class PredictedSeconds(Placer):
     def _candidates(
         self, task: CompletionTask, count: int, num_open: int, known: Beginnings
     ) -> list[EngineLoad]:
-        found = self._loads.least_loaded(task.models, count + len(task.avoided))
+        found = self._loads.least_loaded(task, count + len(task.avoided))
         candidates = {load.id: load for load in found}
         if len(candidates) < num_open:
             candidates |= self._proposed(task, known)
@@ -185,7 +204,9 @@ class PredictedSeconds(Placer):
         group = () if self._groups is None else self._groups.engines(task)
         for engine_id in chain(known.engines(_MAX_HOLDERS), islice(group, _MAX_HOLDERS)):
             load = self._loads.get(engine_id)
-            if load is not None and load.is_open and (not models or load.model in models):
+            if load is None or not load.is_open or (models and load.model not in models):
+                continue
+            if self._loads.takes(task, load):
                 proposed[engine_id] = load
         return proposed
 
@@ -282,11 +303,15 @@ def _nobody(key: bytes) -> Collection[int] | None:
     return None
 
 
+def end_of_patience(task: CompletionTask) -> float:
+    """The time from which on a throughput task no longer waits for the sake of latency tasks."""
+    return nextafter(task.arrived + task.remaining_path_s, inf)
+
+
 def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float:
     """By how much a newcomer may lengthen a step: latency tasks bound the batch they sit in. What
     has waited for as long as it will take comes in all the same: where there are always latency
     tasks it would starve, and its queue with it."""
-    has_waited = now - task.arrived > task.remaining_path_s
-    if task.is_latency or not load.num_latency or has_waited:
+    if task.is_latency or not load.num_latency or now >= end_of_patience(task):
         return float("inf")
     return _LATENCY_STEP_GROWTH * load.cost.step_s - load.step_s

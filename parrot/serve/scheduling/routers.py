@@ -24,7 +24,8 @@ class Router(Placer):
     def _has_room(self, task: CompletionTask, load: EngineLoad) -> bool:
         new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
         room = min(task.max_output, load.max_tokens)
-        return load.is_open and self._fits(load, new_prompt + room)
+        is_free = load.is_open and self._fits(load, new_prompt + room)
+        return is_free and self._loads.takes(task, load)
 
 
 class RoundRobin(Router):
@@ -37,10 +38,10 @@ class RoundRobin(Router):
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
         found = sorted(self._open(task), key=lambda load: load.id)
         later = (load for load in found if load.id > self._last_id)
-        load = next(chain(later, found), None)
-        if load is not None:
-            self._last_id = load.id
-        return load
+        return next(chain(later, found), None)
+
+    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
+        self._last_id = load.id
 
 
 class PrefixAware(Router):

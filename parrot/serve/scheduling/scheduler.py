@@ -1,7 +1,9 @@
 """The global scheduler: queued tasks and engines in, placements out. It does nothing by itself and
 knows no policy by name."""
 
+import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parrot.protocol.engine_api import Usage
 from parrot.serve.config import GlobalSchedulerConfig
@@ -11,10 +13,13 @@ from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.cost import CostModel, ModelCosts
 from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex
 from parrot.serve.scheduling.hold_back import should_wait
+from parrot.serve.scheduling.placement import end_of_patience
 from parrot.serve.scheduling.policy import build_order, build_placer
 from parrot.serve.scheduling.queue import SortKey, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import Clock
+
+logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over in a round, per queue
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
@@ -33,6 +38,15 @@ class _Round:
     passed: list[CompletionTask]
     num_held: int = 0
     is_over: bool = False
+
+
+class _Choice(NamedTuple):
+    """An engine for a task, and the prompt tokens that it has to compute. `is_held`: the task had
+    better wait all the same."""
+
+    load: EngineLoad
+    to_compute: int
+    is_held: bool
 
 
 class Scheduler:
@@ -54,6 +68,8 @@ class Scheduler:
         self._loads = LoadIndex()
         self._placer = build_placer(config, index, self._loads, self._running)
         self._queues: dict[Models, TaskQueue] = {}
+        self._patience: float | None = None  # when that of a task passed over ends first
+        self._failed: list[CompletionTask] = []
         self._epoch = clock.now()
 
     @property
@@ -62,9 +78,18 @@ class Scheduler:
 
     # Engines
 
-    def add_engine(self, engine_id: int, model: str, max_tasks: int, max_tokens: int) -> None:
+    def add_engine(
+        self,
+        engine_id: int,
+        model: str,
+        max_tasks: int,
+        max_tokens: int,
+        max_len: int | None = None,
+    ) -> None:
+        """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds."""
+        longest = max_tokens if max_len is None else min(max_len, max_tokens)
         costs = self._costs.setdefault(model, ModelCosts(self._default))
-        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens, costs))
+        self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs))
 
     def remove_engine(self, engine_id: int) -> None:
         """Its tasks must have been ended or requeued."""
@@ -148,7 +173,8 @@ class Scheduler:
     # The loop
 
     def schedule(self) -> list[Placement]:
-        """Place as many tasks as fit, in order. The caller runs every one of them."""
+        """Place as many tasks as fit, in order. The caller runs every one of them, and gives up
+        those of `take_failed`."""
         for task in self._order.due():
             if task in self._queues.get(task.models, ()):
                 self._pull(task)
@@ -163,20 +189,50 @@ class Scheduler:
         placements: list[Placement] = []
         while (head := self._first(rounds)) is not None:
             current, task = head
-            load = self._placer.choose(task, now)
-            if load is None:
-                self._pass_over(current, task)
+            try:
+                choice = self._choose(task, now)
+            except Exception:
+                logger.exception("no engine could be chosen for call %d", task.completion.id)
+                self._fail(current, task)
                 continue
-            to_compute = task.prompt_len - self._placer.reused_len(task, load)
-            if self._should_wait(task, load, to_compute):
+            if choice is None:
+                self._pass_over(current, task)
+            elif choice.is_held:
                 self._hold(current, task)
             else:
                 current.queue.remove(task)
-                placements.append(self._place(task, load, to_compute, now))
+                placements.append(self._place(task, choice.load, choice.to_compute, now))
                 current.is_over = not self._loads.num_open(current.models)
+        self._patience = _next_end([t for finished in rounds for t in finished.passed], now)
         for finished in rounds:
             self._restore(finished)
         return placements
+
+    def take_failed(self) -> list[CompletionTask]:
+        """Tasks that `schedule` could not weigh because of a defect. They are not queued any more,
+        and the others were placed as if these had not been there."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def next_change(self) -> float | None:
+        """The time at which `schedule` may place or reorder what it left queued, though nothing has
+        happened until then; None if no queued task waits for a time."""
+        times = (self._patience, self._order.next_change())
+        return min([when for when in times if when is not None], default=None)
+
+    def _choose(self, task: CompletionTask, now: float) -> _Choice | None:
+        """None if there is no room for it now."""
+        load = self._placer.choose(task, now)
+        if load is None:
+            return None
+        to_compute = task.prompt_len - self._placer.reused_len(task, load)
+        return _Choice(load, to_compute, self._should_wait(task, load, to_compute))
+
+    def _fail(self, current: _Round, task: CompletionTask) -> None:
+        current.queue.remove(task)
+        self._placer.unqueued(task)
+        self._order.ended(task)
+        self._failed.append(task)
 
     def _first(self, rounds: list[_Round]) -> tuple[_Round, CompletionTask] | None:
         best: tuple[SortKey, _Round, CompletionTask] | None = None
@@ -221,13 +277,10 @@ class Scheduler:
             del self._queues[current.models]
 
     def preview(self, task: CompletionTask) -> int | None:
-        """The engine that the task would be placed on if it were ready now."""
-        self._placer.new_round()
-        load = self._placer.choose(task, self._clock.now())
-        if load is None:
-            return None
-        to_compute = task.prompt_len - self._placer.reused_len(task, load)
-        return None if self._should_wait(task, load, to_compute) else load.id
+        """The engine on which a task would be placed once its prompt is computed there; None if it
+        would have to wait even then. Changes nothing."""
+        load = self._placer.preview(task, self._clock.now())
+        return None if load is None or self._should_wait(task, load, 0) else load.id
 
     def runs_session(self, engine_id: int, session_id: int) -> bool:
         """Whether the engine has a call of this session now."""
@@ -247,7 +300,8 @@ class Scheduler:
         self._placer.unqueued(task)
         self._placer.placed(task, load)
         self._order.placed(task, load.id, work_s)
-        return Placement(task, load.id, self._priority(task))
+        is_longest = load.max_len >= self._loads.longest(task.models)
+        return Placement(task, load.id, self._priority(task), is_longest)
 
     def _priority(self, task: CompletionTask) -> int:
         steps = (self._order.priority_s(task) - self._epoch) / _PRIORITY_STEP_S
@@ -282,6 +336,12 @@ class Scheduler:
         segments = self._running.check_integrity({load.id: load.tasks for load in self._loads})
         for load in self._loads:
             load.check_integrity(segments[load.id])
+
+
+def _next_end(tasks: list[CompletionTask], now: float) -> float | None:
+    """When the patience of one of the tasks ends next."""
+    ends = [end_of_patience(task) for task in tasks if not task.is_latency]
+    return min([end for end in ends if end > now], default=None)
 
 
 def _added_s(task: CompletionTask, load: EngineLoad, num_read: int, to_compute: int) -> float:

@@ -30,6 +30,7 @@ class CompletionTask:
     num_refused: int = 0  # times an engine had no memory, or had lost its parent context
     avoided: set[int] = field(default_factory=set)  # engines that failed with it
     num_passed: int = 0  # times the scheduler placed later tasks before it
+    wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
     streamed_ids: list[int] = field(default_factory=list)  # of the text already delivered
     streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
     result_key: bytes | None = None
@@ -48,6 +49,7 @@ class CompletionTask:
         self.max_output = self.completion.sampling.max_gen_length
         self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
         self.prompt_len = sum(self.lengths)
+        self.wanted_len = self.prompt_len + self.max_output
         self.refresh()
 
     @property
@@ -98,11 +100,13 @@ class CompletionTask:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Run `task` on this engine now. `priority`: its place in the engine's queue, lower first."""
+    """Run `task` on this engine now. `priority`: its place in the engine's queue, lower first.
+    `is_longest`: no live engine of the task's models takes longer sequences."""
 
     task: CompletionTask
     engine_id: int
     priority: int
+    is_longest: bool = True
 
 
 def _num_tokens(segment: Segment, tokens_per_char: float) -> int:

@@ -35,7 +35,9 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.task import CompletionTask
 from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import ManualClock
@@ -197,6 +199,24 @@ async def test_a_defect_of_the_scheduler_reaches_those_who_wait(
         patch.setattr(Scheduler, "schedule", lambda self: [][0])
         assert [type(await error_of(c)) for c in waiting] == [InternalError] * 2
     assert await world.submit("three").output.wait()
+
+
+async def test_a_defect_in_placing_one_call_fails_that_call_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = PredictedSeconds.choose
+
+    def fail_for_one(self: PredictedSeconds, task: CompletionTask, now: float) -> object:
+        if task.completion.session_id == 2:
+            raise ZeroDivisionError
+        return choose(self, task, now)
+
+    monkeypatch.setattr(PredictedSeconds, "choose", fail_for_one)
+    await world.join(fake_engine())
+    good, bad, later = [world.submit("hi", session=session) for session in (1, 2, 3)]
+    assert isinstance(await error_of(bad), InternalError)
+    assert await good.output.wait()
+    assert await later.output.wait()
 
 
 async def test_a_later_output_continues_the_context_with_the_generated_ids(world: World) -> None:
@@ -385,6 +405,20 @@ async def test_a_prompt_that_cannot_fit_never_reaches_the_engine(world: World) -
     ok = world.submit("0123456")
     await ok.output.wait()
     assert engine.requests[0].sampling_config.max_gen_length == 3
+
+
+async def test_a_prompt_that_an_engine_finds_too_long_runs_on_a_larger_one(world: World) -> None:
+    """The smaller one counts its tokens in another way than was told."""
+    error = PromptTooLong("too long for this engine")
+    small = fake_engine("small", max_seq_len=100, script=Script(error=error))
+    await world.join(small)
+    alone = await error_of(world.submit("0123456"))
+    assert isinstance(alone, PromptTooLong)
+    large = fake_engine("large", max_seq_len=1000)
+    await world.join(large)
+    completion = world.submit("0123456", session=2)
+    assert await completion.output.wait()
+    assert completion.stats.engine_name == "large"
 
 
 @pytest.mark.parametrize("error", [InternalError("bug"), Cancelled("aborted"), EngineFailed("x")])

@@ -119,6 +119,40 @@ def test_only_what_came_late_is_computed_late(options):
     assert (text, off_cached, off_counts.filled) == (off_text, 0, 0)
 
 
+def test_tokens_are_computed_ahead_beside_streams_and_the_answer_begins_sooner():
+    """A prompt this long would be held back for the sake of the streams, had all of it to be
+    computed at once."""
+    costs = {"prefill_token_s": 1.6e-5, "sequence_s": 1e-5, "context_token_s": 4e-8}
+    instance = ENGINE.instance.model_copy(update={"step_s": 0.0045, **costs})
+
+    async def bystand(program: Program, name: str) -> None:
+        while True:
+            await program.reading(await program.call(f"{name} {LONG[:250]} {{{{out}}}}", 100))
+
+    async def body(program: Program) -> tuple[float, int]:
+        others = [await Program(program.cluster, program.client).begin() for _ in range(8)]
+        bystanders = [asyncio.create_task(bystand(p, f"{i}")) for i, p in enumerate(others)]
+        await asyncio.sleep(5)
+        story, question = await program.var(6 * LONG), await program.var()
+        template = "{{story}} {{question}} {{out}}"
+        reading = program.reading(await program.call(template, story=story, question=question))
+        await asyncio.sleep(2)
+        await program.set(question, "Who?")
+        began = program.cluster.clock.now()
+        await reading
+        taken = program.cluster.clock.now() - began
+        for bystander in bystanders:
+            bystander.cancel()
+        await asyncio.gather(*bystanders, return_exceptions=True)
+        return taken, program.counts.used
+
+    engine = ENGINE.model_copy(update={"instance": instance})
+    taken_s, num_used = simulate(body, engine=engine)
+    without_s, _ = simulate(body, engine=engine, eager_fill=False)
+    assert num_used > 5 * len(LONG)
+    assert taken_s < 0.85 * without_s
+
+
 def test_it_grows_piece_by_piece():
     async def body(program: Program) -> tuple[int, int]:
         parts = [await program.var() for _ in range(4)]

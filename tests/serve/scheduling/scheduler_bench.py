@@ -29,10 +29,16 @@ class Bench:
         self._ids = count()
 
     def engines(
-        self, number: int, *, slots: int = 100, tokens: int = 1_000_000, model: str = "m"
+        self,
+        number: int,
+        *,
+        slots: int = 100,
+        tokens: int = 1_000_000,
+        model: str = "m",
+        max_len: int | None = None,
     ) -> None:
         for _ in range(number):
-            self.scheduler.add_engine(next(self._ids), model, slots, tokens)
+            self.scheduler.add_engine(next(self._ids), model, slots, tokens, max_len)
 
     def task(
         self,

@@ -142,6 +142,58 @@ def test_engines_that_failed_with_a_task_are_avoided() -> None:
     assert bench.run()[task] == 0  # better than nothing
 
 
+def test_a_task_waits_for_an_engine_that_takes_its_length() -> None:
+    bench = Bench()
+    bench.engines(6, max_len=100)
+    bench.engines(1, slots=1, max_len=1000)
+    long, next_long, short = [bench.task(output=n) for n in (500, 500, 50)]
+    bench.add(long, next_long, short)
+    placed = bench.run()
+    assert placed[long] == 6
+    assert placed[short] != 6
+    assert next_long not in placed
+    bench.scheduler.ended(long, 6)
+    assert bench.run() == {next_long: 6}
+
+
+def test_a_block_is_dealt_out_over_engines_that_take_its_length() -> None:
+    bench = Bench()
+    bench.engines(4, max_len=1000)
+    bench.engines(4, max_len=9000)
+    bench.add(*[bench.task("doc", prefix_len=3000, output=500, own_len=900) for _ in range(16)])
+    assert set(bench.run().values()) <= {4, 5, 6, 7}
+
+
+def test_where_no_engine_takes_its_length_a_task_goes_to_the_longest() -> None:
+    bench = Bench()
+    bench.engines(6, max_len=100)
+    bench.engines(1, max_len=200)
+    task = bench.task(output=500)
+    bench.add(task)
+    (placement,) = bench.scheduler.schedule()
+    assert (placement.engine_id, placement.is_longest) == (6, True)
+    bench.scheduler.requeue(task, 6)
+    bench.scheduler.remove_engine(6)
+    (placement,) = bench.scheduler.schedule()
+    assert placement.is_longest
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_preview_changes_nothing(placement: str) -> None:
+    def engines(previews: int) -> list[int]:
+        bench = Bench(placement=placement)
+        bench.engines(3)
+        chosen = []
+        for i in range(7):
+            for _ in range(previews):
+                bench.scheduler.preview(bench.task("waits for an input", session=9))
+            bench.add(task := bench.task("doc", session=i, prefix_len=200))
+            chosen.append(bench.run()[task])
+        return chosen
+
+    assert engines(previews=2) == engines(previews=0)
+
+
 # Blocks
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from parrot.serve.config import OrderName
 from parrot.serve.graph.nodes import Objective
+from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
@@ -128,6 +129,64 @@ def test_priorities_follow_the_order_of_apps() -> None:
     bench.add(late, batch)
     priority = {p.task: p.priority for p in bench.scheduler.schedule()}
     assert priority[early] < priority[late] == priority[batch]
+
+
+# Time
+
+
+def test_the_scheduler_says_when_waiting_throughput_work_may_start() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1000)
+    bench.add(bench.task(session=1))
+    bench.run()
+    assert bench.scheduler.next_change() is None
+    crowd = [bench.task(session=2, criteria=THROUGHPUT, path=30, output=400) for _ in range(300)]
+    bench.add(*crowd)
+    bench.run()
+    assert bench.scheduler.num_queued
+    when = bench.scheduler.next_change()
+    assert when is not None
+    assert when == pytest.approx(bench.clock.now() + 30)
+    bench.later(when - bench.clock.now())
+    assert bench.run()
+
+
+def test_the_scheduler_says_when_a_deadline_changes_the_order() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    bench.add(bench.task(session=3))
+    bench.run()
+    task = bench.task(session=2, criteria=THROUGHPUT, path=10)
+    task.completion.objective = Objective(THROUGHPUT, 0, 10.0, deadline=bench.clock.now() + 100)
+    task.refresh()
+    bench.add(task)
+    bench.run()
+    when = bench.scheduler.next_change()
+    assert when == pytest.approx(bench.clock.now() + 100 - 21)  # twice its path and a second
+    bench.scheduler.remove(task)
+    assert bench.scheduler.next_change() is None
+
+
+def test_a_defect_in_weighing_one_task_fails_that_task_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    bench.engines(2)
+    good, bad, later = [bench.task(session=i) for i in range(3)]
+    choose = PredictedSeconds.choose
+
+    def fail_for_one(self: PredictedSeconds, task: CompletionTask, now: float) -> object:
+        if task is bad:
+            raise ZeroDivisionError
+        return choose(self, task, now)
+
+    monkeypatch.setattr(PredictedSeconds, "choose", fail_for_one)
+    bench.add(good, bad, later)
+    assert set(bench.run()) == {good, later}
+    assert bench.scheduler.take_failed() == [bad]
+    assert bench.scheduler.take_failed() == []
+    assert bench.scheduler.num_queued == 0
+    assert "no engine could be chosen" in caplog.text
 
 
 # Capacity
