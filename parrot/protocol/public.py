@@ -24,6 +24,9 @@ class Payload(BaseModel):
 class SessionCreateRequest(Payload):
     api_key: str | None = Field(None, max_length=4096)
     apps: list[str] | None = Field(None, max_length=256)
+    on_demand: bool = Field(
+        False, description="Calls run only when a reader wants their output, unless they say else."
+    )
 
 
 class SessionCreateResponse(BaseModel):
@@ -70,6 +73,9 @@ class SemanticCallRequest(SessionScoped):
     remove_pure_fill: bool = True
     cache_prefix: bool = True
     output_criteria: PerformanceCriteria | None = None
+    on_demand: bool | None = Field(
+        None, description="Whether only a reader makes it run; null: as the session says."
+    )
     fuse_fill: bool = False
     chat: bool = Field(
         False, description="Render the template as a chat with the serving model's chat template."
@@ -90,6 +96,9 @@ class NativeCallRequest(SessionScoped):
     parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
     timeout: float = Field(1.0, gt=0, le=60, allow_inf_nan=False)
     output_criteria: PerformanceCriteria | None = None
+    on_demand: bool | None = Field(
+        None, description="Whether only a reader makes it run; null: as the session says."
+    )
     idempotency_key: str | None = Field(None, min_length=1, max_length=256)
 
 

@@ -42,9 +42,13 @@ class ServeClient:
         await self._http.close()
 
     async def create_session(
-        self, api_key: str | None = None, apps: list[str] | None = None
+        self,
+        api_key: str | None = None,
+        apps: list[str] | None = None,
+        *,
+        on_demand: bool = False,
     ) -> SessionCreateResponse:
-        body = {"api_key": api_key, "apps": apps}
+        body = {"api_key": api_key, "apps": apps, "on_demand": on_demand}
         return SessionCreateResponse.model_validate(
             await self._http.request("POST", "/v1/session", body=body)
         )

@@ -42,6 +42,7 @@ class SessionEvent(TraceEvent):
 class SessionBegan(SessionEvent):
     event: Literal["session"] = "session"
     tenant: str = Field(description="an id, as texts have")
+    on_demand: bool = False
 
 
 class TraceText(BaseModel):

@@ -94,7 +94,9 @@ class ServeCore:
         self._require_open()
         tenant = tenant_of(request.api_key, self.config.api_keys)
         session = self._sessions.create(
-            tenant, request.apps or (), lambda session_id: self._make_graph(session_id, tenant)
+            tenant,
+            request.apps or (),
+            lambda session_id: self._make_graph(session_id, tenant, request.on_demand),
         )
         self._expiry.watch(session)
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
@@ -254,10 +256,11 @@ class ServeCore:
         await self._dispatcher.close()
         await self._timers.close()
 
-    def _make_graph(self, session_id: int, tenant: str) -> SessionGraph:
+    def _make_graph(self, session_id: int, tenant: str, on_demand: bool) -> SessionGraph:
         return SessionGraph(
             session_id,
             tenant,
+            on_demand=on_demand,
             runner=self._runner,
             predictor=self._dispatcher.estimates,
             clock=self._clock,

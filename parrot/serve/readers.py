@@ -62,6 +62,7 @@ class Reads:
         were. Raises as soon as too many have failed. The others lose this reader the moment that
         the last winner is there, before anything else runs."""
         with self._open(session, request) as read:
+            read.candidates = nodes
             race = _Race(request.k, len(nodes), read)
             try:
                 for node in sorted(nodes, key=_settled_at):
@@ -93,7 +94,9 @@ class Reads:
 
 
 class _Read:
-    """What one request wants. `end`: when it times out, on the clock's scale."""
+    """What one request wants, and wakes the session for. `end`: when it times out, on the clock's
+    scale. `candidates` of a race: those that were not ready in time are not made in the background
+    either."""
 
     def __init__(self, session: Session, options: ReadOptions, now: float) -> None:
         limits = [s for s in (options.timeout, options.deadline) if s is not None]
@@ -102,6 +105,7 @@ class _Read:
         self._criteria = options.criteria
         self._graph = session.graph
         self._readers: list[Reader] = []
+        self.candidates: Sequence[VariableNode] = ()
 
     def want(self, node: VariableNode, *, as_stream: bool = False) -> None:
         self._readers.append(
@@ -109,12 +113,15 @@ class _Read:
                 node, self._criteria, deadline=self._deadline, wants_stream=as_stream
             )
         )
+        self._graph.wake()
 
     def leave(self) -> None:
         """Want nothing any more. Safe in any state."""
         readers, self._readers = self._readers, []
         for reader in readers:
             self._graph.remove_reader(reader)
+        for node in self.candidates:
+            self._graph.release(node)
 
 
 class _Race:

@@ -108,7 +108,10 @@ class TracingCore(ServeCore):
         tenant = self._sessions.authenticate(created.session_id, created.session_auth).tenant
         self._sink(
             SessionBegan(
-                at=self._at(), session_id=created.session_id, tenant=self._text(tenant).ids[0]
+                at=self._at(),
+                session_id=created.session_id,
+                tenant=self._text(tenant).ids[0],
+                on_demand=request.on_demand,
             )
         )
         return created

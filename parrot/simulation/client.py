@@ -38,10 +38,15 @@ class SimClient(ServeClient):
         await self._tasks.close()
 
     async def create_session(
-        self, api_key: str | None = None, apps: list[str] | None = None
+        self,
+        api_key: str | None = None,
+        apps: list[str] | None = None,
+        *,
+        on_demand: bool = False,
     ) -> SessionCreateResponse:
+        request = SessionCreateRequest(api_key=api_key, apps=apps, on_demand=on_demand)
         async with self._exchange():
-            return self._core.create_session(SessionCreateRequest(api_key=api_key, apps=apps))
+            return self._core.create_session(request)
 
     async def session_info(self, session_id: int, session_auth: str) -> SessionInfo:
         async with self._exchange():

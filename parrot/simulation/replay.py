@@ -172,7 +172,8 @@ class _Player:
         recorded = self._session.began.at
         now = recorded
         await asyncio.sleep(max(0.0, now - loop.time()))
-        self._scope = self._core.create_session(SessionCreateRequest()).model_dump()
+        request = SessionCreateRequest(on_demand=self._session.began.on_demand)
+        self._scope = self._core.create_session(request).model_dump()
         for event in self._session.events:
             read = self._reads.get(event.read_id) if isinstance(event, ReadEnded) else None
             if read is not None and isinstance(event, ReadEnded) and event.error != WITHDRAWN:

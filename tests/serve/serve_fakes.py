@@ -105,10 +105,13 @@ def make_graph(
     runner: FakeRunner | None = None,
     clock: ManualClock | None = None,
     predictor: Predictor | None = None,
+    *,
+    on_demand: bool = False,
 ) -> SessionGraph:
     return SessionGraph(
         7,
         "tenant",
+        on_demand=on_demand,
         runner=runner or FakeRunner(),
         predictor=predictor or Estimates(),
         clock=clock or ManualClock(),

@@ -29,10 +29,11 @@ class World:
         )
         self.scope: dict[str, Any] = self.core.create_session(SessionCreateRequest()).model_dump()
 
-    def call(self, *inputs: str) -> str:
+    def call(self, *inputs: str, on_demand: bool = False) -> str:
         parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
         template = "t" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + "{{o}}"
         body = self.scope | {"template": template, "parameters": [*parameters, made("o")]}
+        body["on_demand"] = on_demand
         return var_ids(self.core.submit_call(SemanticCallRequest.model_validate(body)))["o"]
 
     def first(self, ids: Sequence[str], k: int, **options: Any) -> asyncio.Task[list[str]]:
@@ -98,7 +99,7 @@ async def test_what_is_ready_wins_without_work(world: World) -> None:
         await world.finish(var_id)
         await reading
     assert await world.first(ids, 2) == [ids[2], ids[0]]
-    assert world.dispatcher.withdrawn == []
+    assert [next(task.outputs()).id for task in world.dispatcher.withdrawn] == [ids[1]]
     given = world.core.create_var(*world.scope.values(), "given", "text")
     assert await world.first([*ids, given], 1) == [given]
 
@@ -120,6 +121,32 @@ async def test_failures_count_only_when_too_few_are_left(world: World) -> None:
     await world.fail(more[1])
     with pytest.raises(EngineFailed, match="only 2 of the 3"):
         await reading
+    assert world.dispatcher.started == []
+
+
+async def test_losers_are_not_made_in_the_background_and_neither_is_what_needs_them(
+    world: World,
+) -> None:
+    drafts = [world.call() for _ in range(3)]
+    ratings = [world.call(draft) for draft in drafts]
+    free = world.call()
+    reading = world.first(drafts, 1)
+    await world.clock.advance(0)
+    await world.finish(drafts[1])
+    assert await reading == [drafts[1]]
+    started = {next(task.outputs()).id for task in world.dispatcher.started}
+    assert started == {ratings[1], free}
+    await world.finish(ratings[1])
+    later = [world.call(), world.call()]  # they run at once: the session is awake
+    await world.finish(later[0])
+    assert await world.first(later, 1) == [later[0]]  # decided without waiting
+    assert [next(task.outputs()).id for task in world.dispatcher.started] == [free]
+
+
+async def test_a_race_that_is_won_at_once_leaves_no_loser_behind(world: World) -> None:
+    world.dispatcher.on_start = world.dispatcher.finish  # as with results that are known
+    ids = [world.call() for _ in range(3)]
+    assert await world.first(ids, 1) == [ids[0]]
     assert world.dispatcher.started == []
 
 
@@ -183,10 +210,10 @@ async def test_unknown_variables_and_a_full_queue() -> None:
     world.core.set_var(*world.scope.values(), late, "now")
     assert await nobody_makes_it == [late]
     await world.finish(ids[0])
-    idle = world.call()
+    idle = world.call(on_demand=True)
     await world.finish(ids[1])
     assert await first == ids
-    busy = [world.first([world.call()], 1) for _ in range(2)]
+    busy = [world.first([var_id], 1) for var_id in [world.call(), world.call()]]
     await world.clock.advance(0)
     with pytest.raises(QueueFull):
         await world.first([idle, *ids], 3)

@@ -65,7 +65,9 @@ def semantic_function(
 
 
 def native_function(
-    timeout: float = 1.0, output_criteria: PerformanceCriteria | str | None = None
+    timeout: float = 1.0,
+    output_criteria: PerformanceCriteria | str | None = None,
+    on_demand: bool | None = None,
 ) -> Callable[[Callable[..., Any]], PyNativeFunction]:
     """Make a native function of a `def` that takes strings and sets its outputs: `out.set(text)`.
 
@@ -81,7 +83,8 @@ def native_function(
         name, params, returns = _read_signature(pyfunc)
         if returns not in (inspect.Signature.empty, None, "None"):
             raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
-        return PyNativeFunction(name, pyfunc, params, NativeFuncMetadata(timeout, criteria))
+        metadata = NativeFuncMetadata(timeout, criteria, on_demand)
+        return PyNativeFunction(name, pyfunc, params, metadata)
 
     return decorate
 

@@ -7,7 +7,7 @@ from typing import Any
 from parrot.protocol.criteria import PerformanceCriteria
 
 MAX_NATIVE_TIMEOUT_S = 60
-_FLAGS = ("remove_pure_fill", "cache_prefix", "fuse_fill", "reuse")
+_FLAGS = ("remove_pure_fill", "cache_prefix", "fuse_fill", "reuse", "on_demand")
 MODEL_TYPES = ("token_id", "text")
 
 
@@ -16,7 +16,8 @@ class SemanticFuncMetadata:
     """`models`: names of the models that may serve it (empty: any). `model_type`: a hint.
     `remove_pure_fill`: drop the text after the last output. `cache_prefix`: let other calls reuse
     the KV of the constant beginning. `output_criteria`: run at once, as if a reader wanted the last
-    output so. `fuse_fill`: a hint. `reuse`: when greedy or seeded, the
+    output so. `on_demand`: only a reader makes its calls run (None: as the session says).
+    `fuse_fill`: a hint. `reuse`: when greedy or seeded, the
     result of an identical call may be taken. `chat`: set by `chat_template`."""
 
     models: tuple[str, ...] = ()
@@ -24,6 +25,7 @@ class SemanticFuncMetadata:
     remove_pure_fill: bool = True
     cache_prefix: bool = True
     output_criteria: PerformanceCriteria | None = None
+    on_demand: bool | None = None
     fuse_fill: bool = False
     reuse: bool = True
     chat: bool = False
@@ -35,13 +37,14 @@ class SemanticFuncMetadata:
 
 @dataclass(frozen=True, slots=True)
 class NativeFuncMetadata:
-    """`timeout` in seconds, for one run in ServeCore."""
+    """`timeout` in seconds, for one run in ServeCore; `on_demand` as for semantic functions."""
 
     timeout: float = 1.0
     output_criteria: PerformanceCriteria | None = None
+    on_demand: bool | None = None
 
     def to_payload(self) -> dict[str, Any]:
-        return {"timeout": self.timeout, "output_criteria": self.output_criteria}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def parse_criteria(value: PerformanceCriteria | str) -> PerformanceCriteria:
@@ -60,7 +63,7 @@ def parse_metadata(options: Mapping[str, Any]) -> SemanticFuncMetadata:
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"unknown option `{name}`, allowed are {', '.join(known)}")
-        if name in _FLAGS and not isinstance(value, bool):
+        if name in _FLAGS and not isinstance(value, bool) and (name, value) != ("on_demand", None):
             raise TypeError(f"option `{name}` must be True or False, not {value!r}")
     checked = dict(options)
     if "models" in checked:

@@ -81,13 +81,15 @@ class Session:
         atexit.register(self.close)
 
     @classmethod
-    def open(cls, core_http_addr: str, api_key: str | None = None) -> "Session":
+    def open(
+        cls, core_http_addr: str, api_key: str | None = None, *, on_demand: bool = False
+    ) -> "Session":
         """Raises `Unavailable` if nobody answers there, `AuthenticationFailed` for a bad key."""
         loop = BackgroundLoop()
         calls = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_CALL_CONNECTIONS))
         reads = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_READ_CONNECTIONS))
         try:
-            created = loop.run(calls.create_session(api_key))
+            created = loop.run(calls.create_session(api_key, on_demand=on_demand))
         except BaseException:
             loop.run(calls.close())
             loop.close()

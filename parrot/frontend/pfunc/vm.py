@@ -36,13 +36,16 @@ class VirtualMachine:
         core_http_addr: str = "http://localhost:9000",
         mode: Mode = "release",
         api_key: str | None = None,
+        on_demand: bool = False,
     ) -> None:
-        """Nothing is sent yet. `mode="debug"` logs every call."""
+        """Nothing is sent yet. `mode="debug"` logs every call. `on_demand`: only a reader makes a
+        call run, unless its function says otherwise."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         self.core_http_addr = core_http_addr
         self.stat_run_time = 0.0
         self._api_key = api_key
+        self._on_demand = on_demand
         self._session: Session | None = None
         self._num_scopes = 0
         self._lock = threading.Lock()
@@ -166,7 +169,9 @@ class VirtualMachine:
 
         with self._lock:
             if self._session is None:
-                self._session = Session.open(self.core_http_addr, self._api_key)
+                self._session = Session.open(
+                    self.core_http_addr, self._api_key, on_demand=self._on_demand
+                )
             self._num_scopes += 1
             return self._session
 

@@ -108,7 +108,7 @@ def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
     @app.post(
         "/v1/semantic_call",
         **describe(
-            "Submit a semantic call; it runs on demand",
+            "Submit a semantic call; a read makes it run",
             request=SemanticCallRequest,
             response=CallResponse,
             errors=_SUBMIT,
@@ -121,7 +121,7 @@ def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
     @app.post(
         "/v1/py_native_call",
         **describe(
-            "Submit a native function's call; it runs on demand, in a sandbox",
+            "Submit a native function's call; a read makes it run, in a sandbox",
             request=NativeCallRequest,
             response=CallResponse,
             errors=_SUBMIT,

@@ -1,6 +1,6 @@
 """Nothing runs until someone wants it: activation, deduction and withdrawal along the graph."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isclose
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -23,6 +23,10 @@ class Demand:
     """Counts who wants each task, starts wanted tasks whose inputs are ready, and stops tasks that
     nobody wants any more. `num_started`: tasks that are with the runner now.
 
+    From `wake` on, the program itself wants every task that it holds: in the background, behind
+    what is read. A task stops to be held when a reader leaves it, when the program `release`s it,
+    or when the last task that was read and needed it is cancelled or left.
+
     Walks are loops, not recursion: a session may be one chain of 10,000 calls. What answers teach
     reaches a task's objective when its inputs are complete, and all objectives after the session's
     1st, 2nd, 4th, 8th ... finished task: O(log n) predictions for each of n tasks."""
@@ -32,6 +36,7 @@ class Demand:
         self._runner = runner
         self._predictor = predictor
         self.num_started = 0
+        self.is_awake = False
         self._wanted: dict[TaskNode, float] = {}  # with the work in the sum below
         self._remaining_s = 0.0
         self._num_finished = 0
@@ -46,40 +51,61 @@ class Demand:
         wants_stream: bool = False,
     ) -> Reader:
         """Want an unsettled variable, whether or not it has a producer yet."""
-        reader = Reader(node, criteria, deadline)
+        reader = Reader(node, criteria, deadline, wants_stream)
         node.readers.append(reader)
         producer = node.producer
         if producer is None or producer.is_finished:
             return reader
-        changed: set[TaskNode] = set()
-        if (
-            wants_stream
-            and isinstance(producer.task, Completion)
-            and not producer.task.wants_stream
-        ):
-            producer.task.wants_stream = True
-            changed.add(producer)
+        changed = self._update_streaming(producer)
         producer.demand += 1
+        producer.asked += 1
         if producer.demand == 1:
-            self._activate(producer)
+            self._activate([producer])
         else:
+            if producer.asked == 1:
+                changed |= self._ask_above([producer])
             self._update(changed | tighten(producer, criteria, deadline))
         return reader
 
     def remove_reader(self, reader: Reader) -> None:
-        """The reader has its value or has gone. Work that nobody else wants is withdrawn."""
+        """The reader has its value or has gone. Work that nobody else asks for is withdrawn, and
+        what was to be made of it in the background."""
         if reader not in reader.node.readers:
             return
         reader.node.readers.remove(reader)
         producer = reader.node.producer
-        if producer is not None and not producer.is_finished and not reader.node.is_settled:
-            self._lower([producer])
+        if producer is None or producer.is_finished:
+            return
+        self._update(self._update_streaming(producer))
+        if producer.asked == 1:
+            self._release_consumers(producer)
+        self._lower([producer], was_asked=True)
+
+    def wake(self, tasks: Iterable[TaskNode]) -> None:
+        """Want all tasks that the program holds, now and later; `tasks` are all of the graph's."""
+        if self.is_awake:
+            return
+        self.is_awake = True
+        held = [task for task in tasks if task.is_held and not task.is_finished]
+        for task in held:
+            task.demand += 1
+        self._activate([task for task in held if task.demand == 1])
+
+    def release(self, task: TaskNode) -> None:
+        """The program holds it no more. Nothing happens to it while somebody asks for it."""
+        if task.asked or task.is_finished:
+            return
+        self._release_consumers(task)
+        was_wished = self._is_wished(task)
+        task.is_held = False
+        if was_wished:
+            self._lower([task], was_asked=False)
 
     def add_producer(self, task: TaskNode) -> None:
         """A task was linked; its outputs may have been wanted before it came."""
-        task.demand = sum(1 for _ in task.readers()) + sum(1 for _ in task.wanted_consumers())
+        task.demand, task.asked = self._count_demand(task)
         if task.demand:
-            self._activate(task)
+            self._activate([task])
 
     def input_settled(self, task: TaskNode) -> None:
         """One of its inputs got its value (or failed: then the caller fails the task)."""
@@ -102,7 +128,7 @@ class Demand:
         else:
             self._unexpect(task)
         if task.missing and task.demand:
-            self._lower(task.producers())
+            self._lower(list(task.producers()), was_asked=task.asked > 0)
         if task in self._wanted:
             self._discount(task)
             self._learn()
@@ -116,8 +142,8 @@ class Demand:
             if task.is_finished:
                 assert not task.is_started, task.task
                 continue
-            wanted = sum(1 for _ in task.wanted_consumers()) + sum(1 for _ in task.readers())
-            assert task.demand == wanted, (task.task, task.demand, wanted)
+            demand = self._count_demand(task)
+            assert (task.demand, task.asked) == demand, (task.task, task.demand, task.asked, demand)
             assert task.is_wanted == (task.task.objective is not None), task.task
             assert task.is_wanted == (task in self._wanted), task.task
             assert task.is_started == (task.is_wanted and not task.missing), task.task
@@ -128,10 +154,25 @@ class Demand:
         assert isclose(self._remaining_s, remaining_s, abs_tol=1e-6), self._remaining_s
         assert not any(task.is_finished for task in self._wanted), self._wanted
 
-    def _activate(self, root: TaskNode) -> None:
-        """`root` has just become wanted, and so has all that it needs."""
+    def _is_wished(self, task: TaskNode) -> bool:
+        return self.is_awake and task.is_held
+
+    def _count_demand(self, task: TaskNode) -> tuple[int, int]:
+        """Number of those who want the task, and of those who ask for it."""
+        num_readers = sum(1 for _ in task.readers())
+        consumers = list(task.wanted_consumers())
+        num_asking = num_readers + sum(consumer.asked > 0 for consumer in consumers)
+        return num_readers + len(consumers) + self._is_wished(task), num_asking
+
+    def _activate(self, roots: Sequence[TaskNode]) -> None:
+        """The roots have just become wanted, and so has all that they need. Either all of them are
+        asked for or none is."""
+        if not roots:
+            return
         now = self._clock.now()
-        activated = [root]
+        is_asked = roots[0].asked > 0
+        activated = list(roots)
+        risen: list[TaskNode] = []
         for task in activated:
             task.task.state = CompletionState.WAITING
             task.task.times.activated = now
@@ -140,13 +181,16 @@ class Demand:
                 if producer.is_finished:
                     continue
                 producer.demand += 1
+                producer.asked += is_asked
                 if producer.demand == 1:
                     activated.append(producer)
-        changed = deduce(activated, self._predictor)
+                elif is_asked and producer.asked == 1:
+                    risen.append(producer)
+        changed = self._ask_above(risen) | deduce(activated, self._predictor)
         for task in activated:
             self._count(task)
             task.task.objective = objective_of(task)
-        self._report(root)
+        self._report(roots[0])
         self._update(changed)
         for task in sorted(activated, key=_task_id) if len(activated) > 1 else activated:
             if task.task.state is not CompletionState.WAITING:
@@ -155,6 +199,19 @@ class Demand:
                 self._expect(task)
             else:
                 self._start(task)
+
+    def _ask_above(self, risen: Iterable[TaskNode]) -> set[TaskNode]:
+        """These tasks were wanted in the background and are asked for now, and so is all that they
+        need. Returns every task that rose so."""
+        stack = list(risen)
+        found = set(stack)
+        while stack:
+            for producer in stack.pop().producers():
+                producer.asked += 1
+                if producer.asked == 1:
+                    found.add(producer)
+                    stack.append(producer)
+        return found
 
     def _update(self, changed: Iterable[TaskNode]) -> None:
         for task in sorted(changed, key=_task_id):
@@ -177,34 +234,77 @@ class Demand:
         if isinstance(task.task, Completion):
             self._runner.unexpect(task.task)
 
-    def _lower(self, tasks: Iterable[TaskNode]) -> None:
-        """Each of `tasks` lost one who wanted it. Those without any other stop."""
-        stack = list(tasks)
-        root = stack[0] if stack else None
+    def _lower(self, tasks: Sequence[TaskNode], *, was_asked: bool) -> None:
+        """Each of `tasks` lost one who wanted it, or asked for it. Those without any other stop.
+        What nobody asks for any more is not held on its own account either."""
+        if not tasks:
+            return
+        unasked: set[TaskNode] = set()
+        stack = list(tasks) if was_asked else []
+        while stack:
+            task = stack.pop()
+            task.asked -= 1
+            if not task.asked and not task.is_finished:
+                unasked.add(task)
+                stack.extend(task.producers())
         kept: set[TaskNode] = set()
+        stack = list(tasks)
         while stack:
             task = stack.pop()
             task.demand -= 1
-            if task.demand or task.is_finished:
-                kept.add(task)
+            if task.is_finished:
                 continue
-            self._discount(task)
-            if task.is_started:
-                self._withdraw(task)
-            task.task.state = CompletionState.IDLE
-            task.task.objective = None
-            self._unexpect(task)
-            stack.extend(task.producers())
-        self._update(relax_deadlines(t for t in kept if t.is_wanted and t.deadline is not None))
-        if root is not None:
-            self._report(root)
+            if task.demand and task in unasked and task.demand == self._is_wished(task):
+                task.is_held = False
+                task.demand = 0
+            if task.demand:
+                kept.add(task)
+            else:
+                self._stop(task)
+                stack.extend(task.producers())
+        relaxed = relax_deadlines(t for t in kept if t.is_wanted and t.deadline is not None)
+        self._update(relaxed | {task for task in unasked if task.is_wanted})
+        self._report(tasks[0])
+
+    def _release_consumers(self, task: TaskNode) -> None:
+        """Stop all that is made of the task, directly or not, in the background."""
+        found = dict.fromkeys(c for c in task.wanted_consumers() if not c.asked)
+        below = list(found)
+        for consumer in below:
+            others = [other for other in consumer.wanted_consumers() if other not in found]
+            found.update(dict.fromkeys(others))
+            below += dict.fromkeys(others)
+        for consumer in below:
+            consumer.is_held = False
+            consumer.demand = 0
+            self._stop(consumer)
+        lost = [p for consumer in below for p in consumer.producers() if p not in found]
+        self._lower(lost, was_asked=False)
+
+    def _stop(self, task: TaskNode) -> None:
+        """Nobody wants it any more."""
+        self._discount(task)
+        if task.is_started:
+            self._withdraw(task)
+        task.task.state = CompletionState.IDLE
+        task.task.objective = None
+        self._unexpect(task)
+
+    def _update_streaming(self, task: TaskNode) -> set[TaskNode]:
+        """A reader of the task has come or gone. Returns the task if that changed whether its
+        tokens are wanted as they come."""
+        if not isinstance(task.task, Completion):
+            return set()
+        wants_stream = any(reader.wants_stream for reader in task.readers())
+        if wants_stream is task.task.wants_stream:
+            return set()
+        task.task.wants_stream = wants_stream
+        return {task}
 
     def _withdraw(self, task: TaskNode) -> None:
         task.is_started = False
         self.num_started -= 1
         self._runner.withdraw(task.task)
-        if isinstance(task.task, Completion):
-            task.task.wants_stream = False
         for output in task.outputs:
             if not output.is_settled:
                 output.variable.restart()

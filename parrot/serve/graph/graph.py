@@ -72,13 +72,15 @@ class GraphIds:
 class SessionGraph:
     """Owns the session's variables and tasks. A verb that raises leaves the graph unchanged.
 
-    Tasks run by way of `runner`; their results come back through the variables alone."""
+    Tasks run by way of `runner`; their results come back through the variables alone. `on_demand`
+    holds for calls that do not say it themselves: nothing but a reader makes them run."""
 
     def __init__(
         self,
         session_id: int,
         tenant: str,
         *,
+        on_demand: bool = False,
         runner: Runner,
         predictor: Predictor,
         clock: Clock,
@@ -88,6 +90,7 @@ class SessionGraph:
         self.variables: dict[str, VariableNode] = {}
         self.calls: dict[int, Call] = {}
         self._tenant = tenant
+        self._on_demand = on_demand
         self._clock = clock
         self._ids = ids
         self._demand = Demand(clock, runner, predictor)
@@ -187,6 +190,16 @@ class SessionGraph:
 
     def remove_reader(self, reader: Reader) -> None:
         self._demand.remove_reader(reader)
+
+    def wake(self) -> None:
+        """From now on, run in the background what the program holds: every call that is not on
+        demand, until its outputs are cancelled or released, or a reader leaves one of them."""
+        self._demand.wake(task for call in self.calls.values() for task in call.tasks)
+
+    def release(self, node: VariableNode) -> None:
+        """The program has decided against the variable: do not make it in the background."""
+        if node.producer is not None:
+            self._demand.release(node.producer)
 
     def cancel_variable(self, var_id: str) -> None:
         """Stop its producer, if it has one, and fail it. Nothing happens if it is settled."""
@@ -290,7 +303,8 @@ class SessionGraph:
     ) -> CallResponse:
         fresh = {node.variable.id: node for node in bound.values()}
         known = ChainMap(fresh, self.variables)
-        nodes = tuple(_task_node(task, known) for task in tasks)
+        on_demand = self._on_demand if request.on_demand is None else request.on_demand
+        nodes = tuple(_task_node(task, known, is_held=not on_demand) for task in tasks)
         _link_all(nodes)
         for node in bound.values():
             if node.variable.id not in self.variables:
@@ -322,9 +336,10 @@ def _select(
     )
 
 
-def _task_node(task: Task, known: Mapping[str, VariableNode]) -> TaskNode:
+def _task_node(task: Task, known: Mapping[str, VariableNode], *, is_held: bool) -> TaskNode:
     inputs = dict.fromkeys(known[variable.id] for variable in task.inputs())
-    return TaskNode(task, tuple(inputs), tuple(known[variable.id] for variable in task.outputs()))
+    outputs = tuple(known[variable.id] for variable in task.outputs())
+    return TaskNode(task, tuple(inputs), outputs, is_held=is_held)
 
 
 def _link_all(nodes: Sequence[TaskNode]) -> None:

@@ -44,6 +44,7 @@ class Reader:
     node: VariableNode
     criteria: PerformanceCriteria
     deadline: float | None = None  # on the clock's scale
+    wants_stream: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +52,20 @@ class TaskNode:
     """A task's place in the graph.
 
     `missing` counts its unsettled inputs, `demand` the readers of its outputs plus its wanted
-    consumers (one for each of their unsettled inputs that it produces). `is_started`: it is with
-    the dispatcher or the sandbox now; `is_ended`: its end was handled. The last group of fields
-    belongs to deduction and means something only while the task is wanted."""
+    consumers (one for each of their unsettled inputs that it produces), plus the program if that
+    holds the task and the session is awake. `asked` counts, of these, the readers and the consumers
+    that are asked for themselves: a wanted task that nobody asks for is background work.
+    `is_held`: it may run in the background. `is_started`: it is with the dispatcher or the sandbox
+    now; `is_ended`: its end was handled. The last group of fields belongs to deduction and means
+    something only while the task is wanted."""
 
     task: Task
     inputs: tuple[VariableNode, ...]  # distinct
     outputs: tuple[VariableNode, ...]
     missing: int = 0
     demand: int = 0
+    asked: int = 0
+    is_held: bool = True
     is_started: bool = False
     is_ended: bool = False
 

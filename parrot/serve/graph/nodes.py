@@ -41,13 +41,14 @@ class Objective:
     `depth`: calls between it and the demanded output (0: it is the output). `remaining_path_s`:
     predicted seconds from its start to the end of the longest path below it. `task_group`: equal
     for completions that feed the same consumer; None outside a group. `deadline`: on the clock's
-    scale."""
+    scale. `is_background`: no reader waits for it, or for what needs it."""
 
     criteria: PerformanceCriteria
     depth: int
     remaining_path_s: float
     task_group: str | None = None
     deadline: float | None = None
+    is_background: bool = False
 
 
 class CompletionState(StrEnum):

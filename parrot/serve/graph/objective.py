@@ -10,6 +10,7 @@ A task takes the strictest of what its readers and consumers ask:
 - of a direct reader: the reader's own criteria;
 - of a consumer for which it is one of several tasks at the same depth (a stage): THROUGHPUT, and
   the task group of that consumer;
+- of background work, for which no reader waits: THROUGHPUT;
 - of any other consumer that is LATENCY, TTFT or TPOT work: LATENCY, since nothing of the consumer
   can appear before its input is complete; of a THROUGHPUT consumer: THROUGHPUT.
 
@@ -51,6 +52,7 @@ def strictest_objective(a: Objective | None, b: Objective | None) -> Objective |
         remaining_path_s=max(a.remaining_path_s, b.remaining_path_s),
         task_group=a.task_group,
         deadline=min(deadlines, default=None),
+        is_background=a.is_background and b.is_background,
     )
 
 
@@ -61,6 +63,7 @@ def objective_of(node: TaskNode) -> Objective:
         remaining_path_s=node.path_s,
         task_group=None if node.group is None else str(node.group),
         deadline=node.deadline,
+        is_background=not node.asked,
     )
 
 

@@ -21,6 +21,7 @@ _WORK_WEIGHT = 2.0  # seconds of seniority that one second of remaining work cos
 _SERVED_WEIGHT = 0.1  # and one of work done, so that an app without an end loses its place some day
 _LATENCY_LEAD_S = 10.0  # a latency task goes before throughput tasks that came so much earlier
 _PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
+_BACKGROUND_LAG_S = 600.0  # what is read goes before background work that came so much earlier
 _BURST_GAP_S = 10.0  # an app that wanted nothing for so long starts again as a new one
 
 
@@ -191,7 +192,8 @@ class CriticalPath(_ByApp):
     def task_key(self, task: CompletionTask) -> float:
         if self._deadlines.is_urgent(task):
             return latest_start(task)
-        return task.arrived - _PATH_WEIGHT * task.remaining_path_s
+        lag_s = _BACKGROUND_LAG_S if task.is_background else 0.0
+        return task.arrived + lag_s - _PATH_WEIGHT * task.remaining_path_s
 
     def arrived(self, task: CompletionTask) -> None:
         super().arrived(task)

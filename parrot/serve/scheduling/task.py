@@ -40,6 +40,7 @@ class CompletionTask:
     lengths: tuple[int, ...] = field(init=False)
     prompt_len: int = field(init=False)
     is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
+    is_background: bool = field(init=False)  # no reader waits for it, or for what needs it
     remaining_path_s: float = field(init=False)
     deadline: float | None = field(init=False)
     group: tuple[int, str] | None = field(init=False)
@@ -84,6 +85,7 @@ class CompletionTask:
         self.is_latency = (
             objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT
         )
+        self.is_background = objective is not None and objective.is_background
         self.remaining_path_s = 0.0 if objective is None else objective.remaining_path_s
         self.deadline = None if objective is None else objective.deadline
         group = None if objective is None else objective.task_group

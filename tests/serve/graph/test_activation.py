@@ -287,9 +287,12 @@ async def test_a_stream_reader_is_told_to_the_scheduler(
     reader = graph.add_reader(graph.node(x), Criteria.THROUGHPUT, wants_stream=True)
     assert queued.wants_stream  # type: ignore[union-attr]
     assert runner.reprioritised == [queued]
+    graph.add_reader(graph.node(x), Criteria.THROUGHPUT)
     graph.remove_reader(reader)
+    assert not queued.wants_stream  # type: ignore[union-attr]
+    assert runner.reprioritised == [queued, queued]  # who is left waits for the whole
     graph.add_reader(graph.node(y), Criteria.LATENCY)
-    assert runner.reprioritised == [queued, queued]  # tightened through y
+    assert runner.reprioritised == [queued, queued, queued]  # tightened through y
 
 
 def test_closing_ends_everything(graph: SessionGraph, runner: FakeRunner) -> None:
@@ -437,3 +440,121 @@ def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: FakeR
     graph.cancel_variable(c)
     assert deadlines()[:2] == [None, None]
     graph.check_integrity()
+
+
+def objectives(graph: SessionGraph, *var_ids: str) -> list[tuple[Criteria, bool] | None]:
+    """Of the producers: their criteria, and whether they are background work."""
+    found = [graph.node(var_id).producer.task.objective for var_id in var_ids]  # type: ignore[union-attr]
+    return [None if o is None else (o.criteria, o.is_background) for o in found]
+
+
+def test_an_awake_session_runs_what_the_program_holds_in_the_background(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    parts = [link_call(graph, f"p{n}", []) for n in range(3)]
+    lazy = link_call(graph, "lazy", [], on_demand=True)
+    needed = link_call(graph, "needed", [], on_demand=True)
+    link_call(graph, "needs", [needed])
+    graph.add_reader(graph.node(parts[1]), Criteria.LATENCY)
+    assert runner.names() == ["p1"]
+    graph.wake()
+    assert sorted(runner.names()) == ["needed", "p0", "p1", "p2"]
+    assert objectives(graph, *parts, needed, lazy) == [
+        (Criteria.THROUGHPUT, True),
+        (Criteria.LATENCY, False),
+        (Criteria.THROUGHPUT, True),
+        (Criteria.THROUGHPUT, True),
+        None,
+    ]
+    later = link_call(graph, "later", [])
+    assert "later" in runner.names()
+    graph.add_reader(graph.node(later), Criteria.TTFT)
+    assert objectives(graph, later) == [(Criteria.TTFT, False)]
+    assert runner.reprioritised[-1].output.name == "later"
+    graph.check_integrity()
+
+
+def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: FakeRunner) -> None:
+    graph = make_graph(runner, on_demand=True)
+    link_call(graph, "a", [])
+    link_call(graph, "b", [], on_demand=False)
+    graph.wake()
+    assert runner.names() == ["b"]
+
+
+def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    other = link_call(graph, "other", [a])
+    graph.wake()
+    assert objectives(graph, a, b) == [(Criteria.THROUGHPUT, True)] * 2
+    reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
+    assert objectives(graph, a, b) == [(Criteria.LATENCY, False)] * 2
+    graph.remove_reader(reader)
+    assert objectives(graph, b, other) == [None, (Criteria.THROUGHPUT, True)]
+    assert objectives(graph, a) == [(Criteria.LATENCY, True)]  # for `other`; it stays strict
+    assert runner.names() == ["a"]
+    graph.cancel_variable(other)
+    assert runner.names() == ["a"]  # the program still holds it
+    graph.check_integrity()
+
+
+def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    free = link_call(graph, "free", [])
+    graph.wake()
+    graph.remove_reader(graph.add_reader(graph.node(b), Criteria.LATENCY))
+    assert runner.names() == ["free"]
+    assert objectives(graph, a, b, free) == [None, None, (Criteria.THROUGHPUT, True)]
+    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    assert runner.names() == ["free", "a"]
+    graph.check_integrity()
+
+
+def test_nothing_is_made_in_the_background_of_what_was_released(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    draft, other = link_call(graph, "draft", []), link_call(graph, "other", [])
+    rating = link_call(graph, "rating", [draft, other])
+    final = link_call(graph, "final", [rating])
+    graph.wake()
+    assert runner.names() == ["draft", "other"]
+    graph.release(graph.node(draft))
+    assert runner.names() == ["other"]
+    assert objectives(graph, draft, rating, final) == [None] * 3
+    graph.check_integrity()
+    reader = graph.add_reader(graph.node(final), Criteria.LATENCY)
+    graph.release(graph.node(draft))
+    assert runner.names() == ["other", "draft"]  # somebody asks for it
+    graph.remove_reader(reader)
+    assert runner.names() == []
+    graph.check_integrity()
+
+
+def test_what_was_released_before_the_session_woke_stays_idle(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    a = link_call(graph, "a", [])
+    graph.release(graph.node(a))
+    graph.wake()
+    assert runner.names() == []
+
+
+def test_cancellation_and_the_end_stop_background_work(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    response = graph.submit_semantic(semantic("a {{y}}", made("y")))
+    b = link_call(graph, "b", [])
+    link_call(graph, "c", [])
+    graph.wake()
+    graph.cancel_call(response.request_id)
+    graph.cancel_variable(b)
+    assert runner.names() == ["c"]
+    graph.close(SessionGone("the session has expired"))
+    assert runner.names() == []
+    assert graph.num_started == 0

@@ -1,13 +1,15 @@
 """Random programs against a session's graph: whatever happens in whatever order, the books balance,
 only wanted work is started, and every variable ends as it must."""
 
+from collections.abc import Callable, Iterable
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import CyclicGraph, EngineFailed, SessionGone
-from parrot.serve.graph.links import Reader, VariableNode
+from parrot.serve.graph.links import Reader, TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import VariableState
 from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, native, semantic, taken
@@ -21,7 +23,8 @@ class GraphMachine(RuleBasedStateMachine):
         self.runner = FakeRunner()
         self.graph = make_graph(self.runner)
         self.readers: list[Reader] = []
-        self.is_closed = False
+        self.is_awake = False
+        self.held: set[TaskNode] = set()  # what nobody has given up, in a way that tells
 
     def nodes(self) -> list[VariableNode]:
         return list(self.graph.variables.values())
@@ -39,6 +42,7 @@ class GraphMachine(RuleBasedStateMachine):
         num_outputs=st.integers(1, 3),
         is_native=st.booleans(),
         criteria=st.one_of(st.none(), CRITERIA),
+        on_demand=st.booleans(),
     )
     def submit(
         self,
@@ -47,6 +51,7 @@ class GraphMachine(RuleBasedStateMachine):
         num_outputs: int,
         is_native: bool,
         criteria: PerformanceCriteria | None,
+        on_demand: bool,
     ) -> None:
         parameters, template = [], "t"
         nodes = self.nodes()
@@ -65,14 +70,16 @@ class GraphMachine(RuleBasedStateMachine):
             template += f" {{{{o{n}}}}}"
         count = len(self.graph.calls), len(self.graph.variables)
         try:
+            options = {"output_criteria": criteria, "on_demand": on_demand}
             if is_native:
-                self.graph.submit_native(native("f", *parameters, output_criteria=criteria))
+                response = self.graph.submit_native(native("f", *parameters, **options))
             else:
-                self.graph.submit_semantic(
-                    semantic(template, *parameters, output_criteria=criteria)
-                )
+                response = self.graph.submit_semantic(semantic(template, *parameters, **options))
         except CyclicGraph:
             assert (len(self.graph.calls), len(self.graph.variables)) == count
+            return
+        if not on_demand:
+            self.held |= set(self.graph.calls[response.request_id].tasks)
 
     @precondition(lambda self: any(not v.is_settled for v in self.nodes()))
     @rule(data=st.data(), criteria=CRITERIA, stream=st.booleans())
@@ -80,11 +87,51 @@ class GraphMachine(RuleBasedStateMachine):
         node = self.pick(data, [v for v in self.nodes() if not v.is_settled])
         self.readers.append(self.graph.add_reader(node, criteria, wants_stream=stream))
 
+    @rule()
+    def wake(self) -> None:
+        self.graph.wake()
+        self.is_awake = True
+
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.readers) - 1))
-        self.graph.remove_reader(self.readers.pop(index))
+        """Whatever stops with it was wanted for it alone, or made of what it left."""
+        reader = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        connected = self.connected(reader.node)
+        self.graph.remove_reader(reader)
+        self.held -= connected
+
+    @precondition(lambda self: self.nodes())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Nothing of it is made in the background; what a reader asks for goes on."""
+        node = self.pick(data, self.nodes())
+        asked = self.asked_for()
+        self.graph.release(node)
+        assert self.asked_for() == asked
+        if node.producer is not None and node.producer not in asked:
+            assert not node.producer.is_wanted
+            self.held -= self.connected(node)
+
+    def connected(self, node: VariableNode) -> set[TaskNode]:
+        """What may stop with the variable: all that needs it, and all that any of those needs."""
+        below = reachable(
+            [*node.consumers, *([node.producer] if node.producer else [])],
+            lambda task: [consumer for v in task.outputs for consumer in v.consumers],
+        )
+        return reachable(below, lambda task: [v.producer for v in task.inputs if v.producer])
+
+    def asked_for(self) -> set[TaskNode]:
+        """The unfinished tasks that a reader waits for, by a walk from the readers."""
+        stack = [v.producer for v in self.nodes() if v.readers and v.producer and not v.is_settled]
+        found: set[TaskNode] = set()
+        while stack:
+            task = stack.pop()
+            if task in found or task.is_finished:
+                continue
+            found.add(task)
+            stack += [v.producer for v in task.inputs if v.producer and not v.is_settled]
+        return found
 
     @precondition(lambda self: self.runner.started)
     @rule(data=st.data(), fails=st.booleans())
@@ -92,6 +139,7 @@ class GraphMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.runner.started) - 1))
         task = self.runner.started[index]
         if fails:
+            self.give_up(next(task.outputs()).id)
             self.runner.fail(task, EngineFailed("broken"))
         else:
             self.runner.finish(task)
@@ -106,6 +154,7 @@ class GraphMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel_variable(self, data: st.DataObject) -> None:
         node = self.pick(data, self.nodes())
+        self.give_up(node.variable.id)
         self.graph.cancel_variable(node.variable.id)
         assert node.is_settled
 
@@ -113,7 +162,13 @@ class GraphMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel_call(self, data: st.DataObject) -> None:
         calls = list(self.graph.calls)
-        self.graph.cancel_call(calls[data.draw(st.integers(0, len(calls) - 1))])
+        request_id = calls[data.draw(st.integers(0, len(calls) - 1))]
+        for task in self.graph.calls[request_id].tasks:
+            self.give_up(task.outputs[0].variable.id)
+        self.graph.cancel_call(request_id)
+
+    def give_up(self, var_id: str) -> None:
+        self.held -= self.connected(self.graph.node(var_id))
 
     @invariant()
     def books_balance(self) -> None:
@@ -128,6 +183,22 @@ class GraphMachine(RuleBasedStateMachine):
                 if node.is_started:
                     assert node.demand > 0
                     assert all(v.variable.state is VariableState.READY for v in node.inputs)
+
+    @invariant()
+    def what_is_asked_for_is_wanted_and_all_else_is_background_work(self) -> None:
+        asked = self.asked_for()
+        for call in self.graph.calls.values():
+            for node in call.tasks:
+                if node.is_finished:
+                    continue
+                assert node in asked or not node.asked
+                assert node.is_wanted or node not in asked
+                if (objective := node.task.objective) is not None:
+                    assert objective.is_background == (node not in asked)
+                if not self.is_awake:
+                    assert node.is_wanted == (node in asked)
+                elif node in self.held:
+                    assert node.is_wanted
 
     @invariant()
     def whatever_waits_is_expected(self) -> None:
@@ -167,6 +238,18 @@ class GraphMachine(RuleBasedStateMachine):
             return True
         assert node.producer.task.state is CompletionState.WAITING
         return any(self.lacks_producer(above) for above in node.producer.inputs)
+
+
+def reachable(
+    starts: Iterable[TaskNode], step: Callable[[TaskNode], Iterable[TaskNode]]
+) -> set[TaskNode]:
+    found = set(starts)
+    stack = list(found)
+    while stack:
+        new = set(step(stack.pop())) - found
+        found |= new
+        stack += new
+    return found
 
 
 TestGraphMachine = GraphMachine.TestCase
