@@ -1,3 +1,8 @@
-from benchmark.apps.cli import main
+"""`python -m benchmark.apps`."""
 
-main()
+from benchmark.apps.cli import main, parser
+
+__all__ = ["parser"]
+
+if __name__ == "__main__":
+    main()

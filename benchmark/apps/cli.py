@@ -1,33 +1,32 @@
-"""The command line: `run` measures, `plot` draws, `table` renews the page of results, and `model`
-prepares other servers."""
+"""The command line: `run` measures, `plot` draws, and `model` prepares other servers."""
 
 import argparse
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark.apps.measure import measure
 from benchmark.apps.network import NETWORKS
 from benchmark.apps.settings import STYLES, features
-from benchmark.apps.table import PAGE, filled
 from benchmark.apps.workloads import WORKLOADS
-
-RESULTS = Path(__file__).parents[1] / "results"
+from benchmark.results import RESULTS, Report, add_output
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser().parse_args(arguments)
     try:
-        args.command(args)
+        args.command(args, shlex.join(["python", "-m", "benchmark.apps", *arguments]))
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmark.apps", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="benchmark.apps", description=__doc__)
+    commands = root.add_subparsers(required=True)
     run = commands.add_parser("run", help="measure workloads")
-    run.set_defaults(command=measure)
+    run.set_defaults(command=_measure)
     _add_where(run)
     _add_what(run)
     _add_how(run)
@@ -39,22 +38,20 @@ def _parser() -> argparse.ArgumentParser:
     plot.set_defaults(command=_plot)
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--output", type=Path, required=True, help="PNG or SVG")
-    table = commands.add_parser("table", help="renew the tables of docs/applications.md")
-    table.set_defaults(command=_write_tables)
-    return parser
+    return root
 
 
-def _plot(args: argparse.Namespace) -> None:
+def _measure(args: argparse.Namespace, command: str) -> None:
+    measure(args, Report(args.output, command, args.commit))
+
+
+def _plot(args: argparse.Namespace, command: str) -> None:
     from benchmark.apps.plot import plot  # imports matplotlib
 
     plot(args.results, args.output)
 
 
-def _write_tables(args: argparse.Namespace) -> None:
-    PAGE.write_text(filled(PAGE.read_text()))
-
-
-def _write_model(args: argparse.Namespace) -> None:
+def _write_model(args: argparse.Namespace, command: str) -> None:
     from benchmark.apps.dummy_model import write_dummy_model  # imports torch
 
     write_dummy_model(args.shape, args.folder)
@@ -143,8 +140,7 @@ def _add_how(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--warm-up", action="store_true", help="one unrecorded run of the first workload"
     )
-    run.add_argument("--commit", help="for the report, where there is no git repository")
     run.add_argument(
         "--learn", type=int, default=8, metavar="REQUESTS", help="unrecorded ones before each run"
     )
-    run.add_argument("--output", type=Path, default=RESULTS / "apps.json")
+    add_output(run, RESULTS / "apps.json")

@@ -1,22 +1,23 @@
 """All runs of one command: cases x repetitions x settings, settings in turns."""
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmark.apps.hosts import ClusterHost, Host, ServerHost, SimHost
 from benchmark.apps.metrics import Figures, summarise
 from benchmark.apps.plan import Plan, Workload
 from benchmark.apps.program import Backend
-from benchmark.apps.report import ResultFile
+from benchmark.apps.report import Runs
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.settings import Setting, features, parse_setting
 from benchmark.apps.text import TextSource, load_documents, one_token_words
 from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.shared_prompts import lengths_256, request
+from benchmark.results import Report
 
 GOODPUT_SLACK = 1.5  # times the median of the first run
 _WARM_UP = -1  # the repetition that is not recorded
@@ -28,17 +29,16 @@ class Case:
     workload: Workload
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace, report: Report) -> None:
     """Raises `ValueError` for arguments that make no sense."""
     settings = _settings(args)
     cases = [case for text in args.workloads for case in parse_cases(text, args)]
     with _host(args) as host:
         text = _text_source(args, host)
-        given = {k: v for k, v in vars(args).items() if k != "command" and v is not None}
-        arguments = {k: _plain(v) for k, v in given.items()}
-        Session(args, host, text, ResultFile(args.output, host.describe(), arguments)).run(
-            cases, settings
-        )
+        servers = host.describe()
+        report |= {"arguments": _arguments(args), "servers": servers}
+        report.uses("servers", servers)
+        Session(args, host, text, Runs(report)).run(cases, settings)
 
 
 def parse_cases(text: str, args: argparse.Namespace) -> list[Case]:
@@ -64,7 +64,7 @@ class Session:
     """Keeps the report and the time."""
 
     def __init__(
-        self, args: argparse.Namespace, host: Host, text: TextSource, results: ResultFile
+        self, args: argparse.Namespace, host: Host, text: TextSource, results: Runs
     ) -> None:
         self._args = args
         self._host = host
@@ -218,7 +218,6 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    given = {k: v for k, v in vars(args).items() if k != "command" and v is not None}
+    return {k: json.loads(json.dumps(v, default=str)) for k, v in given.items()}

@@ -1,52 +1,26 @@
-"""The result file: what was run, where, and the figures of each run, written after each."""
+"""The runs of a result file, and how the settings compare."""
 
-import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
-import time
-from importlib import metadata
-from pathlib import Path
 from typing import Any
+
+from benchmark.results import Report
 
 Row = dict[str, Any]
 
-_PACKAGES = ("torch", "triton", "vllm", "transformers", "fastapi", "uvicorn", "aiohttp", "pydantic")
 
+class Runs:
+    """The report's `runs` in the order in which they ended, and `ratios` against the first
+    setting; written after each run."""
 
-class ResultFile:
-    """One JSON object: the circumstances, `runs` in the order in which they ended, and `ratios`
-    against the first setting."""
-
-    def __init__(self, path: Path, servers: Row, arguments: Row) -> None:
-        self._path = path
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._runs: list[Row] = []
-        self._report: Row = {
-            "command": shlex.join(["python", "-m", "benchmark.apps", *sys.argv[1:]]),
-            "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "git": arguments.get("commit") or git_hash(),
-            "python": platform.python_version(),
-            "versions": package_versions(),
-            "device": device_name(),
-            "arguments": arguments,
-            "servers": servers,
-        }
-        self.write()
+        report.save()
 
     def add(self, row: Row) -> None:
         self._runs.append(row)
-        self.write()
-
-    def write(self) -> None:
-        """The whole file at once, so that what is there can always be read."""
-        whole = self._report | {"ratios": ratios(self._runs), "runs": self._runs}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(".tmp")
-        draft.write_text(json.dumps(whole, indent=1) + "\n")
-        os.replace(draft, self._path)
+        self._report |= {"ratios": ratios(self._runs), "runs": self._runs}
+        self._report.save()
 
 
 def key_figures(figures: Row) -> dict[str, float]:
@@ -88,38 +62,3 @@ def _by_repeat(runs: list[Row], setting: str) -> dict[int, dict[str, float]]:
         for run in runs
         if run["setting"] == setting and (figures := key_figures(run["figures"]))
     }
-
-
-def git_hash() -> str:
-    """Of the working tree, with "+" if it has changes; "unknown" outside of a repository."""
-    try:
-        head = _output("git", "rev-parse", "--short", "HEAD")
-        return head + (
-            "+" if _output("git", "--no-optional-locks", "status", "--porcelain", "-uno") else ""
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def device_name() -> str:
-    try:
-        return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").replace(
-            "\n", ", "
-        )
-    except (OSError, subprocess.SubprocessError):
-        return f"{os.cpu_count()} CPUs, {platform.machine()}"
-
-
-def package_versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _output(*command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, check=True, timeout=10, text=True)
-    return answer.stdout.strip()

@@ -1,36 +1,31 @@
 """Decode speed of the builtin engine on a CPU, against transformers on the same weights.
 
-    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python benchmark/engine/bench_cpu.py
+    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python -m benchmark.engine.bench_cpu
 
 Everything runs in one process and alternates, round by round, so that a slow moment of the machine
 hits all arms alike; ratios are medians of the ratios within a round. Prompts are random tokens; the
-first token (the prompt's computation) is not timed. Results go to benchmark/results/ as JSON. The
-variables are what `parrot.engine` sets for a server; here torch is loaded first.
+first token (the prompt's computation) is not timed. The variables are what `parrot.engine` sets for
+a server; here torch is loaded first.
 """
 
 import argparse
-import json
 import os
-import platform
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner, load_runner
 from parrot.testing.runner_driver import Driver
 
-RESULTS = Path(__file__).parents[1] / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHARED_PREFIX = 1000
 
@@ -146,8 +141,7 @@ def ratios_of(rates: dict[str, list[float]], dtypes: list[str]) -> dict[str, flo
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -155,8 +149,9 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=64)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--without-transformers", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS / "engine_cpu.json")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     arms = arms_of(args.model, args.dtypes, args)
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for round_number in range(args.rounds + 1):  # the first one warms up
@@ -165,24 +160,15 @@ def main() -> None:
             if round_number:
                 rates[name].append(rate)
             print(f"round {round_number}  {name:38s} {rate:8.1f} tokens/s", flush=True)
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
-            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT"),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "tokens_per_s": {name: round(statistics.median(r), 1) for name, r in rates.items()},
-        "spread": {name: [round(min(r), 1), round(max(r), 1)] for name, r in rates.items()},
-        "ratios": ratios_of(rates, args.dtypes),
+    report["machine"] = {
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT"),
+        "threads": torch.get_num_threads(),
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    report["tokens_per_s"] = {name: round(statistics.median(r), 1) for name, r in rates.items()}
+    report["spread"] = {name: [round(min(r), 1), round(max(r), 1)] for name, r in rates.items()}
+    report["ratios"] = ratios_of(rates, args.dtypes)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

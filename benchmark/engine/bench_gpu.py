@@ -1,12 +1,12 @@
 """Speed of the builtin engine on a GPU: random weights of well-known shapes, in bfloat16.
 
-    python benchmark/engine/bench_gpu.py [--models qwen3-0.6b ...] [--parts decode http ...]
+    python -m benchmark.engine.bench_gpu [--models qwen3-0.6b ...] [--parts decode http ...]
 
 Parts: `decode`, `prefill` and `mixed` (a part of a prompt beside decodes) run steps in this
 process, without an engine around them; `load256`
 runs the engine core without HTTP; `http` starts the engine's server and asks it from here. Floors:
 weights and unique KV once at the copy rate of an H200, or the arithmetic at its matrix rate.
-Contexts of `decode` begin with random KV. Results go to benchmark/results/ as JSON.
+Contexts of `decode` begin with random KV.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import asyncio
 import gc
 import itertools
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -24,11 +23,21 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import gpu_http
 import torch
-import triton
-from gpu_cases import CROWD, DECODES, MIXED, PREFILLS, VLLM, Decode, Sequences, Shape, load_256
 
+from benchmark.engine import gpu_http
+from benchmark.engine.gpu_cases import (
+    CROWD,
+    DECODES,
+    MIXED,
+    PREFILLS,
+    VLLM,
+    Decode,
+    Sequences,
+    Shape,
+    load_256,
+)
+from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
@@ -47,7 +56,6 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
 
-RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
 LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
 PARTS = ("decode", "prefill", "mixed", "load256", "http")
@@ -229,35 +237,27 @@ def bench_http(model: str, shares: bool, rows: list[Row]) -> None:
         server.wait(30)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-sharing", dest="shares", action="store_false")
-    parser.add_argument("--output", type=Path, default=RESULTS / "engine_gpu.json")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     for model in LONG_MODELS:
         KNOWN_SHAPES[model]["max_position_embeddings"] = 16384
     rows: list[Row] = []
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "rows": rows,
-    }
-    try:
-        for model in args.models:
-            if "http" in args.parts:
-                bench_http(model, args.shares, rows)
-            if set(args.parts) - {"http"}:
-                bench_model(model, args.parts, args.shares, rows)
-                gc.collect()
-                torch.cuda.empty_cache()
-    finally:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    report["rows"] = rows
+    for model in args.models:
+        config = config_of(model, shares=args.shares).model_dump(mode="json")
+        report.uses(model, {"config": config, "shape": KNOWN_SHAPES[model]})
+        if "http" in args.parts:
+            bench_http(model, args.shares, rows)
+        if set(args.parts) - {"http"}:
+            bench_model(model, args.parts, args.shares, rows)
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

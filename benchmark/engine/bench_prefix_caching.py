@@ -1,21 +1,19 @@
 """What finding common beginnings costs the engine's control half, and what it saves.
 
-    python benchmark/engine/bench_prefix_caching.py --output benchmark/results/prefix_caching.json
+    python -m benchmark.engine.bench_prefix_caching --output benchmark/results/prefix_caching.json
 
 Requests of a client that talks to an engine directly: each a new context, freed when it is done. No
 model: a step takes no time but the control half's own.
 """
 
 import argparse
-import json
-import platform
 import random
 import time
 from array import array
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmark.results import Report, run
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
@@ -31,7 +29,7 @@ NUM_REQUESTS, OUTPUT, REPEATS = 256, 32, 7
 BLOCK_SIZE = 16
 
 
-def measure(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, float]:
+def time_steps(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, float]:
     config = SimConfig.model_validate(
         {
             "scheduler": {"prefix_caching": prefix_caching, "max_num_batched_tokens": 8192},
@@ -71,7 +69,7 @@ def compare(shared: int, own: int) -> dict[str, Any]:
     runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     for _ in range(REPEATS):
         for is_on, found in runs.items():
-            found.append(measure(prompts, is_on))
+            found.append(time_steps(prompts, is_on))
     for is_on, found in runs.items():
         name = "on" if is_on else "off"
         row[name] = found[0] | {"seconds": median(run["seconds"] for run in found)}
@@ -79,24 +77,14 @@ def compare(shared: int, own: int) -> dict[str, Any]:
     return row | {"extra_us_per_request": extra_s / NUM_REQUESTS * 1e6}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    rows = [compare(0, 512), compare(0, 2048), compare(2000, 48)]
-    for row in rows:
-        print(row)
-    if options.output is not None:
-        result = {
-            "command": "python benchmark/engine/bench_prefix_caching.py",
-            "python": platform.python_version(),
-            "num_requests": NUM_REQUESTS,
-            "output_tokens": OUTPUT,
-            "block_size": BLOCK_SIZE,
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """There is nothing to choose."""
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report |= {"num_requests": NUM_REQUESTS, "output_tokens": OUTPUT, "block_size": BLOCK_SIZE}
+    report["rows"] = [compare(0, 512), compare(0, 2048), compare(2000, 48)]
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

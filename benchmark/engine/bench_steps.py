@@ -1,6 +1,6 @@
 """What a step costs besides decoding greedily: sampling, prompts among decodes, the host's side.
 
-    python benchmark/engine/bench_steps.py [--models qwen3-0.6b ...] [--output FILE.json]
+    python -m benchmark.engine.bench_steps [--models qwen3-0.6b ...] [--output FILE.json]
 
 `sampled`: decode steps launched ahead, milliseconds each, by how tokens are chosen; `host_ms` is
 what `launch` takes of the host. `mixed`: 32 decodes at 1k and a prompt in one step, as a graph and
@@ -8,20 +8,17 @@ kernel by kernel. `capture_ms`: a decode graph captured while serving.
 """
 
 import argparse
-import json
 import random
-import shlex
 import statistics
-import sys
 import time
 from array import array
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gpu import RESULTS, config_of
-from gpu_cases import Decode, Sequences
 
+from benchmark.engine.bench_gpu import config_of
+from benchmark.engine.gpu_cases import Decode, Sequences
+from benchmark.results import Report, run
 from parrot.engine.core.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaRunner
@@ -117,36 +114,30 @@ def bench_capture(runner: CudaRunner) -> float:
     return round((time.perf_counter() - start) * 1e3, 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
-    parser.add_argument("--output", type=Path, default=RESULTS / "engine_gpu_steps.json")
-    args = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     for model in args.models:
         began = time.perf_counter()
-        runner, _ = load_runner(config_of(model))
+        config = config_of(model)
+        report.uses(model, config.model_dump(mode="json"))
+        runner, _ = load_runner(config)
         assert isinstance(runner, CudaRunner)
         row: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
+        report[model] = row
         for layer in range(runner._cache.pool.shape[0]):
             runner._cache.pool[layer].normal_()
         for batch in (1, 64, 256):
             row[f"sampled B={batch}"] = bench_sampled(runner, batch)
-            print(model, batch, row[f"sampled B={batch}"], flush=True)
         for prompt in (50, 200, 700, 1400):
             row[f"mixed {prompt}"] = bench_mixed(runner, prompt)
-            print(model, prompt, row[f"mixed {prompt}"], flush=True)
         row["capture_ms"] = bench_capture(runner)
         print(model, row, flush=True)
-        report[model] = row
         del runner
         torch.cuda.empty_cache()
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

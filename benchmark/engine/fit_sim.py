@@ -1,7 +1,7 @@
 """Fits the `sim` engine's cost model to what the builtin engine measured on an H200, and writes
 sample_configs/engine/sim_*.json.
 
-    python benchmark/engine/fit_sim.py
+    python -m benchmark.engine.fit_sim
 
 Steps alone are fitted; the load `256`, a whole run of many, then shows how good that is."""
 
@@ -13,7 +13,8 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from gpu_cases import (
+
+from benchmark.engine.gpu_cases import (
     CROWD,
     DECODES,
     MEMORY_RATE,
@@ -23,7 +24,6 @@ from gpu_cases import (
     Shape,
     load_256,
 )
-
 from parrot.engine.config import SimConfig, load_engine_config
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest

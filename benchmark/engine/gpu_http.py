@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 import orjson
-from gpu_cases import PREFILLS, Decode, load_256
 
+from benchmark.engine.gpu_cases import PREFILLS, Decode, load_256
 from parrot.protocol.engine_api import NO_PARENT
 
 Row = dict[str, Any]

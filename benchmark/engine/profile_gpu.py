@@ -1,26 +1,23 @@
 """Where the time of a step goes on a GPU: kernels by name, summed over a few steps.
 
-    python benchmark/engine/profile_gpu.py [--model llama-3.1-8b] [--output FILE.json]
+    python -m benchmark.engine.profile_gpu [--model llama-3.1-8b] [--output FILE.json]
 
 `share` is of the kernels' time, `ms` per step. `idle_ms`: time of a step, by the host's clock, in
 which no kernel ran (the host plans, copies and reads; the profiler itself adds some).
 """
 
 import argparse
-import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gpu import RESULTS, config_of
-from gpu_cases import Decode, Sequences
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmark.engine.bench_gpu import config_of
+from benchmark.engine.gpu_cases import Decode, Sequences
+from benchmark.results import Report, run
 from parrot.engine.core.plan import StepPlan
 from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaRunner
@@ -72,26 +69,20 @@ def filling(runner: CudaRunner, num_tokens: int) -> Callable[[], StepPlan]:
     return lambda: StepPlan((step,))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    output = args.output or RESULTS / f"profile_gpu_{args.model}.json"
-    runner, _ = load_runner(config_of(args.model))
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    config = config_of(args.model)
+    report.uses(args.model, config.model_dump(mode="json"))
+    runner, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
-    cases = {f"decode B={batch} ctx 2k": decoding(runner, batch) for batch in (1, 64)}
-    cases["prefill 8192"] = filling(runner, 8192)
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "model": args.model,
-        **{name: profile_steps(runner, next_plan) for name, next_plan in cases.items()},
-    }
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    report["model"] = args.model
+    for batch in (1, 64):
+        report[f"decode B={batch} ctx 2k"] = profile_steps(runner, decoding(runner, batch))
+    report["prefill 8192"] = profile_steps(runner, filling(runner, 8192))
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

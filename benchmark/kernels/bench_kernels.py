@@ -1,6 +1,6 @@
 """Time the CUDA kernels against the floors of the device and against FlashInfer.
 
-    python benchmark/kernels/bench_kernels.py [--only cells,trees,...] [--output FILE.json]
+    python -m benchmark.kernels.bench_kernels [--only cells,trees,...] [--output FILE.json]
 
 One layer at a time, in CUDA graphs, in bfloat16, over rotating KV pools. FlashInfer's figures are
 those of benchmark/results/baseline_flashinfer-0.6.13.json: the same cells on the same kind of
@@ -8,20 +8,16 @@ device, page 64, the better of its decode and its cascade."""
 
 import argparse
 import dataclasses
-import json
-import platform
 import statistics
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
-from attention_cases import (
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmark.kernels.attention_cases import (
     MATRIX_RATE,
     MEMORY_RATE,
     Bench,
@@ -30,9 +26,8 @@ from attention_cases import (
     floor_us,
     step_rows,
 )
-from timing import ceilings, time_graph
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
+from benchmark.kernels.timing import ceilings, time_graph
+from benchmark.results import Report, load, run
 from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.tree_attention import (
     Capacity,
@@ -49,7 +44,6 @@ from parrot.engine.kernels.linear import (
     few_rows_linear,
 )
 
-RESULTS = Path(__file__).parents[1] / "results"
 PAGE = 64
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 Rows = list[dict[str, Any]]
@@ -71,7 +65,7 @@ def time_work(bench: Bench, work: WorkList, config: KernelConfig | None = None) 
     return time_graph(run, per_run=4 * len(bench.layers), replays=15)
 
 
-def measure(work: Workload, shape: AttentionShape, gate: GateConfig | None) -> dict[str, Any]:
+def time_case(work: Workload, shape: AttentionShape, gate: GateConfig | None) -> dict[str, Any]:
     bench = Bench(work, shape)
     plan = bench.plan(gate, SplitConfig())
     times = [time_work(bench, plan) for _ in range(2)]
@@ -92,13 +86,13 @@ def measure(work: Workload, shape: AttentionShape, gate: GateConfig | None) -> d
 
 def bench_cells() -> Rows:
     """The cells of FlashInfer's table: one shared prompt of 6144 tokens."""
-    known = json.loads((RESULTS / "baseline_flashinfer-0.6.13.json").read_text())
+    known = load("baseline_flashinfer-0.6.13.json")
     rows = []
     for kv_heads in (8, 32):
         for batch in (16, 64, 128):
             for suffix in (200, 800):
                 work = Workload(batch, ((batch, 6144),), suffix)
-                row = measure(work, shape_of(kv_heads), GateConfig())
+                row = time_case(work, shape_of(kv_heads), GateConfig())
                 cell = f"hkv{kv_heads}_b{batch}_s{suffix}"
                 best = min(known[f"{cell}_flat_us"], known[f"{cell}_cascade_us"])
                 rows.append({"cell": cell, **row, "flashinfer_us": best})
@@ -127,7 +121,7 @@ def bench_trees() -> Rows:
         "none, B=256, 100-1900, 16/8 heads": (Workload(256, (), 1000, 900), 16, 8),
     }
     return [
-        {"case": name, **measure(work, shape_of(kv_heads, heads), GateConfig())}
+        {"case": name, **time_case(work, shape_of(kv_heads, heads), GateConfig())}
         for name, (work, heads, kv_heads) in cases.items()
     ]
 
@@ -325,31 +319,25 @@ def show(name: str, rows: Rows) -> None:
         print("  " + "  ".join(texts), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-    parser.add_argument("--output", type=Path, help="write everything as JSON here")
-    options = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "config": dataclasses.asdict(KernelConfig()),
-        "split": dataclasses.asdict(SplitConfig()),
-        "gate_config": dataclasses.asdict(GateConfig()),
-        "ceilings": ceilings(),
-    }
+def device_of(report: Report) -> None:
+    """Add what the figures depend on besides the code."""
+    report["cuda"] = torch.version.cuda
+    for config in (KernelConfig(), SplitConfig(), GateConfig()):
+        report.uses(type(config).__name__, dataclasses.asdict(config))
+    report["ceilings"] = ceilings()
     show("ceilings", [report["ceilings"]])
-    for name in options.only.split(","):
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    device_of(report)
+    for name in args.only.split(","):
         report[name] = PARTS[name]()
         show(name, report[name])
-    if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

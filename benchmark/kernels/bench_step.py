@@ -1,23 +1,20 @@
 """Time one whole decode step made of these kernels and cuBLAS, in one CUDA graph, random weights.
 
-    python benchmark/kernels/bench_step.py [--output FILE.json]
+    python -m benchmark.kernels.bench_step [--output FILE.json]
 
 No engine, no HTTP, no scheduling: what the device needs for a step, embedding to greedy token. The
 floor is the weights and the unique KV read once at the copy rate."""
 
 import argparse
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-from attention_cases import MEMORY_RATE, Workload, step_rows
-from timing import time_graph
 
+from benchmark.kernels.attention_cases import MEMORY_RATE, Workload, step_rows
+from benchmark.kernels.timing import time_graph
+from benchmark.results import Report, run
 from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
@@ -173,19 +170,14 @@ class Step:
         return {"ms": ms, "floor_ms": floor, "over_floor": ms / floor}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="write everything as JSON here")
-    options = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "steps": [],
-    }
-    for name, model in MODELS.items():
-        step = Step(model)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report["steps"] = []
+    for name in args.models:
+        step = Step(MODELS[name])
         for case, work in CASES[name].items():
             row = {"model": name, "case": case, **step.time(work, GateConfig())}
             if work.levels:
@@ -195,9 +187,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         del step
         torch.cuda.empty_cache()
-    if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

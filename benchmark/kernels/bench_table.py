@@ -1,7 +1,7 @@
 """Decode attention over batch, shared prompt and suffix: with sharing, without it, and as if every
 request had its own copy of the prompt.
 
-    python benchmark/kernels/bench_table.py [--quick] [--output FILE.json]
+    python -m benchmark.kernels.bench_table [--quick] [--output FILE.json]
 
 One layer, 32 query heads of 128, bfloat16, page 64, CUDA graphs over two KV pools; microseconds.
 `shared`: what the gate decides; `alone`: on the same shared pages, each request for itself (what
@@ -11,18 +11,13 @@ Floor and error as in `bench_kernels.py`."""
 import argparse
 import gc
 import itertools
-import json
-import platform
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from attention_cases import Bench, Workload, floor_us
-from bench_kernels import shape_of, time_work
-from timing import ceilings
 
+from benchmark.kernels.attention_cases import Bench, Workload, floor_us
+from benchmark.kernels.bench_kernels import device_of, shape_of, time_work
+from benchmark.results import Report, run
 from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.tree_attention import KernelConfig
 from parrot.engine.attention.work_list import SplitConfig
@@ -43,7 +38,7 @@ MAX_POOL_BYTES = 40 * 2**30  # a case that needs more is left out
 Row = dict[str, Any]
 
 
-def measure(work: Workload, shape: AttentionShape) -> Row | None:
+def time_case(work: Workload, shape: AttentionShape) -> Row | None:
     if POOLS * work.unique_tokens * shape.kv_token_bytes > MAX_POOL_BYTES:
         return None
     bench = Bench(work, shape, pools=POOLS)
@@ -84,7 +79,7 @@ def bench_grid(quick: bool) -> list[Row]:
         for name, (suffix, spread) in SUFFIXES.items():
             shape = shape_of(kv_heads)
             work = Workload(batch, ((batch, prefix),) if prefix else (), suffix, spread)
-            if (result := measure(work, shape)) is None:
+            if (result := time_case(work, shape)) is None:
                 continue
             row = {"kv_heads": kv_heads, "batch": batch, "prefix": prefix, "suffix": name, **result}
             if prefix:
@@ -99,7 +94,7 @@ def bench_grid(quick: bool) -> list[Row]:
 def bench_trees() -> list[Row]:
     rows = []
     for kv_heads, (name, (batch, levels, suffix)) in itertools.product(KV_HEADS, TREES.items()):
-        result = measure(Workload(batch, levels, suffix), shape_of(kv_heads))
+        result = time_case(Workload(batch, levels, suffix), shape_of(kv_heads))
         if result is not None:
             rows.append({"kv_heads": kv_heads, "tree": name, "batch": batch, **result})
             show(rows[-1])
@@ -111,24 +106,15 @@ def show(row: Row) -> None:
     print("  ".join(texts), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a few cells only")
-    parser.add_argument("--output", type=Path, help="write everything as JSON here")
-    options = parser.parse_args()
-    report = {
-        "command": "python " + " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "ceilings": ceilings(),
-        "trees": bench_trees(),
-        "grid": bench_grid(options.quick),
-    }
-    if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    device_of(report)
+    report["trees"] = bench_trees()
+    report["grid"] = bench_grid(args.quick)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

@@ -1,7 +1,7 @@
 """ServeCore alone: semantic calls per second, added latency, and idle CPU, with `sim` engines.
 
-    python3 benchmark/serve/bench_calls.py --out benchmark/results/serve_calls.json
-    python3 benchmark/serve/bench_calls.py --features --out benchmark/results/serve_features.json
+    python -m benchmark.serve.bench_calls
+    python -m benchmark.serve.bench_calls --features
 
 ServeCore has the first core to itself; the load generator and the engines share the others. The
 engines' cost model is zero, so all time is the service's. Three measurements:
@@ -21,9 +21,7 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,13 +32,14 @@ import aiohttp
 import orjson
 
 from benchmark.apps.settings import features
+from benchmark.results import Report
+from benchmark.results import run as run_benchmark
 from parrot.cluster import Cluster
 
 TEMPLATE = "You are a helpful assistant. Answer the question: {{question}}\nAnswer: {{answer}}"
 SAMPLING = {"temperature": 0.0, "max_gen_length": 8}
 ZERO_COST = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
-
-
+ENGINE = {"engine_type": "sim", "instance": ZERO_COST}
 CALLS_PER_SESSION = 50
 WARM_UP_TURNS = 8
 
@@ -110,8 +109,9 @@ def connect() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
-async def latency(core_url: str, engine_url: str, num_calls: int) -> dict[str, float]:
-    """Milliseconds: medians of a call through ServeCore and of one straight to the engine."""
+async def latency(core_url: str, engine_url: str, num_calls: int) -> dict[str, Any]:
+    """Milliseconds of a call through ServeCore and of one straight to the engine, in turns.
+    `added`: the difference of each such pair."""
     async with aiohttp.ClientSession() as http:
         program = Program(http, core_url)
         through, direct = [], []
@@ -122,12 +122,13 @@ async def latency(core_url: str, engine_url: str, num_calls: int) -> dict[str, f
             start = time.perf_counter()
             await generate_directly(http, engine_url, context_id=2**40 + number)
             direct.append(time.perf_counter() - start)
-    through.sort()
+    added = [1e3 * (a - b) for a, b in zip(through, direct, strict=True)]
     return {
         "through_p50_ms": 1e3 * statistics.median(through),
-        "through_p99_ms": 1e3 * through[int(0.99 * len(through))],
+        "through_p99_ms": 1e3 * sorted(through)[int(0.99 * len(through))],
         "direct_p50_ms": 1e3 * statistics.median(direct),
-        "added_p50_ms": 1e3 * (statistics.median(through) - statistics.median(direct)),
+        "added_p50_ms": statistics.median(added),
+        "added_quartiles_ms": statistics.quantiles(added, n=4)[::2],
     }
 
 
@@ -174,36 +175,27 @@ def pinned(*clusters: Cluster) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    engine = {"engine_type": "sim", "instance": ZERO_COST}
+def alone(args: argparse.Namespace, report: Report) -> None:
     core = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}
-    with Cluster(core=core, engines=[engine] * args.engines) as cluster, pinned(cluster):
-        idle = idle_cpu(cluster, args.idle_seconds)
+    with Cluster(core=core, engines=[ENGINE] * args.engines) as cluster, pinned(cluster):
+        report |= {"cpus": os.cpu_count(), "engines": args.engines, "concurrency": args.concurrency}
+        report["idle_cpu_fraction"] = idle_cpu(cluster, args.idle_seconds)
         asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls // 4))  # warm up
         before = cpu_seconds(cluster.process("core").pid)
-        rates = [
+        report["calls_per_s"] = [
             asyncio.run(throughput(cluster.core_url, args.concurrency, args.calls))
             for _ in range(args.runs)
         ]
         core_cpu = cpu_seconds(cluster.process("core").pid) - before
+        report["core_cpu_ms_per_call"] = 1e3 * core_cpu / (args.calls * args.runs)
         engine_url = cluster.url(cluster.engine_names[0])
-        return {
-            "command": "python3 " + " ".join(sys.argv),
-            "python": platform.python_version(),
-            "cpus": len(os.sched_getaffinity(0)) + 1,
-            "engines": args.engines,
-            "concurrency": args.concurrency,
-            "calls_per_s": rates,
-            "core_cpu_ms_per_call": 1e3 * core_cpu / (args.calls * args.runs),
-            "latency": asyncio.run(latency(cluster.core_url, engine_url, 500)),
-            "idle_cpu_fraction": idle,
-        }
+        report["latency"] = asyncio.run(latency(cluster.core_url, engine_url, args.pairs))
 
 
-def compare_features(args: argparse.Namespace) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
+def compare_features(args: argparse.Namespace, report: Report) -> None:
+    report |= {"turns": args.turns, "rows": []}
     for num_engines in (1, 4):
-        engines = [{"engine_type": "sim", "instance": ZERO_COST}] * num_engines
+        engines = [ENGINE] * num_engines
         room = {"max_queue_size": 100_000}
         core = {"max_sessions_num": 1_000_000}
         with (
@@ -212,14 +204,8 @@ def compare_features(args: argparse.Namespace) -> dict[str, Any]:
             pinned(on, off),
         ):
             for row in asyncio.run(compare({"on": on, "off": off}, args.turns)):
-                rows.append({"engines": num_engines} | row)
-                print(json.dumps(rows[-1]), flush=True)
-    return {
-        "command": "python3 " + " ".join(sys.argv),
-        "python": platform.python_version(),
-        "turns": args.turns,
-        "rows": rows,
-    }
+                report["rows"].append({"engines": num_engines} | row)
+                print(json.dumps(report["rows"][-1]), flush=True)
 
 
 async def compare(sides: dict[str, Cluster], num_turns: int) -> list[dict[str, Any]]:
@@ -263,22 +249,21 @@ def summary(on: list[float], off: list[float]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=500, help="calls whose latency is measured")
     parser.add_argument("--idle-seconds", type=float, default=20.0)
     parser.add_argument("--features", action="store_true", help="compare them on and off")
     parser.add_argument("--turns", type=int, default=24, help="of each side, with --features")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    result = compare_features(args) if args.features else measure(args)
-    print(json.dumps(result, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("engine", ENGINE)
+    (compare_features if args.features else alone)(args, report)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__name__)

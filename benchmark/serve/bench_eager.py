@@ -1,6 +1,6 @@
 """What eager fill saves: a question that comes late, on a long context that is there early.
 
-    python benchmark/serve/bench_eager.py --output benchmark/results/serve_eager.json
+    python -m benchmark.serve.bench_eager
 
 Runs the real ServeCore over one `sim` engine on virtual time, with `eager_fill` off and on. A
 `rag` program has a context of 8k tokens and reads its answer at once; its question comes later, and
@@ -13,17 +13,15 @@ computed ahead for them was in vain.
 import argparse
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import circumstances, core_config, output_id, save, submit, words
-
+from benchmark.results import Report, run
+from benchmark.serve.common import ENGINES, Data, Session, Var, core_config, words
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.simulation import SimClient, SimCluster, run_virtual
 from parrot.simulation.report import percentile
 from parrot.utils.config import read_json_object
@@ -32,7 +30,7 @@ BYSTANDERS = (0, 8, 32)
 DELAYS_S = (0.5, 2.0, 8.0)
 WITHDRAWN = (0.0, 0.2, 1.0)
 SHARES = (0.02, 0.2)
-ENGINE = "sample_configs/engine/sim_llama_3_1_8b.json"
+ENGINE = ENGINES / "sim_llama_3_1_8b.json"
 
 
 @dataclass(frozen=True)
@@ -93,61 +91,43 @@ class Load:
         await asyncio.gather(*bystanders)
 
     async def _ask(self, text: random.Random, *, is_later: bool) -> None:
-        scope = (await self._client.create_session()).model_dump()
-        question = await self._client.create_var(**scope, var_name="question")
-        inputs = [
-            {"name": "context", "value": words(text, self.setup.context)},
-            {"name": "question", "var_id": question},
-        ]
-        template = "Read this: {{context}} and answer: {{question}} {{out}}"
-        var_id = await self._call(scope, template, inputs, self.setup.answer)
-        reading = asyncio.create_task(self._stream(scope, var_id))
+        session = await Session.begin(self._client)
+        question = await session.create("question")
+        context = Data(words(text, self.setup.context))
+        prompt = ["Read this: ", context, " and answer: ", question, " "]
+        answer = await self._call(session, prompt, self.setup.answer)
+        reading = asyncio.create_task(session.stream(answer))
         await asyncio.sleep(self.setup.delay_s)
         if text.random() < self.setup.withdrawn:
             reading.cancel()
         else:
             asked = self._cluster.clock.now()
-            content = words(text, self.setup.question)
-            await self._client.set_var(**scope, var_id=question, content=content)
+            await session.set(question, words(text, self.setup.question))
             ttft_s = (await reading)[0] - asked
             self.times.ttft_s.append(ttft_s)
             if is_later:
                 self.times.later_ttft_s.append(ttft_s)
-        await self._client.delete_session(**scope)
+        await session.end()
 
     async def _bystand(self, text: random.Random) -> None:
         while not self._is_over:
-            scope = (await self._client.create_session()).model_dump()
+            session = await Session.begin(self._client)
             began = self._cluster.clock.now()
             mean = self.setup.bystander_output
             length = text.randint(mean // 2, mean * 3 // 2)
-            prompt = {"name": "prompt", "value": words(text, self.setup.bystander_prompt)}
-            var_id = await self._call(scope, "{{prompt}} {{out}}", [prompt], length)
-            first, last = await self._stream(scope, var_id)
+            prompt = [Data(words(text, self.setup.bystander_prompt)), " "]
+            first, last = await session.stream(await self._call(session, prompt, length))
             self.times.bystander_ttft_s.append(first - began)
             self.times.bystander_tpot_s.append((last - first) / (length - 1))
-            await self._client.delete_session(**scope)
+            await session.end()
 
-    async def _call(
-        self, scope: dict[str, Any], template: str, inputs: list[dict[str, Any]], length: int
-    ) -> str:
-        sampling = {"max_gen_length": length}
-        return output_id(
-            await submit(self._client, scope, template, inputs, sampling, cache_prefix=False)
-        )
-
-    async def _stream(self, scope: dict[str, Any], var_id: str) -> tuple[float, float]:
-        """When the first and the last token came."""
-        stream = self._client.stream_var(
-            **scope, var_id=var_id, criteria=PerformanceCriteria.LATENCY
-        )
-        arrived = [self._cluster.clock.now() async for _ in stream]
-        return arrived[0], arrived[-1]
+    async def _call(self, session: Session, prompt: Sequence[str | Var], length: int) -> Var:
+        return await session.call(prompt, length, cache_prefix=False)
 
 
 def simulate(setup: Setup) -> dict[str, Any]:
     async def main() -> tuple[Times, Any]:
-        config = read_json_object(ENGINE)
+        config = read_json_object(str(ENGINE))
         config["scheduler"]["background_share"] = setup.background_share
         engine = SimConfig.model_validate(config)
         core = core_config(eager_fill=setup.eager_fill)
@@ -196,18 +176,17 @@ def _line(row: dict[str, Any]) -> str:
     return f"{case:56} {', '.join(times)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, default=24)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    rows = []
-    for setup in setups(options.programs):
-        rows.append(simulate(setup))
-        print(_line(rows[-1]), flush=True)
-    if options.output is not None:
-        save(options.output, circumstances() | {"engine": ENGINE, "rows": rows})
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("engine", ENGINE)
+    report["rows"] = []
+    for setup in setups(args.programs):
+        report["rows"].append(simulate(setup))
+        print(_line(report["rows"][-1]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

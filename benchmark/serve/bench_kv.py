@@ -1,7 +1,7 @@
 """What eviction by the predicted next use saves, against LRU and against one that knows the future.
 
-    python benchmark/serve/bench_kv.py tool_pause --tools five two one
-    python benchmark/serve/bench_kv.py dag --chats 10 --warm-up 10 --duration 100
+    python -m benchmark.serve.bench_kv tool_pause --tools five two one
+    python -m benchmark.serve.bench_kv dag --chats 10 --warm-up 10 --duration 100
 
 Runs the real ServeCore over `sim` engines on virtual time, the same programs with `kv_eviction`
 `lru` and `next_use`. For `tool_pause` the recorded turns are then replayed offline by Belady's
@@ -10,23 +10,24 @@ rule (see kv_belady.py).
 
 import argparse
 import asyncio
-import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, product
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import bound, circumstances, core_config, output_id, places, save, submit, words
-from kv_belady import Replay, Turn, farthest, mean_live, oldest
-
+from benchmark.results import Report, run
+from benchmark.serve.common import Data, Session, Var, core_config, words
+from benchmark.serve.kv_belady import Replay, Turn, farthest, mean_live, oldest
 from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
 from parrot.simulation import SimClient, SimCluster, run_virtual
 
 BLOCK_SIZE = 16
 TASKS_CAPACITY = 16
+EXACT = {"ignore_tokenizer_eos": True}
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,6 @@ class Setup:
     system: int = 1000
     message: int = 300
     output: int = 60
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        return {"max_gen_length": self.output, "ignore_tokenizer_eos": True}
 
 
 TOOLS_S: dict[str, dict[str, tuple[float, float]]] = {
@@ -85,30 +82,21 @@ class Chats:
 
     async def _chat(self, chat: int, draw: random.Random) -> None:
         setup = self.setup
-        scope = (await self._client.create_session()).model_dump()
+        session, now = await Session.begin(self._client), asyncio.get_running_loop().time
         length, previous = setup.system, None
         num_turns = draw.randint(setup.num_turns // 2, setup.num_turns * 3 // 2)
         for i in range(num_turns):
             tool, pause_s = self._draw_tool(draw)
             size = draw.randint(setup.message // 2, setup.message * 3 // 2)
-            start = asyncio.get_running_loop().time()
-            previous = await self._turn(scope, previous, tool, words(draw, size))
+            start = now()
+            previous = await self._turn(session, previous, tool, words(draw, size))
             total = length + size + setup.output
-            self.turns.append(
-                Turn(
-                    chat,
-                    start,
-                    asyncio.get_running_loop().time(),
-                    length if i else 0,
-                    total,
-                    total,
-                    i + 1 == num_turns,
-                )
-            )
+            known, is_last = length if i else 0, i + 1 == num_turns
+            self.turns.append(Turn(chat, start, now(), known, total, total, is_last))
             length = total
-            if i + 1 < num_turns:
+            if not is_last:
                 await asyncio.sleep(pause_s)
-        await self._client.delete_session(scope["session_id"], scope["session_auth"])
+        await session.end()
 
     def _draw_tool(self, draw: random.Random) -> tuple[str, float]:
         tools = TOOLS_S[self.setup.tools]
@@ -116,22 +104,20 @@ class Chats:
         (tool,) = draw.choices(list(tools), widths)
         return f"call_{tool}", draw.uniform(*tools[tool])
 
-    async def _turn(
-        self, scope: dict[str, Any], previous: int | None, func_name: str, message: str
-    ) -> int:
-        """Returns its request id. A stateful call continues the chat so far."""
-        begin = self._system if previous is None else ""
-        response = await submit(
-            self._client,
-            scope,
-            begin + "{{message}}{{out}}",
-            [{"name": "message", "value": message}],
-            self.setup.sampling,
-            func_name=func_name,
-            successor_of=previous,
+    async def _turn(self, session: Session, previous: Var | None, tool: str, message: str) -> Var:
+        """A stateful call, which continues the chat so far."""
+        begin, request_id = (
+            ([self._system], None) if previous is None else ([], previous.request_id)
         )
-        await self._client.get_var(**scope, var_id=output_id(response))
-        return response.request_id
+        out = await session.call(
+            [*begin, Data(message)],
+            self.setup.output,
+            sampling=EXACT,
+            func_name=tool,
+            successor_of=request_id,
+        )
+        await session.read(out, PerformanceCriteria.THROUGHPUT)
+        return out
 
 
 class Apps:
@@ -159,32 +145,26 @@ class Apps:
             await asyncio.sleep(draw.expovariate(1.0))
 
     async def _app(self, draw: random.Random) -> None:
-        scope = (await self._client.create_session()).model_dump()
-        docs = [
-            await self._client.create_var(
-                **scope, var_name=f"doc{i}", content=words(draw, draw.randint(1500, 4500))
-            )
-            for i in range(self.setup.num_turns)
-        ]
-        facts = [await self._call(scope, "Read {{i0}} Facts:{{out}}", doc) for doc in docs]
-        asked = places(len(facts), " ")
-        question = await self._call(scope, f"Ask {asked} {{{{out}}}}", *facts)
-        again = "Read {{i0}} Now:{{i1}} {{out}}"
-        found = [await self._call(scope, again, doc, question) for doc in docs]
-        answer = await self._call(scope, f"Join {asked} {{{{out}}}}", *found)
-        await self._client.get_var(**scope, var_id=answer)
-        await self._client.delete_session(scope["session_id"], scope["session_auth"])
+        session, num_docs = await Session.begin(self._client), self.setup.num_turns
 
-    async def _call(self, scope: dict[str, Any], template: str, *inputs: str) -> str:
-        response = await submit(
-            self._client,
-            scope,
-            template,
-            bound(inputs),
-            self.setup.sampling,
-            func_name=template.split()[0],
-        )
-        return output_id(response)
+        async def ask(name: str, *prompt: str | Var) -> Var:
+            tokens = self.setup.output
+            return await session.call([name, " ", *prompt], tokens, sampling=EXACT, func_name=name)
+
+        docs = [
+            await session.create(f"doc{i}", words(draw, draw.randint(1500, 4500)))
+            for i in range(num_docs)
+        ]
+        facts = [await ask("Read", doc, " Facts:") for doc in docs]
+        question = await ask("Ask", *spaced(facts))
+        found = [await ask("Read", doc, " Now:", question, " ") for doc in docs]
+        answer = await ask("Join", *spaced(found))
+        await session.read(answer, PerformanceCriteria.THROUGHPUT)
+        await session.end()
+
+
+def spaced(pieces: Sequence[Var]) -> list[str | Var]:
+    return [part for piece in pieces for part in (piece, " ")]
 
 
 def _engine(capacity: int) -> SimConfig:
@@ -265,8 +245,7 @@ def _ratios(result: dict[str, Any]) -> dict[str, float]:
     return {"next_use_over_lru": next_use / lru if lru else 1.0}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workload", choices=["tool_pause", "dag"])
     parser.add_argument(
         "--tools", choices=list(TOOLS_S), nargs="+", default=["five"], help="of `tool_pause`"
@@ -277,17 +256,16 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=200.0, help="not counted")
     parser.add_argument("--duration", type=float, default=600.0, help="simulated seconds")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    runs = []
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("engine", _engine(BLOCK_SIZE).model_dump(mode="json"))
+    report["runs"] = []
     for tools, factor, seed in product(args.tools, args.oversubscription, range(args.seeds)):
         setup = Setup(seed, args.chats, args.turns, tools, factor, args.warm_up, args.duration)
-        run = tool_pause(setup) if args.workload == "tool_pause" else dag(setup)
-        runs.append({"setup": asdict(setup)} | run)
-        print(json.dumps(runs[-1], indent=1))
-    if args.output is not None:
-        save(args.output, circumstances() | {"runs": runs})
+        row = tool_pause(setup) if args.workload == "tool_pause" else dag(setup)
+        report["runs"].append({"setup": asdict(setup)} | row)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

@@ -1,8 +1,8 @@
 """What placement by predicted seconds buys over what request routers do.
 
-    python benchmark/serve/bench_placement.py gpts --rates 4 16 64
-    python benchmark/serve/bench_placement.py fanout_cold
-    python benchmark/serve/bench_placement.py mixed --again
+    python -m benchmark.serve.bench_placement gpts --rates 4 16 64
+    python -m benchmark.serve.bench_placement fanout_cold
+    python -m benchmark.serve.bench_placement mixed --again
 
 Runs the real ServeCore over four `sim` engines on virtual time, whose costs were fitted to an H200
 (sample_configs/engine/sim_*.json), under each value of `placement`, with several seeds. The routers
@@ -12,31 +12,30 @@ whole prompts into a step. "fixed" placements are chosen by hand, with all known
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
-from common import RESULTS, ROOT, circumstances, save
-from placement_programs import (
+from benchmark.results import Report, run
+from benchmark.serve.common import ENGINES, sim_engine
+from benchmark.serve.placement_programs import (
     GPTS_FIXED,
     NUM_ENGINES,
     Fanout,
     Gpts,
     Mixed,
-    Result,
     Site,
     least_mixed_jct_s,
 )
-
 from parrot.engine.config import SimConfig
 from parrot.simulation.report import percentile
 
+Result = dict[str, Any]
 UNSHARED, AS_VLLM = ", unshared", ", as vLLM"
 PLACEMENTS = ("predicted", "prefix_aware", "round_robin")
-ONE_EACH = tuple(f"model{i}" for i in range(NUM_ENGINES))  # engines that calls can name
 
 
 def unshared(engine: SimConfig) -> SimConfig:
@@ -56,15 +55,15 @@ def gpts(args: argparse.Namespace, engine: SimConfig) -> Result:
     sites |= {
         f"{name}{UNSHARED}": Site(unshared(engine), {"placement": name}) for name in PLACEMENTS[1:]
     }
-    sites |= {name: Site(engine, {}, ONE_EACH) for name in GPTS_FIXED}
+    sites |= {name: Site(engine, named=True) for name in GPTS_FIXED}
     curves: list[dict[str, list[tuple[float, float]]]] = [{} for _ in args.seeds]
     rows = []
     for name, site in sites.items():
         for rate in args.rates:
             runs = []
             for seed, by_name in zip(args.seeds, curves, strict=True):
-                programs = Gpts(rate, args.seconds, args.seconds / 4, seed, GPTS_FIXED.get(name))
-                site.run(programs.run(), programs)
+                fixed = GPTS_FIXED.get(name)
+                programs = site.run(Gpts(rate, args.seconds, args.seconds / 4, seed, fixed))
                 ms = fmean(programs.s_per_token) * 1e3
                 by_name.setdefault(name, []).append((rate, ms))
                 runs.append((ms, fmean(programs.seconds_each)))
@@ -129,32 +128,27 @@ def partitions(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
 
 
 def fanout_cold(args: argparse.Namespace, engine: SimConfig) -> Result:
-    spans: dict[tuple[int, ...], float] = {}
-    args.join = False
-    for parts in partitions(args.siblings, NUM_ENGINES, args.siblings):
-        programs = Fanout(args, parts)
-        Site(engine, {}, ONE_EACH).run(programs.run(), programs)
-        spans[parts] = programs.makespan
+    by_hand = Site(engine, named=True)
+    spans = {
+        parts: by_hand.run(Fanout(args, parts=parts)).makespan
+        for parts in partitions(args.siblings, NUM_ENGINES, args.siblings)
+    }
     best = min(spans, key=spans.__getitem__)
-    args.join = True
-    joined = Fanout(args, best)
-    Site(engine, {}, ONE_EACH).run(joined.run(), joined)
+    joined_s = by_hand.run(Fanout(args, join=True, parts=best)).makespan
     result: Result = {
         "splits_tried": len(spans),
         "best_split": best,
         "best_s": round(spans[best], 4),
-        "best_s_with_join": round(joined.makespan, 4),
+        "best_s_with_join": round(joined_s, 4),
         "one_engine_s": round(spans[(args.siblings,)], 4),
     }
-    for reads in ("each", "join"):
-        args.join = reads == "join"
-        least_s = joined.makespan if args.join else spans[best]
+    for reads, least_s in (("each", spans[best]), ("join", joined_s)):
         for placement in PLACEMENTS:
-            programs = Fanout(args)
-            Site(engine, {"placement": placement}).run(programs.run(), programs)
+            site = Site(engine, {"placement": placement})
+            makespan = site.run(Fanout(args, join=reads == "join")).makespan
             result[f"{placement} read={reads}"] = {
-                "makespan_s": round(programs.makespan, 4),
-                "over_best": round(programs.makespan / least_s, 3),
+                "makespan_s": round(makespan, 4),
+                "over_best": round(makespan / least_s, 3),
             }
     return result
 
@@ -168,14 +162,10 @@ def mixed(args: argparse.Namespace, engine: SimConfig) -> Result:
             for tokens in (2048, 8192)
         }
     for share in args.fixed:
-        sites[f"fixed, {share:g}"] = (Site(engine, {}, ONE_EACH), share)
+        sites[f"fixed, {share:g}"] = (Site(engine, named=True), share)
     result: Result = {}
     for name, (site, share) in sites.items():
-        runs = []
-        for seed in args.seeds:
-            programs = Mixed(args, seed, share)
-            site.run(programs.run(), programs)
-            runs.append(programs)
+        runs = [site.run(Mixed(args, seed, share)) for seed in args.seeds]
         result[name] = {
             "chat_tpot_ms": summary([run.tpot_s for run in runs]),
             "chat_ttft_ms": summary([run.ttft_s for run in runs]),
@@ -211,52 +201,44 @@ def summary(runs: Sequence[list[float]]) -> Result:
     }
 
 
-FIXED_HELP = "maps of each application on the engine of all chats, in a fixed placement"
+FIXED_HELP = "of mixed: maps of each application on the engine of all chats, placed by hand"
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("--engine", default="llama_2_7b", help="sample_configs/engine/sim_*.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--save", action="store_true", help="write benchmark/results/")
-    cases = parser.add_subparsers(dest="case", required=True)
-    case = cases.add_parser("gpts")
-    case.add_argument("--rates", type=float, nargs="+", default=[1, 4, 8, 16, 32, 48, 64])
-    case.add_argument("--levels", type=float, nargs="+", default=[5, 6, 7], help="ms/token")
-    case.add_argument("--seconds", type=float, default=24.0, help="of arrivals; 1/4 are warm-up")
-    case.add_argument("--give-up-ms", type=float, default=20.0)
-    case = cases.add_parser("fanout_cold")
-    case.add_argument("--siblings", type=int, default=32)
-    case.add_argument("--prefix", type=int, default=8192)
-    case.add_argument("--query", type=int, default=50)
-    case.add_argument("--output", type=int, default=100)
-    case = cases.add_parser("mixed")
-    case.add_argument("--chats", type=int, default=40)
-    case.add_argument("--chat-rate", type=float, default=1.0)
-    case.add_argument("--again", action="store_true", help="applications without an end")
-    case.add_argument("--fixed", type=float, nargs="*", default=[], help=FIXED_HELP)
-    case.add_argument("--apps", type=int, default=9)
-    case.add_argument("--document", type=int, default=20_000)
-    case.add_argument("--chunk", type=int, default=1024)
-    case.add_argument("--output", type=int, default=50)
-    return parser.parse_args()
+    parser.add_argument("--answer", type=int, help="output tokens; 100 of siblings, 50 of maps")
+    gpts = parser.add_argument_group("gpts")
+    gpts.add_argument("--rates", type=float, nargs="+", default=[1, 4, 8, 16, 32, 48, 64])
+    gpts.add_argument("--levels", type=float, nargs="+", default=[5, 6, 7], help="ms/token")
+    gpts.add_argument("--seconds", type=float, default=24.0, help="of arrivals; 1/4 are warm-up")
+    gpts.add_argument("--give-up-ms", type=float, default=20.0)
+    fanout = parser.add_argument_group("fanout_cold")
+    fanout.add_argument("--siblings", type=int, default=32)
+    fanout.add_argument("--prefix", type=int, default=8192)
+    fanout.add_argument("--query", type=int, default=50)
+    mixed = parser.add_argument_group("mixed")
+    mixed.add_argument("--chats", type=int, default=40)
+    mixed.add_argument("--chat-rate", type=float, default=1.0)
+    mixed.add_argument("--again", action="store_true", help="applications without an end")
+    mixed.add_argument("--fixed", type=float, nargs="*", default=[], help=FIXED_HELP)
+    mixed.add_argument("--apps", type=int, default=9)
+    mixed.add_argument("--document", type=int, default=20_000)
+    mixed.add_argument("--chunk", type=int, default=1024)
 
 
-def main() -> None:
-    args = parse()
-    path = ROOT / "sample_configs" / "engine" / f"sim_{args.engine}.json"
-    engine = SimConfig.model_validate_json(path.read_text())
-    case = {"gpts": gpts, "fanout_cold": fanout_cold, "mixed": mixed}[args.case]
-    result = circumstances() | {
-        "engine": engine.instance.model_dump(),
-        "num_engines": NUM_ENGINES,
-        **case(args, engine),
-    }
-    print(json.dumps(result, indent=1))
-    if args.save:
-        case_name = f"{args.case}_again" if getattr(args, "again", False) else args.case
-        save(RESULTS / f"placement_{case_name}_{args.engine}.json", result)
+CASES = {"gpts": gpts, "fanout_cold": fanout_cold, "mixed": mixed}
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    path = ENGINES / f"sim_{args.engine}.json"
+    report.uses("engine", path)
+    engine = sim_engine(path)
+    args.answer = args.answer or (50 if args.case == "mixed" else 100)
+    report |= {"engine": engine.instance.model_dump(), "num_engines": NUM_ENGINES}
+    report |= CASES[args.case](args, engine)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

@@ -1,7 +1,7 @@
 """Mean and tail of job completion times under each order policy, on the same simulated engines.
 
-    python benchmark/serve/bench_policies.py mixed --slots 8 --save policies_mixed_8
-    python benchmark/serve/bench_policies.py chain_many --slots 16 --save policies_chain_many_16
+    python -m benchmark.serve.bench_policies mixed --slots 8
+    python -m benchmark.serve.bench_policies chain_many --slots 16
 
 `mixed`: chains, map-reduces, single chats and fans of candidates with a judge, a quarter of the
 jobs each, arrive by a Poisson process at a share of the rate at which the cluster gets through a
@@ -19,10 +19,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, get_args
 
-from common import RESULTS, bound, circumstances, core_config, output_id, places, save, submit
-
-from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
+from benchmark.results import Report
+from benchmark.results import run as run_benchmark
+from benchmark.serve.common import ENGINES, Data, Session, Var, core_config, sim_engine
 from parrot.serve.config import OrderName
 from parrot.simulation import SimClient, SimCluster, fixed, run_virtual
 
@@ -100,7 +99,7 @@ class Run:
         self._jobs = jobs
         self._core = core_config(policy=policy, max_queue_size=10**9)
         self._args = args
-        engine = SimConfig.model_validate_json(Path(args.engine).read_text())
+        engine = sim_engine(args.engine)
         limits = engine.scheduler
         if args.mixed_fill_tokens:
             limits = limits.model_copy(update={"mixed_fill_tokens": args.mixed_fill_tokens})
@@ -129,32 +128,24 @@ class Run:
         await asyncio.sleep(job.arrives)
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        scope = (await client.create_session()).model_dump()
-        ids: list[str] = []
+        session = await Session.begin(client)
+        outputs: list[Var] = []
         for call in job.calls:
-            ids.append(await self._call(client, scope, call, ids))
-        await client.get_var(**scope, var_id=ids[-1], criteria=PerformanceCriteria.LATENCY)
+            outputs.append(await self._call(session, call, [outputs[i] for i in call.taken]))
+        await session.read(outputs[-1])
         self.ends.append((job.kind, loop.time() - begin, loop.time() - self._start))
-        await client.delete_session(**scope)
+        await session.end()
 
-    async def _call(
-        self, client: SimClient, scope: dict[str, Any], call: Call, ids: list[str]
-    ) -> str:
+    async def _call(self, session: Session, call: Call, taken: Sequence[Var]) -> Var:
         start = self._rng.randrange(len(TEXT) - call.num_own)
-        own = {"name": "own", "value": TEXT[start : start + call.num_own]}
+        own = Data(TEXT[start : start + call.num_own])
         instruction = f"Instruction of {call.function}: ".ljust(60, ".")
-        sampling: dict[str, Any] = {"max_gen_length": call.num_output, "ignore_tokenizer_eos": True}
+        inputs = [piece for var in taken for piece in (var, " ")][:-1]
+        tokens, sampling = call.num_output, {"ignore_tokenizer_eos": True}
         if self._args.unknown_lengths:
-            sampling = {"max_gen_length": 512, "stop_str": "z"}
-        response = await submit(
-            client,
-            scope,
-            f"{instruction}{{{{own}}}}{places(len(call.taken), ' ')}{{{{out}}}}",
-            [own, *bound([ids[i] for i in call.taken])],
-            sampling,
-            func_name=call.function,
-        )
-        return output_id(response)
+            tokens, sampling = 512, {"stop_str": "z"}
+        prompt = [instruction, own, *inputs]
+        return await session.call(prompt, tokens, sampling=sampling, func_name=call.function)
 
 
 def capacity(args: argparse.Namespace) -> float:
@@ -169,7 +160,7 @@ def summary(times: Sequence[float]) -> dict[str, float]:
     return {"mean": round(mean(ordered), 3), "p50": round(middle, 3), "p99": round(tail, 3)}
 
 
-def measure(make_jobs: Callable[[int], list[Job]], args: argparse.Namespace) -> dict[str, Any]:
+def compare(make_jobs: Callable[[int], list[Job]], args: argparse.Namespace) -> dict[str, Any]:
     """Times by policy and kind of job, and how many times longer the mean of each policy is than
     that of the default, by seed."""
     policies: dict[str, Any] = {}
@@ -193,10 +184,9 @@ def measure(make_jobs: Callable[[int], list[Job]], args: argparse.Namespace) -> 
     return {"jct_s": policies, "mean_vs_first_by_seed": ratios}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workload", choices=["mixed", "chain_many"])
-    parser.add_argument("--engine", default="sample_configs/engine/sim_llama_2_13b.json")
+    parser.add_argument("--engine", type=Path, default=ENGINES / "sim_llama_2_13b.json")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16, help="calls that an engine runs at once")
     parser.add_argument("--mixed-fill-tokens", type=int, help="instead of the engine's default")
@@ -208,20 +198,18 @@ def main() -> None:
     parser.add_argument(
         "--unknown-lengths", action="store_true", help="outputs end by chance: they must be learnt"
     )
-    parser.add_argument("--save", metavar="NAME", help="write benchmark/results/NAME.json")
-    args = parser.parse_args()
-    result = circumstances()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("engine", args.engine)
     if args.workload == "mixed":
         rate = capacity(args)
-        result["capacity_jobs_per_s"] = round(rate, 3)
-        print(f"capacity: {rate:.2f} jobs/s", flush=True)
-        result |= measure(lambda seed: mixed(seed, args.jobs, args.load * rate), args)
+        report["capacity_jobs_per_s"] = round(rate, 3)
+        report |= compare(lambda seed: mixed(seed, args.jobs, args.load * rate), args)
     else:
         args.seeds, args.engines = [0], 1
-        result |= measure(lambda _: chain_many(args.apps), args)
-    if args.save:
-        save(RESULTS / f"{args.save}.json", result)
+        report |= compare(lambda _: chain_many(args.apps), args)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__name__)

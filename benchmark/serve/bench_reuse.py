@@ -1,6 +1,6 @@
 """What stopping losers and reusing results save, and what looking for results costs.
 
-    python benchmark/serve/bench_reuse.py --out benchmark/results/reuse.json
+    python -m benchmark.serve.bench_reuse
 
 best_of_n   programs want the first 4 of 16 candidates and then a judgement of these. `all` reads
             all 16, `keep` takes the first 4 while the others run on, `first` is a `first` read.
@@ -14,24 +14,21 @@ The first two run on virtual time over `sim` engines: the same everywhere.
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from common import bound, circumstances, core_config, output_id, places, save, submit
-
+from benchmark.results import Report, run
+from benchmark.serve.common import Session, Var, core_config
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.simulation import PATIENT, SimClient, SimCluster, SimEngine, lan, run_virtual
+from parrot.simulation import PATIENT, SimCluster, SimEngine, lan, run_virtual
 from parrot.testing.fake_engine import Script, fake_engine
 from parrot.utils.clock import MonotonicClock
 
@@ -41,27 +38,6 @@ JUDGEMENT = 64
 TEXT = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=100_000))
 GREEDY = {"temperature": 0.0}
 EPSILON_S = 1e-9
-
-
-class Program:
-    """One session of a simulated program."""
-
-    def __init__(self, client: SimClient, scope: dict[str, Any]) -> None:
-        self.client = client
-        self.scope = scope
-
-    async def call(self, text: str, length: int, inputs: Sequence[str] = (), **options: Any) -> str:
-        """Returns the output's id. `inputs` are ids."""
-        template = " ".join([text, *([places(len(inputs), " ")] if inputs else []), "{{out}}"])
-        sampling = options.pop("sampling", {}) | {"max_gen_length": length}
-        return output_id(
-            await submit(self.client, self.scope, template, bound(inputs), sampling, **options)
-        )
-
-    async def read(self, var_id: str) -> str:
-        return await self.client.get_var(
-            **self.scope, var_id=var_id, criteria=PerformanceCriteria.LATENCY
-        )
 
 
 class StepLog:
@@ -86,39 +62,48 @@ class StepLog:
         return sum(count for began, count in self.steps if began >= when - EPSILON_S)
 
 
-async def candidates(program: Program, rng: random.Random, **options: Any) -> list[str]:
+async def candidates(session: Session, rng: random.Random, **options: Any) -> list[Var]:
     start = rng.randrange(90_000)
-    prompt = TEXT[start : start + 400]
+    prompt = [TEXT[start : start + 400], " "]
     return [
-        await program.call(prompt, rng.randint(*LENGTHS), **options) for _ in range(NUM_CANDIDATES)
+        await session.call(prompt, rng.randint(*LENGTHS), **options) for _ in range(NUM_CANDIDATES)
     ]
 
 
-async def best_of_n(program: Program, rng: random.Random, mode: str) -> None:
+async def first(session: Session, candidates: Sequence[Var]) -> list[Var]:
+    """Read the first few that end; the others are not wanted any more."""
+    var_ids = [candidate.id for candidate in candidates]
+    found = await session.client.first_vars(**session.scope, var_ids=var_ids, k=NUM_WINNERS)
+    return [Var(value.var_id) for value in found]
+
+
+def spaced(text: str, parts: Sequence[Var]) -> list[str | Var]:
+    return [text, " ", *(piece for part in parts for piece in (part, " "))]
+
+
+async def best_of_n(session: Session, rng: random.Random, mode: str) -> None:
     """One job, in one of the three modes."""
-    keeps = {"output_criteria": "latency"} if mode == "keep" else {}
-    ids = await candidates(program, rng, **keeps)
+    found = await candidates(session, rng, output_criteria="latency" if mode == "keep" else None)
     if mode == "all":
-        await asyncio.gather(*(program.read(var_id) for var_id in ids))
-        winners = ids[:NUM_WINNERS]
+        await asyncio.gather(*map(session.read, found))
+        winners = found[:NUM_WINNERS]
     else:
-        found = await program.client.first_vars(**program.scope, var_ids=ids, k=NUM_WINNERS)
-        winners = [value.var_id for value in found]
-    await program.read(await program.call("Judge", JUDGEMENT, winners))
+        winners = await first(session, found)
+    await session.read(await session.call(spaced("Judge", winners), JUDGEMENT))
 
 
 async def wasted_steps(num_engines: int, seed: int) -> float:
     """Steps per loser that begin after the engine has finished the last winner."""
     async with SimCluster(num_engines, core=PATIENT, leaps=False) as cluster:
-        program = await begin(cluster)
+        session = await Session.begin(cluster.client())
         log = StepLog(list(cluster.engines.values()))
-        ids = await candidates(program, random.Random(seed))
-        await program.client.first_vars(**program.scope, var_ids=ids, k=NUM_WINNERS)
+        found = await candidates(session, random.Random(seed))
+        await first(session, found)
         await asyncio.sleep(60)
         cluster.check_integrity()
-        session = cluster.core._sessions.find(program.scope["session_id"])
-        assert session is not None
-        finished = [session.graph.node(v).producer.task.times.finished for v in ids]  # type: ignore[union-attr]
+        known = cluster.core._sessions.find(session.scope["session_id"])
+        assert known is not None
+        finished = [known.graph.node(v.id).producer.task.times.finished for v in found]  # type: ignore[union-attr]
         decided = max(when for when in finished if when is not None)
         ended = decided - lan()() / 2  # the answer was under way for so long
         return log.sequences_since(ended) / (NUM_CANDIDATES - NUM_WINNERS)
@@ -130,20 +115,16 @@ async def job_times(mode: str, num_programs: int, num_jobs: int) -> list[float]:
         loop = asyncio.get_running_loop()
 
         async def run(seed: int) -> list[float]:
-            program, rng, times = await begin(cluster), random.Random(seed), []
+            session, rng = await Session.begin(cluster.client()), random.Random(seed)
+            times: list[float] = []
             for _ in range(num_jobs):
                 began = loop.time()
-                await best_of_n(program, rng, mode)
+                await best_of_n(session, rng, mode)
                 times.append(loop.time() - began)
             return times
 
         runs = await asyncio.gather(*(run(seed) for seed in range(num_programs)))
         return [seconds for times in runs for seconds in times]
-
-
-async def begin(cluster: SimCluster) -> Program:
-    client = cluster.client()
-    return Program(client, (await client.create_session()).model_dump())
 
 
 async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
@@ -152,14 +133,15 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
     async with SimCluster(2, core=core_config(reuse_results=reuse)) as cluster:
         loop, runs = asyncio.get_running_loop(), []
         for changed in (None, None, num_parts // 2):
-            program, began = await begin(cluster), loop.time()
+            session = await Session.begin(cluster.client())
+            began = loop.time()
             parts = []
             for number in range(num_parts):
                 text = TEXT[number * 1000 :][:1000] + ("!" if number == changed else "")
-                parts.append(await program.call(f"Summarise {text}", 80, sampling=GREEDY))
-            await program.read(await program.call("Join", 200, parts, sampling=GREEDY))
+                parts.append(await session.call([f"Summarise {text} "], 80, sampling=GREEDY))
+            await session.read(await session.call(spaced("Join", parts), 200, sampling=GREEDY))
             seconds = loop.time() - began
-            info = await program.client.session_info(**program.scope)
+            info = await session.client.session_info(**session.scope)
             runs.append(
                 {
                     "calls": len(info.calls),
@@ -170,7 +152,7 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
                     "seconds": seconds,
                 }
             )
-            await program.client.delete_session(**program.scope)
+            await session.end()
         return runs
 
 
@@ -236,7 +218,16 @@ async def lookup(num_turns: int, num_calls: int) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--programs", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=5)
+    parser.add_argument("--parts", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=500)
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     waste = {
         str(engines): [run_virtual(wasted_steps(engines, seed)) for seed in range(args.seeds)]
         for engines in (1, 4)
@@ -245,43 +236,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         mode: run_virtual(job_times(mode, args.programs, args.jobs))
         for mode in ("all", "keep", "first")
     }
-    return circumstances() | {
-        "best_of_n": {
-            "candidates": NUM_CANDIDATES,
-            "winners": NUM_WINNERS,
-            "wasted_steps_per_loser": {
-                engines: {"mean": statistics.mean(steps), "max": max(steps)}
-                for engines, steps in waste.items()
-            },
-            "job_seconds": {
-                mode: {"mean": statistics.mean(t), "max": max(t)} for mode, t in times.items()
-            },
-        },
-        "rerun": {
-            "off": run_virtual(rerun(False, args.parts)),
-            "on": run_virtual(rerun(True, args.parts)),
-        },
-        "lookup": asyncio.run(lookup(args.turns, args.calls)),
+    report["best_of_n"] = {
+        "candidates": NUM_CANDIDATES,
+        "winners": NUM_WINNERS,
+        "wasted_steps_per_loser": {engines: _spread(steps) for engines, steps in waste.items()},
+        "job_seconds": {mode: _spread(seconds) for mode, seconds in times.items()},
     }
+    report["rerun"] = {
+        "off": run_virtual(rerun(False, args.parts)),
+        "on": run_virtual(rerun(True, args.parts)),
+    }
+    report["lookup"] = asyncio.run(lookup(args.turns, args.calls))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--programs", type=int, default=4)
-    parser.add_argument("--jobs", type=int, default=5)
-    parser.add_argument("--parts", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    results = measure(args)
-    print(json.dumps(results, indent=1))
-    if args.out is not None:
-        save(args.out, results)
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "max": max(values)}
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

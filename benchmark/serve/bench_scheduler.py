@@ -1,7 +1,7 @@
 """What a placement costs with many queued tasks and many engines.
 
-    python benchmark/serve/bench_scheduler.py --tasks 10000 --engines 512
-    python benchmark/serve/bench_scheduler.py --curves --save; python benchmark/serve/plot.py
+    python -m benchmark.serve.bench_scheduler --tasks 10000 --engines 512
+    python -m benchmark.serve.bench_scheduler --curves
 
 Fills the queue, then lets tasks end in random order, one at a time, each end followed by a round of
 the scheduler, until the queue is empty: every round is an event of its own, as in a busy service.
@@ -10,13 +10,11 @@ Times are of the CPU, so a busy machine does not spoil them.
 """
 
 import argparse
-import json
 import random
 import time
 from collections import Counter
 
-from common import RESULTS, circumstances, save
-
+from benchmark.results import Report, run
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
@@ -69,7 +67,7 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
         index.publish(context, Boundary(task.keys[0], task.lengths[0], 0))
 
 
-def measure(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
+def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
     rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
     scheduler = Scheduler(GlobalSchedulerConfig(), MonotonicClock(), index)
     for engine_id in range(num_engines):
@@ -119,28 +117,21 @@ def measure(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
     }
 
 
-def curves(slots: int) -> dict[str, list[dict[str, object]]]:
-    return {
-        "by_tasks": [measure(tasks, 512, slots) for tasks in (100, 300, 1000, 3000, 10_000)],
-        "by_engines": [measure(10_000, engines, slots) for engines in (2, 8, 32, 128, 512)],
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=10_000)
     parser.add_argument("--engines", type=int, default=512)
     parser.add_argument("--slots", type=int, default=4, help="tasks that an engine runs at once")
     parser.add_argument("--curves", action="store_true", help="many numbers of both")
-    parser.add_argument("--save", action="store_true", help="write benchmark/results/")
-    args = parser.parse_args()
-    measured = curves(args.slots) if args.curves else measure(args.tasks, args.engines, args.slots)
-    result = circumstances() | measured
-    print(json.dumps(result, indent=1))
-    if args.save:
-        name = "scheduler_curves" if args.curves else f"scheduler_{args.tasks}x{args.engines}"
-        save(RESULTS / f"{name}.json", result)
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    if args.curves:
+        tasks, engines = (100, 300, 1000, 3000, 10_000), (2, 8, 32, 128, 512)
+        report["by_tasks"] = [time_placements(count, 512, args.slots) for count in tasks]
+        report["by_engines"] = [time_placements(10_000, count, args.slots) for count in engines]
+    else:
+        report |= time_placements(args.tasks, args.engines, args.slots)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

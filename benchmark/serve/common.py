@@ -1,25 +1,25 @@
-"""What the benchmarks of the simulated service share: texts, settings, calls and result files."""
+"""What the benchmarks of the simulated service share: texts, settings and sessions."""
 
-import json
-import platform
+import asyncio
 import random
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parrot.protocol.public import CallResponse, SemanticCallRequest
+from benchmark.results import ROOT
+from parrot.engine.config import SimConfig
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.public import SemanticCallRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.simulation import PATIENT, SimClient
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmark" / "results"
+ENGINES = ROOT / "sample_configs" / "engine"
 LETTERS = "abcdefghijklmnopqrstuvwxyz      "
 
 
 def words(draw: random.Random, size: int) -> str:
-    """A letter is a token of a `sim` engine."""
+    """A text of so many letters; a letter is a token of a `sim` engine."""
     return "".join(draw.choices(LETTERS, k=size))
 
 
@@ -29,42 +29,74 @@ def core_config(**scheduler: Any) -> CoreConfig:
     return PATIENT.model_copy(update={"global_scheduler": settings})
 
 
-async def submit(
-    client: SimClient,
-    scope: Mapping[str, Any],
-    template: str,
-    inputs: Sequence[Mapping[str, Any]],
-    sampling: Mapping[str, Any],
-    **options: Any,
-) -> CallResponse:
-    """A call with one output, `{{out}}`. `inputs` are its other parameters, as in REST."""
-    output = {"name": "out", "is_output": True, "sampling_config": sampling}
-    body = {"template": template, "parameters": [*inputs, output]}
-    return await client.semantic_call(SemanticCallRequest.model_validate(scope | body | options))
+def sim_engine(path: Path) -> SimConfig:
+    return SimConfig.model_validate_json(path.read_text())
 
 
-def output_id(response: CallResponse) -> str:
-    return next(info.var_id for info in response.param_info if info.is_output)
+class Data(str):
+    """A text that a call gets as an input, instead of having it in its template."""
+
+    __slots__ = ()
 
 
-def places(count: int, between: str = "") -> str:
-    """Of inputs that are named by `bound`."""
-    return between.join(f"{{{{i{number}}}}}" for number in range(count))
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A semantic variable, and the request of the call that it is the output of, if it is one."""
+
+    id: str
+    request_id: int | None = None
 
 
-def bound(var_ids: Sequence[str]) -> list[dict[str, str]]:
-    """Inputs that take the values of variables."""
-    return [{"name": f"i{number}", "var_id": var_id} for number, var_id in enumerate(var_ids)]
+class Session:
+    """One session of a simulated program."""
 
+    def __init__(self, client: SimClient, scope: Mapping[str, Any]) -> None:
+        self.client = client
+        self.scope = scope
 
-def circumstances() -> dict[str, Any]:
-    """The head of every result."""
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
+    @classmethod
+    async def begin(cls, client: SimClient) -> "Session":
+        return cls(client, (await client.create_session()).model_dump())
 
+    async def call(
+        self,
+        prompt: Sequence[str | Data | Var],
+        tokens: int,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Var:
+        """Submit a call with one output of at most `tokens`. `options`: fields of the request."""
+        template, parameters = "", []
+        for number, piece in enumerate(prompt):
+            if isinstance(piece, Data | Var):
+                name = f"i{number}"
+                given = {"var_id": piece.id} if isinstance(piece, Var) else {"value": str(piece)}
+                parameters.append({"name": name, **given})
+                piece = f"{{{{{name}}}}}"
+            template += piece
+        limits = {"max_gen_length": tokens} | dict(sampling or {})
+        parameters.append({"name": "out", "is_output": True, "sampling_config": limits})
+        body = {**self.scope, "template": template + "{{out}}", "parameters": parameters, **options}
+        response = await self.client.semantic_call(SemanticCallRequest.model_validate(body))
+        return Var(response.param_info[-1].var_id, response.request_id)
 
-def save(path: Path, report: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    async def create(self, name: str, content: str | None = None) -> Var:
+        return Var(await self.client.create_var(**self.scope, var_name=name, content=content))
+
+    async def set(self, var: Var, content: str) -> None:
+        await self.client.set_var(**self.scope, var_id=var.id, content=content)
+
+    async def read(
+        self, var: Var, criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
+    ) -> str:
+        return await self.client.get_var(**self.scope, var_id=var.id, criteria=criteria)
+
+    async def stream(self, var: Var) -> tuple[float, float]:
+        """Read piece by piece; returns when the first and the last one came."""
+        now = asyncio.get_running_loop().time
+        arrived = [now() async for _ in self.client.stream_var(**self.scope, var_id=var.id)]
+        return arrived[0], arrived[-1]
+
+    async def end(self) -> None:
+        await self.client.delete_session(**self.scope)

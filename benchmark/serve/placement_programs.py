@@ -3,22 +3,26 @@
 import argparse
 import asyncio
 import json
-import math
 import random
-from collections.abc import Coroutine, Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
-from common import ROOT, core_config, output_id, submit, words
-
+from benchmark.apps.workloads.shared_prompts import DATA
+from benchmark.apps.workloads.traffic import (
+    CHAT_OUTPUT_MEAN,
+    CHAT_OUTPUT_SPREAD,
+    CHAT_PROMPT_MEAN,
+    CHAT_PROMPT_SPREAD,
+    chat_length,
+)
+from benchmark.serve.common import Data, Session, Var, core_config, words
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.simulation import SimClient, SimCluster, run_virtual
 
-GPTS = ROOT / "benchmark" / "apps" / "data" / "gpts.json"
 NUM_ENGINES = 4
-CHAT_LENGTHS = (4, 1024)
 GPTS_FIXED = {  # engines of each application; better than all others up to 64 requests/s
     "fixed, one each": {
         "Productivity": (0,),
@@ -34,84 +38,63 @@ GPTS_FIXED = {  # engines of each application; better than all others up to 64 r
     },
 }
 INSTRUCTION = "Summarize this part of the document in a few sentences, please. "
-Result = dict[str, Any]
+SAMPLING = {"ignore_tokenizer_eos": True, "temperature": 1.0}
+Models = tuple[str, ...]
+AnyPrograms = TypeVar("AnyPrograms", bound="Programs")
+
+
+def model_of(engine: int) -> str:
+    return f"model{engine}"
 
 
 @dataclass
 class Site:
-    """Where a case runs."""
+    """Four engines, alike or (`named`) each with a model name of its own that calls can ask for."""
 
     engine: SimConfig
-    settings: dict[str, Any]
-    models: tuple[str, ...] = ()  # an engine each; empty: four of the same
-    slowdowns: dict[int, float] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    named: bool = False
 
-    def run(self, program: "Coroutine[Any, Any, None]", programs: "Programs") -> None:
-        """To the end of `program`, on virtual time."""
+    def run(self, programs: AnyPrograms) -> AnyPrograms:
+        """Run the programs to their end, on virtual time."""
 
         async def main() -> None:
             core = core_config(max_queue_size=100_000, **self.settings)
             async with SimCluster(0, engine=self.engine, core=core) as cluster:
                 for i in range(NUM_ENGINES):
-                    changes = {"model": self.models[i]} if self.models else {}
-                    engine = await cluster.add_engine(**changes)
-                    engine.slow_down(self.slowdowns.get(i, 1.0))
+                    await cluster.add_engine(**({"model": model_of(i)} if self.named else {}))
                 programs.client = cluster.client()
-                await program
+                await programs.run()
                 cluster.check_integrity()
 
         run_virtual(main())
+        return programs
 
 
-class Programs:
-    """The calls of many users, each in a session of its own. A letter is a token."""
+class Programs(ABC):
+    """The calls of many users, each in a session of its own."""
 
     client: SimClient
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
+    @abstractmethod
+    async def run(self) -> None:
+        """All programs, from their beginning to their end."""
+
     def words(self, size: int) -> str:
         return words(self.draw, size)
 
-    async def session(self) -> Result:
-        return (await self.client.create_session()).model_dump()
+    async def begin(self) -> Session:
+        return await Session.begin(self.client)
 
-    async def call(
-        self,
-        scope: Result,
-        template: str,
-        tokens: int,
-        name: str,
-        models: tuple[str, ...] = (),
-        **inputs: str,
-    ) -> str:
-        """The id of its output variable. `inputs`: values, or ids of variables in `@...`."""
-        sampling = {"max_gen_length": tokens, "ignore_tokenizer_eos": True, "temperature": 1.0}
-        given = [
-            {"name": key, "var_id": value[1:]}
-            if value.startswith("@")
-            else {"name": key, "value": value}
-            for key, value in inputs.items()
-        ]
-        response = await submit(
-            self.client,
-            scope,
-            template + "{{out}}",
-            given,
-            sampling,
-            func_name=name,
-            models=list(models),
-        )
-        return output_id(response)
 
-    async def read(
-        self,
-        scope: Result,
-        var_id: str,
-        criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
-    ) -> None:
-        await self.client.get_var(**scope, var_id=var_id, criteria=criteria)
+async def call(
+    session: Session, name: str, prompt: list[str | Data | Var], tokens: int, models: Models = ()
+) -> Var:
+    options = {"func_name": name, "models": list(models)}
+    return await session.call(prompt, tokens, sampling=SAMPLING, **options)
 
 
 class Gpts(Programs):
@@ -124,14 +107,14 @@ class Gpts(Programs):
         seconds: float,
         warm_up_s: float,
         seed: int,
-        engines: Mapping[str, tuple[int, ...]] | None = None,
+        engines: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__(seed)
         self.rate, self.seconds, self.warm_up_s = rate, seconds, warm_up_s
         self._engines = engines or {}
         self.s_per_token: list[float] = []
         self.seconds_each: list[float] = []
-        apps = json.loads(GPTS.read_text())
+        apps = json.loads((DATA / "gpts.json").read_text())
         self._apps = [(app, self.words(app["prompt_length"])) for app in apps]
         self._shares = [app["percentage"] for app in apps]
 
@@ -144,55 +127,45 @@ class Gpts(Programs):
                 group.create_task(self._request(time, app, prompt, query))
                 time += self.draw.expovariate(self.rate)
 
-    async def _request(self, start: float, app: Result, prompt: str, query: str) -> None:
+    async def _request(self, start: float, app: dict[str, Any], prompt: str, query: str) -> None:
         await asyncio.sleep(start)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        scope = await self.session()
+        session = await self.begin()
         tokens, name = app["output_length"], app["app_name"]
-        models = tuple(f"model{i}" for i in self._engines.get(name, ()))
-        out = await self.call(scope, prompt + "{{query}}", tokens, name, models, query=query)
-        await self.read(scope, out, PerformanceCriteria.TPOT)  # by which it is judged
+        models = tuple(map(model_of, self._engines.get(name, ())))
+        out = await call(session, name, [prompt, Data(query)], tokens, models)
+        await session.read(out, PerformanceCriteria.TPOT)  # by which it is judged
         if start >= self.warm_up_s:
             self.seconds_each.append(loop.time() - began)
             self.s_per_token.append(self.seconds_each[-1] / tokens)
-        await self.client.delete_session(scope["session_id"], scope["session_auth"])
+        await session.end()
 
 
 class Fanout(Programs):
-    """Siblings with a long prefix that nobody has computed; all at once, or for one `join`."""
+    """Siblings with a long prefix that nobody has computed, read one by one or through one call
+    that joins them. `parts`: how many run on each engine."""
 
-    def __init__(self, args: argparse.Namespace, parts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, args: argparse.Namespace, *, join: bool = False, parts: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(args.seeds[0])
-        self.args, self.makespan = args, 0.0
-        self._models = [(f"model{i}",) for i, size in enumerate(parts) for _ in range(size)] or [
-            ()
-        ] * args.siblings
+        self.args, self.join, self.makespan = args, join, 0.0
+        placed = [(model_of(i),) for i, size in enumerate(parts) for _ in range(size)]
+        self._models: list[Models] = [*placed] or [()] * args.siblings
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        scope, prefix = await self.session(), self.words(self.args.prefix)
-        outputs = await asyncio.gather(
-            *(
-                self.call(
-                    scope,
-                    "{{prefix}}{{query}}",
-                    self.args.output,
-                    "sibling",
-                    models,
-                    prefix=prefix,
-                    query=self.words(self.args.query),
-                )
-                for models in self._models
-            )
-        )
+        loop, args = asyncio.get_running_loop(), self.args
+        session, prefix = await self.begin(), Data(self.words(args.prefix))
+        siblings = [
+            call(session, "sibling", [prefix, Data(self.words(args.query))], args.answer, models)
+            for models in self._models
+        ]
+        outputs = await asyncio.gather(*siblings)
         began = loop.time()
-        if self.args.join:
-            names = [f"x{i}" for i in range(len(outputs))]
-            template = "".join(f"{{{{{name}}}}}" for name in names)
-            inputs = {name: f"@{out}" for name, out in zip(names, outputs, strict=True)}
-            outputs = [await self.call(scope, template, 1, "join", self._models[0], **inputs)]
-        await asyncio.gather(*(self.read(scope, out) for out in outputs))
+        if self.join:
+            outputs = [await call(session, "join", [*outputs], 1, self._models[0])]
+        await asyncio.gather(*map(session.read, outputs))
         self.makespan = loop.time() - began
 
 
@@ -216,7 +189,8 @@ class Mixed(Programs):
             time = 0.0
             for _ in range(self.args.chats):
                 time += self.draw.expovariate(self.args.chat_rate)
-                prompt, output = self._length(161, 1.1), self._length(338, 0.8)
+                prompt = chat_length(self.draw, CHAT_PROMPT_MEAN, CHAT_PROMPT_SPREAD)
+                output = chat_length(self.draw, CHAT_OUTPUT_MEAN, CHAT_OUTPUT_SPREAD)
                 group.create_task(self._chat(time, self.words(prompt), output))
             for _ in range(self.args.apps):
                 group.create_task(self._map_reduces(time if self.args.again else 0.0))
@@ -226,41 +200,35 @@ class Mixed(Programs):
         while asyncio.get_running_loop().time() < until:
             await self._map_reduce()
 
-    def _length(self, mean: float, spread: float) -> int:
-        drawn = self.draw.lognormvariate(math.log(mean) - spread**2 / 2, spread)
-        return round(min(max(drawn, CHAT_LENGTHS[0]), CHAT_LENGTHS[1]))
-
-    def _models(self, *, on_first: bool) -> tuple[str, ...]:
+    def _models(self, *, on_first: bool) -> Models:
         if self._share is None:
             return ()
-        number = 0 if on_first else 1 + next(self._turns) % (NUM_ENGINES - 1)
-        return (f"model{number}",)
+        return (model_of(0 if on_first else 1 + next(self._turns) % (NUM_ENGINES - 1)),)
 
     async def _chat(self, start: float, prompt: str, tokens: int) -> None:
         await asyncio.sleep(start)
-        scope, loop = await self.session(), asyncio.get_running_loop()
-        began, models = loop.time(), self._models(on_first=True)
-        out = await self.call(scope, "{{prompt}}", tokens, "chat", models, prompt=prompt)
-        times = [loop.time() async for _ in self.client.stream_var(**scope, var_id=out)]
-        self.ttft_s.append(times[0] - began)
+        session = await self.begin()
+        began = asyncio.get_running_loop().time()
+        models = self._models(on_first=True)
+        first, last = await session.stream(
+            await call(session, "chat", [Data(prompt)], tokens, models)
+        )
+        self.ttft_s.append(first - began)
         if tokens > 1:
-            self.tpot_s.append((times[-1] - times[0]) / (tokens - 1))
+            self.tpot_s.append((last - first) / (tokens - 1))
 
     async def _map_reduce(self) -> None:
         args, loop = self.args, asyncio.get_running_loop()
-        scope, began = await self.session(), loop.time()
+        session, began = await self.begin(), loop.time()
         chunks = [self.words(args.chunk) for _ in range(args.document // args.chunk)]
-        parts = []
+        parts: list[Var] = []
         for number, chunk in enumerate(chunks):
             models = self._models(on_first=number < (self._share or 0))
-            template = INSTRUCTION + "{{chunk}}"
-            parts.append(await self.call(scope, template, args.output, "map", models, chunk=chunk))
-        names = [f"x{i}" for i in range(len(parts))]
-        template = "Join: " + "".join(f"{{{{{name}}}}}" for name in names)
-        inputs = {name: f"@{part}" for name, part in zip(names, parts, strict=True)}
+            prompt = [INSTRUCTION, Data(chunk)]
+            parts.append(await call(session, "map", prompt, args.answer, models))
         models = self._models(on_first=False)
-        out = await self.call(scope, template, args.output, "reduce", models, **inputs)
-        await self.read(scope, out)
+        out = await call(session, "reduce", ["Join: ", *parts], args.answer, models)
+        await session.read(out)
         self.jct_s.append(loop.time() - began)
 
 
@@ -270,12 +238,12 @@ def least_mixed_jct_s(args: argparse.Namespace, engine: SimConfig) -> float:
     a step's constant for each token of a map, since an engine makes at least so many steps while it
     has the maps of an application."""
     costs, num_maps = engine.instance, args.document // args.chunk
-    prompts = [args.chunk + len(INSTRUCTION)] * num_maps + [num_maps * args.output]
+    prompts = [args.chunk + len(INSTRUCTION)] * num_maps + [num_maps * args.answer]
     work_s = sum(
         costs.prefill_token_s * prompt
         + costs.prefill_pair_s * prompt**2 / 2
-        + costs.sequence_s * args.output
-        + costs.context_token_s * args.output * (prompt + args.output / 2)
+        + costs.sequence_s * args.answer
+        + costs.context_token_s * args.answer * (prompt + args.answer / 2)
         for prompt in prompts
     )
-    return args.apps * work_s / NUM_ENGINES + args.output * costs.step_s
+    return args.apps * work_s / NUM_ENGINES + args.answer * costs.step_s

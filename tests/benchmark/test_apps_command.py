@@ -12,7 +12,6 @@ from benchmark.apps.network import Network
 from benchmark.apps.report import ratios
 from benchmark.apps.runner import PlanRunner
 from benchmark.apps.settings import features, parse_setting
-from benchmark.apps.table import PAGE, filled, table
 from benchmark.apps.text import TextSource
 from benchmark.apps.workloads import WORKLOADS
 from parrot.serve.config import GlobalSchedulerConfig
@@ -20,7 +19,6 @@ from parrot.testing.app_server import serve_app
 from parrot.testing.fake_openai import FakeOpenAI
 
 TEXT = TextSource([" a", " b", " c"])
-KINDS = ("map_reduce", "chat")
 
 
 def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
@@ -40,7 +38,7 @@ def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
         assert tokens["prompt"] == tokens["prompt_planned"]
     (ratio,) = result["ratios"]
     assert ratio["jct_map_reduce_mean"][0] > 0
-    assert result["command"].startswith("python -m benchmark.apps")
+    assert result["provenance"]["command"].startswith("python -m benchmark.apps run --launch")
     assert "map_reduce JCT mean" in capsys.readouterr().out
 
 
@@ -123,23 +121,11 @@ def test_ratios_are_over_the_first_setting_of_the_same_repetition():
     assert row["jct_job_mean"] == [1.75, 1.5, 2.0]
 
 
-def test_the_page_shows_what_the_result_files_say():
-    page = PAGE.read_text()
-    assert filled(page) == page, "run: python -m benchmark.apps table"
-
-
-def test_results_become_a_table_and_a_picture(tmp_path):
+def test_results_become_a_picture(tmp_path):
     output = tmp_path / "result.json"
     what = ["--workloads", "mixed:chats=2,applications=1", "map_reduce", "--scale", "0.02"]
     how = ["--compare", "parrot", "requests:all-off", "--repeat", "2", "--open-sessions"]
     main(["run", "--sim", "--output", str(output), *what, *how])
-    lines = table(output).splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line[:1]]
-    assert {len(row) for row in rows} == {9}
-    names = [(row[0].rpartition(", ")[2], row[1]) for row in rows[2:]]
-    both = [(kind, style) for style in ("parrot", "requests:all-off") for kind in KINDS]
-    assert names == [*both, ("map_reduce", "parrot"), ("map_reduce", "requests:all-off")]
-    assert (rows[2][4], rows[4][4][-1]) == ("", "]")
     picture = tmp_path / "result.svg"
     main(["plot", str(output), "--output", str(picture)])
     assert "mixed" in picture.read_text()

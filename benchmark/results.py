@@ -1,0 +1,175 @@
+"""Result files: figures, and the command, the commit and the configs that they come from.
+
+A benchmark is a module with two functions, and a last line that calls `run(__name__)`:
+
+    arguments(parser)       adds its options; `--output` and `--commit` are there already
+    measure(args, report)   fills the report, which is written even if it raises
+
+Files from before reports had a provenance are listed in `results/history.json`, with what is known
+of them: the commit that last changed the file, the command that measures the same today, and why
+its figures are history, if they are.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmark" / "results"
+HISTORY = RESULTS / "history.json"
+UNKNOWN = "unknown"
+
+_PACKAGES = ("torch", "triton", "vllm", "transformers", "fastapi", "uvicorn", "aiohttp", "pydantic")
+_DIGITS = 12  # of a hash
+
+
+class Report(dict[str, Any]):
+    """The content of a result file. Its provenance is that of the moment when it is created."""
+
+    def __init__(self, path: Path | None, command: str, commit: str | None = None) -> None:
+        """`path`: None to write nothing. `commit`: given where there is no repository."""
+        super().__init__()
+        self._path = path
+        head, is_dirty = (commit, None) if commit else _commit()
+        self["provenance"] = {
+            "command": command,
+            "commit": head,
+            "dirty": is_dirty,
+            "configs": {},
+            "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "device": _device(),
+            "python": platform.python_version(),
+            "versions": _versions(),
+        }
+
+    def uses(self, name: str, config: Any) -> None:
+        """Record a config's hash: of a file's bytes for a path, else of the value as JSON."""
+        is_file = isinstance(config, Path)
+        content = config.read_bytes() if is_file else json.dumps(config, sort_keys=True).encode()
+        self["provenance"]["configs"][name] = hashlib.sha256(content).hexdigest()[:_DIGITS]
+
+    def save(self) -> None:
+        """Write the whole file at once, so that it can be read at any time."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".tmp")
+        draft.write_text(json.dumps(self, indent=1) + "\n")
+        os.replace(draft, self._path)
+
+
+def run(name: str, arguments: Sequence[str] | None = None) -> None:
+    """The command line of the benchmark in module `name`."""
+    module = sys.modules[name]
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = parser_of(module).parse_args(given)
+    command = shlex.join(["python", "-m", _module_name(module), *given])
+    report = Report(args.output, command, args.commit)
+    try:
+        module.measure(args, report)
+    finally:
+        report.save()
+    print(json.dumps(report, indent=1))
+
+
+def parser_of(module: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.arguments(parser)
+    add_output(parser)
+    return parser
+
+
+def add_output(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    parser.add_argument("--output", type=Path, default=default, help="the result file, JSON")
+    parser.add_argument("--commit", help="of this tree, where there is no git repository")
+
+
+def load(name: str) -> dict[str, Any]:
+    """A result file by its name, with a provenance that says "unknown" where the file does not."""
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    if "provenance" not in content:
+        known = {"command": UNKNOWN, "configs": UNKNOWN, "when": UNKNOWN, "device": UNKNOWN}
+        known |= {key: content[key] for key in known if key in content}
+        if "gpu" in content:
+            known["device"] = content["gpu"]
+        known["commit"] = content.get("git", UNKNOWN)
+        content["provenance"] = known | json.loads(HISTORY.read_text())[name]
+    return content
+
+
+def names() -> list[str]:
+    """All result files."""
+    return sorted(path.name for path in RESULTS.glob("*.json") if path != HISTORY)
+
+
+def check_command(command: str) -> None:
+    """Raises if a benchmark's command is not `python -m MODULE` with options that MODULE has."""
+    words = shlex.split(command)
+    while "=" in words[0]:  # variables of the environment
+        words.pop(0)
+    assert words[:2] == ["python", "-m"], command
+    module = importlib.import_module(words[2])
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{words[2]}.__main__")
+    parser = module.parser() if hasattr(module, "parser") else parser_of(module)
+    try:
+        parser.parse_args(words[3:])
+    except SystemExit as error:
+        raise ValueError(f"{command!r} is not a command of {words[2]}") from error
+
+
+def _module_name(module: Any) -> str:
+    if module.__spec__ is not None:
+        return str(module.__spec__.name).removesuffix(".__main__")
+    return ".".join(Path(module.__file__).resolve().relative_to(ROOT).with_suffix("").parts)
+
+
+def _commit() -> tuple[str, bool | None]:
+    """The commit of the tree, and whether tracked files other than results differ from it."""
+    try:
+        head = _output("git", "rev-parse", "--short", "HEAD")
+        changes = _output(
+            "git", "--no-optional-locks", "status", "--porcelain", "-uno", "--", ".",
+            ":!benchmark/results",
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN, None
+    return head, bool(changes)
+
+
+def _device() -> str:
+    try:
+        names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        return names.replace("\n", ", ")
+    except (OSError, subprocess.SubprocessError):
+        return f"{os.cpu_count()} CPUs, {platform.machine()}"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _output(*command: str) -> str:
+    answer = subprocess.run(
+        command, cwd=ROOT, capture_output=True, check=True, timeout=10, text=True
+    )
+    return answer.stdout.strip()

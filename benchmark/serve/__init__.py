@@ -1,0 +1,1 @@
+"""Measurements of ServeCore: alone, and over simulated engines on virtual time."""
