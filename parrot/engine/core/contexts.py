@@ -58,6 +58,11 @@ class Context:
         """Tokens whose KV is not there."""
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def num_known(self) -> int:
+        """Tokens that it has, or is sure to have once its fork is carried out."""
+        return len(self.token_ids) if self.fork is None else self.fork.length or 0
+
 
 class ContextTree:
     """Owns all contexts of an engine and the blocks they hold. Without a `hasher`, contexts share

@@ -342,7 +342,7 @@ class EngineCore:
         job.context.token_ids.append(token_id)
         if request.prompt_done_at is None:
             request.prompt_done_at = now
-        if request.stream and (chunk := generation.take_chunk()) is not None:
+        if request.wanted.stream and (chunk := generation.take_chunk()) is not None:
             self._requests.deliver_later(request.sink.chunk, chunk)
         if generation.finish_reason is not None:
             self._requests.finish(job)

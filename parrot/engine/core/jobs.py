@@ -89,11 +89,9 @@ class RequestState:
     """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
     stamped once, and None until then. `before`: the engine's totals when it started."""
 
-    request_id: int
-    sink: Sink
-    stream: bool
+    wanted: EngineRequest
+    generation: Generation | None
     submitted_at: float
-    background_share: float = 1.0
     jobs: "list[Job]" = field(default_factory=list)
     num_unfinished: int = 0
     num_filled: int = 0
@@ -104,18 +102,46 @@ class RequestState:
     before: StepTotals | None = None
     has_ended: bool = False
 
+    @property
+    def request_id(self) -> int:
+        return self.wanted.request_id
+
+    @property
+    def sink(self) -> Sink:
+        return self.wanted.sink
+
     def start(self, now: float, totals: StepTotals) -> None:
         """Its first step begins."""
         self.started_at, self.before = now, replace(totals)
 
-    def usage(self, num_output_tokens: int, now: float, totals: StepTotals) -> Usage:
+    @property
+    def num_cached(self) -> int:
         """`num_missing` counted each prompt token without KV once, when its job's first step was
         planned."""
+        return max(0, self.prompt_len - self.num_missing)
+
+    def response(self, now: float, totals: StepTotals) -> FillResponse | GenerateResponse:
+        generation = self.generation
+        if generation is None:
+            return FillResponse(
+                filled_len=self.num_filled,
+                cached_tokens=self.num_cached,
+                computed_tokens=self.num_missing,
+            )
+        assert generation.finish_reason is not None, "the generation has not ended"
+        return GenerateResponse.model_construct(
+            generated_text=generation.text(),
+            generated_ids=generation.output_ids,
+            finish_reason=generation.finish_reason,
+            usage=self._usage(len(generation.output_ids), now, totals),
+        )
+
+    def _usage(self, num_output_tokens: int, now: float, totals: StepTotals) -> Usage:
         started = now if self.started_at is None else self.started_at
         prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
         before = totals if self.before is None else self.before
         return Usage.model_construct(
-            cached_tokens=max(0, self.prompt_len - self.num_missing),
+            cached_tokens=self.num_cached,
             computed_tokens=self.num_missing,
             output_tokens=num_output_tokens,
             queue_s=started - self.submitted_at,
@@ -132,8 +158,9 @@ class Job:
     """Bring a context's KV up to all its tokens, and with a `generation`, sample after the last.
 
     Jobs of one context run in order of arrival. The first of them is opened when its context's
-    fork is carried out: only then are `token_ids` appended. `key` is its place among all jobs.
-    `awaits_token`: a step that samples for it is on its way."""
+    fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
+    that the context has lost and a fork wants. `key` is its place among all jobs. `awaits_token`: a
+    step that samples for it is on its way."""
 
     job_id: int
     request: RequestState
@@ -141,6 +168,7 @@ class Job:
     piece: Piece
     generation: Generation | None
     priority: int
+    restores: bool = False
     key: tuple[int, ...] = ()
     is_open: bool = False
     is_admitted: bool = False

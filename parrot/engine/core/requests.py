@@ -1,16 +1,17 @@
-"""From requests to open jobs and back: lines per context, forks, failures, answers."""
+"""From requests to open jobs and back: accepting, opening, ending, failing and freeing."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from parrot.engine.core.contexts import Context, ContextTree, Fork
+from parrot.engine.core.forks import PendingForks
 from parrot.engine.core.jobs import EngineRequest, Job, JobLines, Piece, RequestState, StepTotals
 from parrot.engine.core.output import Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
-from parrot.engine.core.validation import RequestLimits, check_request, fork_too_long
-from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse
+from parrot.engine.core.validation import RequestLimits, check_request
+from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (
     Cancelled,
     InvalidRequest,
@@ -27,8 +28,9 @@ Delivery = tuple[Callable[[Any], None], Any]
 class RequestTable:
     """Accepts requests, opens their jobs when their turn comes, and ends each request once.
 
-    Outcomes wait for `take_outcomes`. Who fails, fails together: a job
-    behind a failed one on the same context would run on the wrong tokens, so it fails too."""
+    Outcomes wait for `take_outcomes`. A job behind a failed one on the same context would run on
+    the wrong tokens, so its request fails with the same error. A fork of what a failed job would
+    have added fails with `NotFound`: its sender may build the context again."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class RequestTable:
         self._outbox: list[Delivery] = []
         self._requests: dict[int, RequestState] = {}
         self._lines = JobLines()
-        self._forks: dict[Context, None] = {}
+        self._forks = PendingForks(tree, self._lines)
         self._job_ids = IdCounter()
 
     @property
@@ -62,8 +64,8 @@ class RequestTable:
 
     @property
     def has_forks(self) -> bool:
-        """Some contexts wait for their parents."""
-        return bool(self._forks)
+        """Whether some contexts wait for their parents."""
+        return len(self._forks) > 0
 
     def take_outcomes(self) -> list[Delivery]:
         """What has happened to requests since the last call: calls to make, in order, as (method of
@@ -83,25 +85,25 @@ class RequestTable:
             self._check_backlog()
             check_request(request, self._tree, self._lines, self._limits)
         except ParrotError as error:
-            self._outbox.append((request.sink.fail, error))
+            self.refuse(request, error)
             return
-        state = RequestState(
-            request.request_id,
-            request.sink,
-            request.stream,
-            self._clock.now(),
-            request.background_share,
-        )
+        generation = self._generation(request)
+        state = RequestState(request, generation, self._clock.now())
         self._requests[request.request_id] = state
         last = len(request.pieces) - 1
         for index, piece in enumerate(request.pieces):
-            generation = self._generation(request) if index == last else None
-            context = self._tree.get(piece.context_id) or self._create(piece, request)
-            self._add(
-                Job(self._job_ids.next(), state, context, piece, generation, request.priority)
-            )
+            context = self._tree.get(piece.context_id) or self._create(piece, request.cache_salt)
+            job_id, ends = self._job_ids.next(), generation if index == last else None
+            self._add(Job(job_id, state, context, piece, ends, request.priority))
         for context in dict.fromkeys(job.context for job in state.jobs):
             self._advance(context)
+
+    def refuse(self, request: EngineRequest, error: ParrotError) -> None:
+        """Fail a request, whether it was entered or not."""
+        if (state := self._requests.get(request.request_id)) is not None:
+            self.fail_all([state], error)
+        else:
+            self.deliver_later(request.sink.fail, error)
 
     def _check_backlog(self) -> None:
         if len(self._requests) >= self._max_requests:
@@ -115,23 +117,10 @@ class RequestTable:
             seed = hash((self._random_seed, request.request_id)) & (2**63 - 1)
         return Generation(request.sampling, seed, self._language, request.stream)
 
-    def _create(self, piece: Piece, request: EngineRequest) -> Context:
+    def _create(self, piece: Piece, salt: str) -> Context:
         if piece.parent_id == NO_PARENT:
-            return self._tree.create(piece.context_id, salt=request.cache_salt)
-        parent = self._tree.get(piece.parent_id)
-        assert parent is not None, f"context {piece.parent_id} vanished"
-        context = self._tree.create(piece.context_id, self._fork(parent, piece.parent_len))
-        self._forks[context] = None
-        return context
-
-    def _fork(self, parent: Context, length: int | None) -> Fork:
-        if length is not None:
-            return Fork(parent, length, None)
-        if line := self._lines.line(parent):
-            return Fork(parent, None, line[-1].job_id)
-        if parent.fork is not None:  # nothing was ever added to it: the same fork again
-            return parent.fork
-        return Fork(parent, len(parent.token_ids), None)
+            return self._tree.create(piece.context_id, salt=salt)
+        return self._forks.create(piece)
 
     def _add(self, job: Job) -> None:
         job.request.jobs.append(job)
@@ -140,7 +129,7 @@ class RequestTable:
         self._hurry(job.context, job.priority)
 
     def _hurry(self, context: Context, priority: int) -> None:
-        """Whoever stands in the way of urgent work is as urgent."""
+        """Priority inheritance: what the context has to wait for becomes as urgent."""
         while True:
             for job in self._lines.line(context):
                 if job.priority <= priority:
@@ -160,12 +149,10 @@ class RequestTable:
         num_before = -1
         while len(self._forks) != num_before:
             num_before = len(self._forks)
-            for context in list(self._forks):
-                self._try_fork(context)
+            for context, fork in self._forks:
+                self._try_fork(context, fork)
 
-    def _try_fork(self, context: Context) -> None:
-        fork = context.fork
-        assert fork is not None, f"context {context.context_id} is forked already"
+    def _try_fork(self, context: Context, fork: Fork) -> None:
         parent, length = fork.parent, fork.length
         if parent.fork is not None or length is None:
             return
@@ -174,8 +161,8 @@ class RequestTable:
                 return  # it will get there
             first = self._lines.first(context)
             if (known := len(parent.token_ids)) < length:
-                error = fork_too_long(parent.context_id, known, length)
-                self.fail_all(self._requests_on(context), error)
+                text = f"context {parent.context_id} ended at {known} tokens, before {length}"
+                self._fail_on(context, NotFound(text, param="parent_len"))
                 length = known
             elif first is not None and self._should_restore(parent, length):
                 self._restore(parent, first)
@@ -191,13 +178,12 @@ class RequestTable:
 
     def _restore(self, parent: Context, wanted_by: Job) -> None:
         piece = Piece(parent.context_id, array("i"))
-        request, priority = wanted_by.request, wanted_by.priority
-        self._add(Job(self._job_ids.next(), request, parent, piece, None, priority))
+        job_id, state = self._job_ids.next(), wanted_by.request
+        self._add(Job(job_id, state, parent, piece, None, wanted_by.priority, restores=True))
         self._advance(parent)
 
     def _carry_out_fork(self, context: Context, length: int) -> None:
-        del self._forks[context]
-        self._tree.carry_out_fork(context, length)
+        self._forks.carry_out(context, length)
         self._advance(context)
 
     def _advance(self, context: Context) -> None:
@@ -253,22 +239,17 @@ class RequestTable:
     def _end(self, job: Job) -> None:
         job.has_ended = True
         self._lines.remove(job)
-        self._settle_lengths(job)
+        self._forks.settle_lengths(job)
         request = job.request
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
-            del self._requests[request.request_id]
-            request.has_ended = True
-            response = _response(request, self._clock.now(), self._totals)
-            self._outbox.append((request.sink.done, response))
+            self._close(request)
+            response = request.response(self._clock.now(), self._totals)
+            self.deliver_later(request.sink.done, response)
 
-    def _settle_lengths(self, job: Job) -> None:
-        """Forks that want all tokens up to the end of `job` now know how many these are."""
-        for child in self._forks:
-            fork = child.fork
-            if fork is not None and fork.after == job.job_id and fork.parent is job.context:
-                length = len(job.context.token_ids)
-                child.fork = replace(fork, length=length, after=None)
+    def _close(self, request: RequestState) -> None:
+        request.has_ended = True
+        del self._requests[request.request_id]
 
     def abort(self, request_id: int) -> None:
         """The sender is no longer interested; its contexts stay as they are. Unknown ids are
@@ -286,44 +267,45 @@ class RequestTable:
 
     def fail_all(self, requests: Iterable[RequestState], error: ParrotError) -> None:
         """Fail these requests, and those that cannot succeed without them."""
-        doomed = list(requests)
+        doomed = deque((request, error) for request in requests)
         touched: dict[Context, None] = {}
         while doomed:
-            request = doomed.pop()
+            request, reason = doomed.popleft()
             if request.has_ended:
                 continue
-            request.has_ended = True
-            del self._requests[request.request_id]
-            self._outbox.append((request.sink.fail, error))
+            self._close(request)
+            self.deliver_later(request.sink.fail, reason)
             for job in request.jobs:
                 if not job.has_ended:
-                    doomed += self._requests_behind(job)
+                    doomed += self._requests_behind(job, reason)
                     touched[job.context] = None
                     self._withdraw(job)
         for context in touched:
             self._advance(context)
 
-    def _requests_on(self, context: Context) -> list[RequestState]:
-        return [job.request for job in self._lines.line(context)]
+    def _fail_on(self, context: Context, error: ParrotError) -> None:
+        """Fail the requests that write to the context."""
+        line = self._lines.line(context)
+        self.fail_all([job.request for job in line if not job.restores], error)
 
-    def _requests_behind(self, job: Job) -> list[RequestState]:
+    def _requests_behind(
+        self, job: Job, reason: ParrotError
+    ) -> list[tuple[RequestState, ParrotError]]:
         """Requests later in the job's line, and on forks that want what it would have added."""
         if not job.piece.token_ids and job.generation is None:
             return []  # it would have added nothing
-        line = self._lines.line(job.context)
-        behind = [other.request for other in line[line.index(job) + 1 :]]
-        for child in self._forks:
-            fork = child.fork
-            if fork is None or fork.parent is not job.context:
-                continue
-            if fork.after is not None and fork.after >= job.job_id:
-                behind += self._requests_on(child)
-        return behind
+        line, context_id = self._lines.line(job.context), job.context.context_id
+        lost = NotFound(f"context {context_id} was not completed: {reason.message}")
+        return [(other.request, reason) for other in line[line.index(job) + 1 :]] + [
+            (other.request, lost)
+            for child in self._forks.wanting(job)
+            for other in self._lines.line(child)
+        ]
 
     def _withdraw(self, job: Job) -> None:
         job.has_ended = True
         self._lines.remove(job)
-        self._settle_lengths(job)
+        self._forks.settle_lengths(job)
         if job.is_open:
             self._scheduler.remove(job)
 
@@ -334,30 +316,32 @@ class RequestTable:
         self.free([context.context_id for context in reversed(list(self._tree))])
 
     def free(self, context_ids: Iterable[int]) -> int:
-        """Abort the jobs on these contexts and forget them; returns the tokens they held."""
+        """Abort the requests that write to these contexts and forget them; their forks go on.
+        Returns the tokens that they held."""
         num_tokens = 0
         for context_id in context_ids:
             context = self._tree.get(context_id)
             if context is None:
                 continue
-            self.fail_all(self._requests_on(context), Cancelled(f"context {context_id} was freed"))
-            for child in [c for c in self._forks if c.fork and c.fork.parent is context]:
-                self._orphan(child, context)
-            self._forks.pop(context, None)
+            self._fail_on(context, Cancelled(f"context {context_id} was freed"))
+            while (job := self._lines.first(context)) is not None:  # restores it for a fork
+                job.request.num_unfinished -= 1
+                self._withdraw(job)
+            for child, fork in self._forks.of(context):
+                self._orphan(child, fork)
+            self._forks.discard(context)
             self._scheduler.idle.discard(context)
             num_tokens += self._tree.free(context)
         return num_tokens
 
-    def _orphan(self, child: Context, parent: Context) -> None:
-        """`parent` is about to be forgotten: `child` takes what it can of it now, or fails."""
-        fork = child.fork
-        assert fork is not None, f"context {child.context_id} is forked already"
-        known = len(parent.token_ids) if parent.fork is None else parent.fork.length or 0
-        length = fork.length
-        if length is None or length > known:
-            error = NotFound(f"context {parent.context_id} was freed before it could be forked")
-            self.fail_all(self._requests_on(child), error)
-            length = known
+    def _orphan(self, child: Context, fork: Fork) -> None:
+        """The parent is about to be forgotten: the child takes what it wants of it now, or fails if
+        the parent has not got that far."""
+        parent, length = fork.parent, fork.length
+        if length is None or length > parent.num_known:
+            text = f"context {parent.context_id} was freed before it could be forked"
+            self._fail_on(child, NotFound(text, param="parent_context_id"))
+            length = parent.num_known
         if parent.fork is None:
             self._carry_out_fork(child, length)
         else:
@@ -375,22 +359,3 @@ class RequestTable:
                 assert not job.request.has_ended, job
                 num_open += job.is_open
         assert num_open == self._scheduler.num_jobs, (num_open, self._scheduler.num_jobs)
-
-
-def _response(
-    request: RequestState, now: float, totals: StepTotals
-) -> FillResponse | GenerateResponse:
-    generation = next((job.generation for job in request.jobs if job.generation), None)
-    if generation is None:
-        return FillResponse(
-            filled_len=request.num_filled,
-            cached_tokens=max(0, request.prompt_len - request.num_missing),
-            computed_tokens=request.num_missing,
-        )
-    assert generation.finish_reason is not None, "the generation has not ended"
-    return GenerateResponse.model_construct(
-        generated_text=generation.text(),
-        generated_ids=generation.output_ids,
-        finish_reason=generation.finish_reason,
-        usage=request.usage(len(generation.output_ids), now, totals),
-    )

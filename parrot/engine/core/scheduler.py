@@ -97,7 +97,11 @@ class LocalScheduler:
         num_steps = room * self._tree.block_size
         for job in self._decoding:
             generation = job.generation
-            if job.request.stream or generation is None or not generation.is_unmoved_by(token_ids):
+            if (
+                job.request.wanted.stream
+                or generation is None
+                or not generation.is_unmoved_by(token_ids)
+            ):
                 return 0
             num_steps = min(num_steps, generation.num_left - 1)
         return num_steps
@@ -163,7 +167,7 @@ class LocalScheduler:
         """That of the background job whose turn it is."""
         limit = self._limits.background_share
         first = next(iter(self._background), None)
-        return limit if first is None else min(limit, first.request.background_share)
+        return limit if first is None else min(limit, first.request.wanted.background_share)
 
     def schedule(self, now: float) -> Step | None:
         """The next step, or None when no job can run."""

@@ -84,7 +84,11 @@ def _length_before(
         return parent_length
     parent = tree.get(piece.parent_id)
     if parent is not None and not lines.line(parent) and parent_length < piece.parent_len:
-        raise fork_too_long(piece.parent_id, parent_length, piece.parent_len)
+        raise NotFound(
+            f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
+            f"{piece.parent_len}",
+            param="parent_len",
+        )
     return piece.parent_len
 
 
@@ -96,13 +100,5 @@ def _length_of(
     context = tree.get(context_id)
     if context is None:
         return None
-    known = len(context.token_ids) if context.fork is None else context.fork.length or 0
     line = lines.line(context)
-    return known + sum(len(job.piece.token_ids) for job in line if not job.is_open)
-
-
-def fork_too_long(parent_id: int, length: int, wanted: int) -> NotFound:
-    """The parent was given less than the fork asks for: its own request ended too early."""
-    return NotFound(
-        f"context {parent_id} has {length} tokens, cannot fork it at {wanted}", param="parent_len"
-    )
+    return context.num_known + sum(len(job.piece.token_ids) for job in line if not job.is_open)

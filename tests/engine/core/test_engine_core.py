@@ -130,7 +130,47 @@ def test_freeing_a_parent_fails_forks_that_wanted_its_future():
     engine.run()
     assert isinstance(parent.error, Cancelled)
     assert isinstance(child.error, NotFound)
-    assert grandchild.error is not None
+    assert isinstance(grandchild.error, NotFound)
+
+
+def test_a_fork_of_all_that_a_freed_context_would_have_had_is_not_found():
+    engine = Harness()
+    parent = engine.generate(piece(1, "abc"), length=20)
+    child = engine.generate(piece(2, "x", parent=1), length=1)
+    engine.step()
+    engine.free(1)
+    late = engine.generate(piece(3, "x", parent=1), length=1)
+    engine.run()
+    assert isinstance(parent.error, Cancelled)
+    assert isinstance(child.error, NotFound)
+    assert isinstance(late.error, NotFound)
+
+
+def test_forks_go_on_when_the_parent_that_they_restore_is_freed():
+    engine = Harness(num_blocks=8, fill_chunk_size=4)
+    engine.fill(piece(1, "abcdefgh"))
+    engine.run()
+    engine.fill(piece(9, "z" * 31))  # takes the whole memory
+    engine.run()
+    engine.free(9)
+    answers = [engine.generate(piece(i, "x", parent=1), length=2) for i in (2, 3)]
+    engine.step()
+    assert engine.context(2).num_computed == 0  # it waits for context 1
+    assert engine.free(1) == 8
+    engine.run()
+    assert [answer.text for answer in answers] == ["yz", "yz"]
+    assert engine.bytes_of(3) == b"abcdefghxyz"
+
+
+def test_a_fork_of_what_an_aborted_request_never_wrote_is_not_found():
+    engine = Harness(scheduler={"max_batch_size": 1})
+    engine.fill(piece(1, "a" * 20))
+    writer = engine.generate(piece(2, "bcd", parent=1, length=20), length=5)
+    fork = engine.generate(piece(3, "x", parent=2, length=23), length=1)
+    engine.core.abort(2)
+    engine.run()
+    assert isinstance(writer.error, Cancelled)
+    assert isinstance(fork.error, NotFound)
 
 
 def test_free_tells_the_tokens_held_and_aborts_within_a_step():
@@ -166,7 +206,8 @@ def test_jobs_behind_a_failed_one_fail_with_it():
     engine.step()
     engine.core.abort(1)
     engine.run()
-    assert all(isinstance(a.error, Cancelled) for a in (first, second, fork))
+    assert all(isinstance(a.error, Cancelled) for a in (first, second))
+    assert isinstance(fork.error, NotFound)
     assert other.text == "de"
 
 
