@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import create_app
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig, SimConfig
-from parrot.engine.core.driver import ThreadDriver, deliver
+from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
@@ -381,12 +381,6 @@ async def test_a_defect_in_the_core_fails_its_requests_and_no_more(monkeypatch):
             await client.generate(request())
         monkeypatch.setattr(core, "step", step)
         assert len((await client.generate(request(2))).generated_ids) == 5
-
-
-def test_one_broken_sink_does_not_keep_the_others_from_theirs():
-    got = []
-    deliver([(lambda _: 1 / 0, None), (got.append, 7)])
-    assert got == [7]
 
 
 async def test_the_service_is_of_the_configured_type():

@@ -1,9 +1,9 @@
-"""Who runs the engine core's loop: a thread for real models, the event loop for simulation.
+"""The loops that run an engine core: in a thread for real models, on the event loop in simulation.
 
 Both keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox and are
 applied before a step is planned, so they take effect within one step and never meet a step half
-planned. One that was launched before goes on as it is.
-Outcomes are delivered on the event loop, all those of a step at once."""
+planned. A step that was launched before goes on as it is. A verb that fails costs nobody else
+anything. Outcomes are delivered on the event loop, all those of a step at once."""
 
 import asyncio
 import logging
@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from parrot.engine.core.engine_core import EngineCore
@@ -51,15 +52,26 @@ class Driver(Protocol):
 
 async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
     """Post a verb and wait for what it returns."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[R] = loop.create_future()
+    answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
-    def settle(value: R) -> None:
-        if not answer.done():
-            answer.set_result(value)
+    def verb(core: EngineCore) -> None:
+        try:
+            core.deliver_later(partial(_settle, answer), question(core))
+        except Exception as error:  # noqa: BLE001 - it is raised where the question was asked
+            core.deliver_later(partial(_settle_error, answer), error)
 
-    driver.post(lambda core: core.deliver_later(settle, question(core)))
+    driver.post(verb)
     return await answer
+
+
+def _apply(inbox: deque[Verb], core: EngineCore) -> None:
+    """Apply the verbs that have come until now."""
+    for _ in range(len(inbox)):
+        verb = inbox.popleft()
+        try:
+            verb(core)
+        except Exception:
+            logger.exception("a verb failed")
 
 
 def deliver(outcomes: list[Delivery]) -> None:
@@ -73,10 +85,11 @@ def deliver(outcomes: list[Delivery]) -> None:
 
 class ThreadDriver:
     """Runs the core in a thread of its own, in which the model is also loaded. Idle, the thread
-    sleeps on a condition."""
+    sleeps on a condition. `close` gives a step that is under way `patience_s` to end."""
 
-    def __init__(self, load: Callable[[], EngineCore]) -> None:
+    def __init__(self, load: Callable[[], EngineCore], *, patience_s: float = 10.0) -> None:
         self._load = load
+        self._patience_s = patience_s
         self._inbox: deque[Verb] = deque()
         self._wake = threading.Condition()
         self._is_closing = False
@@ -105,7 +118,9 @@ class ThreadDriver:
             self._is_closing = True
             self._wake.notify()
         if self._thread is not None and self._is_loaded:  # loading cannot be interrupted
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, self._patience_s)
+            if self._thread.is_alive():
+                logger.error("a step has not ended for %g s; it is given up", self._patience_s)
 
     def _run(self, loop: asyncio.AbstractEventLoop, loaded: "asyncio.Future[EngineCore]") -> None:
         try:
@@ -113,7 +128,16 @@ class ThreadDriver:
         except Exception as error:  # noqa: BLE001 - whatever it is, `start` raises it
             _tell(loop, _settle_error, loaded, error)
             return
-        _tell(loop, _settle_result, loaded, core)
+        _tell(loop, _settle, loaded, core)
+        try:
+            self._serve(core, loop)
+        finally:
+            self.is_lost = self.is_lost or not self._is_closing
+            _apply(self._inbox, core)
+            core.fail_everything(Unavailable("the engine is shutting down"))
+            self._deliver(core, loop)
+
+    def _serve(self, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
         may_step = False
         while not self._is_closing:
             with self._wake:
@@ -121,15 +145,12 @@ class ThreadDriver:
                     self._wake.wait()
             may_step = self._step_or_fail(core)
             self._deliver(core, loop)
-        self._apply_inbox(core)
-        core.fail_everything(Unavailable("the engine is shutting down"))
-        self._deliver(core, loop)
 
     def _step_or_fail(self, core: EngineCore) -> bool:
         """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
         try:
             core.wait_until_due()
-            self._apply_inbox(core)
+            _apply(self._inbox, core)
             return core.has_work and core.step()
         except DeviceLost as error:
             if not self.is_lost:
@@ -140,10 +161,6 @@ class ThreadDriver:
             logger.exception("the engine core failed; its requests are given up")
             core.fail_everything(EngineFailed("internal error of the engine"))
         return False
-
-    def _apply_inbox(self, core: EngineCore) -> None:
-        for _ in range(len(self._inbox)):
-            self._inbox.popleft()(core)
 
     @staticmethod
     def _deliver(core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
@@ -179,8 +196,7 @@ class AsyncDriver:
             with suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
-        while self._inbox:
-            self._inbox.popleft()(self._core)
+        _apply(self._inbox, self._core)
         self._core.fail_everything(Unavailable("the engine is shutting down"))
         deliver(self._core.take_outcomes())
 
@@ -195,8 +211,7 @@ class AsyncDriver:
 
     async def _turn(self) -> None:
         core = self._core
-        while self._inbox:
-            self._inbox.popleft()(core)
+        _apply(self._inbox, core)
         plan = core.plan() if core.has_work else None
         if plan is not None:
             outcome = core.run(plan)
@@ -219,7 +234,8 @@ class AsyncDriver:
 
 
 def core_thread_is_alive() -> bool:
-    """True after `close` only if the thread still loads a model, which cannot be interrupted."""
+    """Whether after `close` the thread still loads a model or waits for a stuck device, neither of
+    which can be interrupted."""
     return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
@@ -229,11 +245,11 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any
         loop.call_soon_threadsafe(call, *args)
 
 
-def _settle_result(future: "asyncio.Future[EngineCore]", core: EngineCore) -> None:
+def _settle(future: "asyncio.Future[R]", result: R) -> None:
     if not future.done():
-        future.set_result(core)
+        future.set_result(result)
 
 
-def _settle_error(future: "asyncio.Future[EngineCore]", error: Exception) -> None:
+def _settle_error(future: "asyncio.Future[R]", error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

@@ -123,8 +123,12 @@ class EngineCore:
         return self._requests.num_requests > 0 or self._flight is not None
 
     def submit(self, request: EngineRequest) -> None:
-        """Never raises: a refusal goes to the request's sink."""
-        self._requests.accept(request)
+        """Never raises: whatever keeps the request from running goes to its sink."""
+        try:
+            self._requests.accept(request)
+        except Exception:
+            logger.exception("request %d could not be entered", request.request_id)
+            self._requests.refuse(request, EngineFailed("internal error of the engine"))
 
     def abort(self, request_id: int) -> None:
         self._requests.abort(request_id)

@@ -1,0 +1,144 @@
+"""What both drivers promise, whatever a verb or the device does."""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from parrot.engine.config import SimConfig
+from parrot.engine.core.driver import AsyncDriver, Driver, ThreadDriver, ask, deliver
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import EngineRequest, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import StepPlan, StepResult
+from parrot.engine.runner_service import FutureSink, RunnerService
+from parrot.engine.sim.runner import SimRunner
+from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.engine_api import FillRequest, GenerateResponse
+from parrot.protocol.errors import EngineFailed, Unavailable
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import MonotonicClock
+
+CONFIG = SimConfig()
+
+
+class BlockingRunner(SimRunner):
+    """Steps wait while `may_run` is not set, like those of a stuck device."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG.instance)
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.is_stuck = threading.Event()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if not self.may_run.is_set():
+            self.is_stuck.set()
+        self.may_run.wait()
+        return super().run(plan)
+
+
+def make_core(runner: SimRunner | None = None) -> EngineCore:
+    language = Language.of(byte_tokenizer_response())
+    return EngineCore(CONFIG, runner or SimRunner(CONFIG.instance), language, MonotonicClock())
+
+
+def on_loop() -> Driver:
+    return AsyncDriver(make_core(), MonotonicClock(), lambda plan: 0.0)
+
+
+def in_thread() -> Driver:
+    return ThreadDriver(make_core)
+
+
+@pytest.fixture(params=[on_loop, in_thread])
+async def driver(request: pytest.FixtureRequest) -> AsyncIterator[Driver]:
+    make: Callable[[], Driver] = request.param
+    driver = make()
+    await driver.start()
+    yield driver
+    await driver.close()
+
+
+def submit(driver: Driver, number: int, sampling: object) -> FutureSink:
+    sink = FutureSink()
+    piece = Piece(number, array("i", list(b"abc")))
+    wanted = EngineRequest(number, (piece,), sink, sampling=sampling)  # type: ignore[arg-type]
+    driver.post(lambda core: core.submit(wanted))
+    return sink
+
+
+async def check_serves(driver: Driver, number: int) -> None:
+    answer = await submit(driver, number, SamplingConfig(max_gen_length=3)).outcome
+    assert isinstance(answer, GenerateResponse)
+    assert len(answer.generated_ids) == 3
+    await ask(driver, lambda core: core.check_integrity())
+
+
+async def test_a_verb_that_fails_costs_no_request_anything(driver: Driver) -> None:
+    running = submit(driver, 1, SamplingConfig(max_gen_length=200))
+    driver.post(lambda core: 1 / 0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError):
+        await ask(driver, lambda core: 1 / 0)
+    answer = await running.outcome
+    assert isinstance(answer, GenerateResponse)
+    assert len(answer.generated_ids) == 200
+    await check_serves(driver, 2)
+
+
+async def test_a_request_that_cannot_be_entered_fails_alone(driver: Driver) -> None:
+    running = submit(driver, 1, SamplingConfig(max_gen_length=200))
+    broken = submit(driver, 2, object())
+    with pytest.raises(EngineFailed, match="internal error"):
+        await broken.outcome
+    assert isinstance(await running.outcome, GenerateResponse)
+    await check_serves(driver, 3)
+
+
+def test_one_broken_sink_does_not_keep_the_others_from_theirs() -> None:
+    got: list[int] = []
+    deliver([(lambda _: 1 / 0, None), (got.append, 7)])
+    assert got == [7]
+
+
+async def test_an_engine_whose_thread_has_died_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(core: EngineCore) -> None:
+        raise Died
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    driver = ThreadDriver(make_core)
+    await driver.start()
+    running = submit(driver, 1, SamplingConfig(max_gen_length=30_000))
+    assert not driver.is_lost
+    driver.post(die)
+    with pytest.raises(Unavailable):
+        await running.outcome
+    assert driver.is_lost
+    await driver.close()
+
+
+async def test_a_stuck_device_shows_in_the_steps_and_does_not_keep_the_engine_from_closing() -> (
+    None
+):
+    runner = BlockingRunner()
+    driver = ThreadDriver(lambda: make_core(runner), patience_s=0.05)
+    service = RunnerService(CONFIG, driver, warm_up=True)
+    await service.start()
+    before = service.runtime_info()
+    runner.may_run.clear()
+    stuck = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1])))
+    await asyncio.to_thread(runner.is_stuck.wait)
+    later = asyncio.ensure_future(service.fill(FillRequest(context_id=2, token_ids=[1])))
+    await asyncio.sleep(0)
+    info = service.runtime_info()
+    assert (info.num_steps, info.num_total_jobs) == (before.num_steps, 1)
+    assert not service.is_lost()
+    await service.close()
+    for task in (stuck, later):
+        task.cancel()
+    runner.may_run.set()
