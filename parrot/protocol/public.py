@@ -80,6 +80,9 @@ class SemanticCallRequest(SessionScoped):
     chat: bool = Field(
         False, description="Render the template as a chat with the serving model's chat template."
     )
+    system: Content | None = Field(
+        None, description="The system message of a chat that begins with this call."
+    )
     reuse: bool = Field(
         True,
         description="Greedy or seeded, it may take the result of an identical call of its tenant.",

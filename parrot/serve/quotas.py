@@ -25,8 +25,10 @@ class Usage(NamedTuple):
 
 def usage_of(request: SemanticCallRequest | NativeCallRequest) -> Usage:
     """What the session keeps for a new call until it ends, but for the texts of its outputs."""
-    code = request.func_source if isinstance(request, NativeCallRequest) else request.template
-    texts = [code]
+    if isinstance(request, NativeCallRequest):
+        texts = [request.func_source]
+    else:
+        texts = [request.template, request.system or ""]
     texts += [parameter.value for parameter in request.parameters if parameter.value is not None]
     new = sum(parameter.var_id is None for parameter in request.parameters)
     return Usage(calls=1, variables=new, text_bytes=num_bytes(texts))

@@ -125,10 +125,12 @@ class TracingCore(ServeCore):
         is_new = self._is_new(request)
         response = super().submit_call(request)
         if is_new:
-            pieces = [
+            pieces: list[TraceText | str] = [
                 self._text(piece.text) if isinstance(piece, Text) else piece.name
                 for piece in parse_template(request.template)
             ]
+            if request.system is not None:
+                pieces.insert(0, self._text(request.system))
             self._sink(
                 CallSubmitted(
                     at=self._at(),
@@ -136,7 +138,7 @@ class TracingCore(ServeCore):
                     request_id=response.request_id,
                     pieces=pieces,
                     parameters=self._parameters(request.parameters, response),
-                    options=_options(request, "template", "parameters"),
+                    options=_options(request, "template", "parameters", "system"),
                 )
             )
         return response

@@ -157,3 +157,6 @@ def test_chat_template_leaves_the_text_to_the_server() -> None:
     assert chat.to_template_str() == func.to_template_str()
     assert chat.metadata.chat
     assert not func.metadata.chat
+    brief = P.chat_template.with_system("Be brief.").transform(func)
+    assert (brief.metadata.chat, brief.metadata.system) == (True, "Be brief.")
+    assert chat.metadata.system is None

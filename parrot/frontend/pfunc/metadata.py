@@ -17,8 +17,8 @@ class SemanticFuncMetadata:
     `remove_pure_fill`: drop the text after the last output. `cache_prefix`: let other calls reuse
     the KV of the constant beginning. `output_criteria`: run at once, as if a reader wanted the last
     output so. `on_demand`: only a reader makes its calls run (None: as the session says).
-    `fuse_fill`: a hint. `reuse`: when greedy or seeded, the
-    result of an identical call may be taken. `chat`: set by `chat_template`."""
+    `fuse_fill`: a hint. `reuse`: when greedy or seeded, the result of an identical call may be
+    taken. `chat` and its `system` message: set by `chat_template`."""
 
     models: tuple[str, ...] = ()
     model_type: str = "token_id"
@@ -29,6 +29,7 @@ class SemanticFuncMetadata:
     fuse_fill: bool = False
     reuse: bool = True
     chat: bool = False
+    system: str | None = None
 
     def to_payload(self) -> dict[str, Any]:
         payload = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -59,7 +60,8 @@ def parse_criteria(value: PerformanceCriteria | str) -> PerformanceCriteria:
 def parse_metadata(options: Mapping[str, Any]) -> SemanticFuncMetadata:
     """Raises `TypeError` for an unknown key or a value of the wrong type, `ValueError` for a wrong
     value."""
-    known = [field.name for field in fields(SemanticFuncMetadata) if field.name != "chat"]
+    known = [field.name for field in fields(SemanticFuncMetadata)]
+    known = [name for name in known if name not in ("chat", "system")]
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"unknown option `{name}`, allowed are {', '.join(known)}")

@@ -149,6 +149,8 @@ class Session:
         payload = call.to_request_payload(self) | {"successor_of": successor_of}
         if keep_tail:
             payload["remove_pure_fill"] = False
+        if successor_of is not None:
+            payload["system"] = None  # the chat has begun with one, or without
         request = self._checked(SemanticCallRequest, payload)
         return self._accepted(
             call, await self._when_there_is_room(lambda: self._calls.semantic_call(request))

@@ -1,7 +1,7 @@
 """From a call's template and parameters to the completions it runs as. Pure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parrot.protocol.errors import InvalidRequest
@@ -45,6 +45,7 @@ NO_ANCESTOR = Ancestor()
 def plan_call(request: SemanticCallRequest, *, follows_text: bool = False) -> CallPlan:
     """Cut the template at its outputs. `follows_text`: the context it continues ends with text, so
     an output may come first. Raises `InvalidRequest` naming the parameter."""
+    _check_system(request)
     parameters = index_parameters(request.parameters)
     completions: list[PlannedCompletion] = []
     fill: list[PlannedPiece] = []
@@ -68,8 +69,14 @@ def plan_call(request: SemanticCallRequest, *, follows_text: bool = False) -> Ca
             raise InvalidRequest(
                 f"output `{parameter.name}` does not occur in the template", param=parameter.name
             )
-    keeps_tail = not (request.remove_pure_fill and completions)
-    return CallPlan(tuple(completions), tuple(fill) if keeps_tail else ())
+    tail = [] if request.remove_pure_fill and completions else fill
+    if request.system is not None:
+        system = TextPiece(request.system, is_system=True)
+        if completions:
+            completions[0] = replace(completions[0], fill=(system, *completions[0].fill))
+        else:
+            tail.insert(0, system)
+    return CallPlan(tuple(completions), tuple(tail))
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:
@@ -96,12 +103,15 @@ def build_completions(
     completions: list[Completion] = []
     previous, before = ancestor.last, ancestor.tail
     for planned in plan.completions:
+        fill = before + bind_pieces(planned.fill, variables)
+        if options.chat:
+            fill = _message(fill)
         previous = Completion(
             id=next_id(),
             request_id=request_id,
             session_id=session_id,
             options=options,
-            fill=before + bind_pieces(planned.fill, variables),
+            fill=fill,
             output=variables[planned.output.name],
             sampling=planned.output.sampling_config or _DEFAULT_SAMPLING,
             previous=previous,
@@ -120,6 +130,21 @@ def bind_pieces(
     )
 
 
+def _message(fill: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The messages before an answer of a chat. The user's has no white space at its edges, which
+    only sets the template's placeholders apart. Pieces that are empty then go, but for the last."""
+    if fill and isinstance(first := fill[0], TextPiece) and first.is_system:
+        return (first, *_message(fill[1:]))
+    pieces = list(fill)
+    for edge, strip in ((0, str.lstrip), (-1, str.rstrip)):
+        while pieces and isinstance(piece := pieces[edge], TextPiece):
+            if text := strip(piece.text):
+                pieces[edge] = piece if text == piece.text else TextPiece(text)
+                break
+            del pieces[edge]
+    return tuple(pieces) or (TextPiece(""),)
+
+
 def continue_from(
     plan: CallPlan,
     completions: Sequence[Completion],
@@ -131,6 +156,15 @@ def continue_from(
     if completions:
         return Ancestor(completions[-1], tail)
     return Ancestor(ancestor.last, ancestor.tail + tail)
+
+
+def _check_system(request: SemanticCallRequest) -> None:
+    if request.system is None:
+        return
+    if not request.chat:
+        raise InvalidRequest("only a chat has a system message", param="system")
+    if request.successor_of is not None:
+        raise InvalidRequest("the chat that the call continues has begun", param="system")
 
 
 def _check_output_place(name: str, filled: set[str], has_text: bool) -> None:

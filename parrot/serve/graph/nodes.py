@@ -19,9 +19,10 @@ from parrot.serve.graph.variable import SemanticVariable
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Constant text of a template."""
+    """Constant text of a template, or the system message of a chat, which comes before it."""
 
     text: str
+    is_system: bool = False
 
 
 @dataclass(frozen=True, slots=True)

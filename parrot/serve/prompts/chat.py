@@ -1,13 +1,14 @@
 """Chat templates: the constant markup around the turns of a conversation.
 
-A model's template is rendered once per number of turns, with unguessable sentinels in the place of
-the messages, and split at them. Real messages never pass through the template, so no text in them
+A model's template is rendered with unguessable sentinels in the place of the messages, and split at
+them. Real messages never pass through the template, so no text in them
 can act as template code or as markup."""
 
 import json
 import re
 import secrets
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -16,13 +17,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parrot.protocol.errors import InvalidRequest
 
-_MAX_TURNS_CACHED = 256
+_NUM_RENDERED = 16  # turns; the markup of later turns is that of the sixteenth
 # Marks for training that some templates have; they print nothing.
 _GENERATION_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """`bos` and `eos`: the text of these tokens, "" if the model has none."""
+    """`bos` and `eos`: the text of these tokens, "" if the model has none.
+
+    Each turn has the markup with which its answer is generated, and keeps it when the chat goes on:
+    the KV of earlier turns stays valid, whatever the template does to turns that are not the last
+    (some move the system message to the last turn)."""
 
     def __init__(self, template: str, bos: str = "", eos: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -36,37 +41,55 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidRequest(f"the model's chat template is broken: {error}") from None
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        self._markups: dict[int, tuple[str, ...]] = {}
+        self._openings: dict[bool, tuple[str, ...]] = {}  # by whether there is a system message
+        self._later: list[tuple[str, str]] = []  # around the second user's message, the third's, ..
 
-    def markup(self, num_turns: int) -> tuple[str, ...]:
-        """The 2 * `num_turns` texts between which the messages stand:
+    def markup(self, num_turns: int, *, has_system: bool = False) -> tuple[str, ...]:
+        """The texts between which the messages stand; generation follows the last:
 
-            m[0] user_0 m[1] assistant_0 m[2] user_1 m[3] ... user_last m[-1]
+            m[0] system m[1] user_0 m[2] assistant_0 m[3] user_1 m[4] ... user_last m[-1]
 
-        Generation follows the last. Raises `InvalidRequest` if the template does not simply put the
-        messages one after the other."""
-        known = self._markups.get(num_turns)
-        if known is None:
-            known = self._render(num_turns)
-            if len(self._markups) < _MAX_TURNS_CACHED:
-                self._markups[num_turns] = known
-        return known
+        or without `m[0] system`. Raises `InvalidRequest` if the template does not simply put the
+        messages one after the other, or has no system message."""
+        if has_system not in self._openings:
+            self._openings[has_system] = self._render(1, has_system)
+        while len(self._later) < min(num_turns, _NUM_RENDERED) - 1:
+            before, after = self._render(len(self._later) + 2)[-2:]
+            self._later.append((before, after))
+        parts = list(self._openings[has_system])
+        for turn in range(num_turns - 1):
+            parts += self._later[min(turn, _NUM_RENDERED - 2)]
+        return tuple(parts)
 
-    def _render(self, num_turns: int) -> tuple[str, ...]:
-        sentinels = [f"m{secrets.token_hex(16)}m" for _ in range(2 * num_turns - 1)]
-        messages = [
-            {"role": "assistant" if i % 2 else "user", "content": sentinel}
-            for i, sentinel in enumerate(sentinels)
-        ]
+    @cached_property
+    def strips(self) -> bool:
+        """The template strips white space at the edges of the user's messages."""
+        content = f"\v{_sentinel()}\v"  # no template has vertical tabs of its own
+        return content not in self._text([_message("user", content)])
+
+    def _render(self, num_turns: int, has_system: bool = False) -> tuple[str, ...]:
+        roles = ["system"] * has_system + (["user", "assistant"] * num_turns)[:-1]
+        marks = [_sentinel() for _ in roles]
+        return tuple(_split(self._text(list(map(_message, roles, marks))), marks))
+
+    def _text(self, messages: list[dict[str, str]]) -> str:
         try:
-            text = self._template.render(
+            text: str = self._template.render(
                 messages=messages, add_generation_prompt=True, **self._tokens
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(f"the model's chat template failed: {error}", param="chat") from (
                 None
             )
-        return tuple(_split(text, sentinels))
+        return text
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _sentinel() -> str:
+    return f"m{secrets.token_hex(16)}m"
 
 
 def _split(text: str, sentinels: list[str]) -> list[str]:
@@ -75,7 +98,7 @@ def _split(text: str, sentinels: list[str]) -> list[str]:
         before, found, text = text.partition(sentinel)
         if not found or sentinel in text:
             raise InvalidRequest(
-                "the model's chat template does not show every message once", param="chat"
+                "the model's chat template does not show every message once, in order", param="chat"
             )
         parts.append(before)
     return [*parts, text]

@@ -24,7 +24,7 @@ async def encode_prompt(
 
     Raises `UnsupportedField` if the model has no chat template."""
     if tokenizer is None:
-        return [segment.text for segment in segments]
+        return [_plain(segment) for segment in segments]
     if not chat:
         encoded = [await _encode(segment, i == 0, tokenizer) for i, segment in enumerate(segments)]
     elif tokenizer.chat is None:
@@ -51,26 +51,34 @@ def join(parts: Sequence[Units]) -> Units:
     return tuple(chain.from_iterable([part for part in parts if not isinstance(part, str)]))
 
 
+def _plain(segment: Segment) -> str:
+    return f"{segment.text}\n\n" if segment.kind is SegmentKind.SYSTEM else segment.text
+
+
 async def _encode_chat(
     segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer
 ) -> list[Ids]:
-    """The markup before a turn goes with the turn's first segment, the markup before an answer with
-    the last segment of its question:
+    """The markup before a message goes with its first segment, the markup before an answer with the
+    last segment of its question:
 
         [m0 "Hello "] [name m1] [answer] [m2 "And?" m3]      with m = ChatTemplate.markup(2)"""
-    assert tokenizer.chat is not None
+    chat = tokenizer.chat
+    assert chat is not None
     num_turns = sum(segment.ends_turn for segment in segments) + (not is_whole)
-    markup = tokenizer.chat.markup(num_turns)
+    has_system = segments[0].kind is SegmentKind.SYSTEM
+    markup = chat.markup(num_turns, has_system=has_system)
     style = Style(special=True, first=False)
     used, at_start = 0, True
     encoded: list[Ids] = []
     for segment in segments:
+        if chat.strips and segment.kind is not SegmentKind.OUTPUT:
+            segment = _stripped(segment, at_start)
         ids = await _encode(segment, False, tokenizer)
         if at_start:
             opening = Style(special=True, first=used == 0)
             ids = await _encode_text(markup[used], opening, tokenizer) + ids
             used += 1
-        at_start = segment.kind is SegmentKind.OUTPUT
+        at_start = segment.kind in (SegmentKind.OUTPUT, SegmentKind.SYSTEM)
         if segment.ends_turn:
             ids += await _encode_text(markup[used], style, tokenizer)
             used += 1
@@ -78,11 +86,19 @@ async def _encode_chat(
     return encoded
 
 
+def _stripped(segment: Segment, at_start: bool) -> Segment:
+    """Without white space at the edges of its message. What has to be stripped has other ids."""
+    text = segment.text.lstrip() if at_start else segment.text
+    text = text.rstrip() if segment.ends_turn or segment.kind is SegmentKind.SYSTEM else text
+    return segment if text == segment.text else segment._replace(text=text, tokenized=None)
+
+
 async def _encode(segment: Segment, first: bool, tokenizer: ModelTokenizer) -> Ids:
     tokenized = segment.tokenized
     if tokenized is not None and tokenized.tokenizer_id == tokenizer.tokenizer_id:
         return tokenized.ids
-    style = Style(special=segment.kind is SegmentKind.CONSTANT, first=first)
+    is_constant = segment.kind in (SegmentKind.CONSTANT, SegmentKind.SYSTEM)
+    style = Style(special=is_constant, first=first)
     return await _encode_text(segment.text, style, tokenizer)
 
 

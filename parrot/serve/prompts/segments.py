@@ -22,6 +22,7 @@ _MAX_ROOTS = 1024  # that are not computed again
 
 class SegmentKind(Enum):
     CONSTANT = b"c"  # text of the template, which may contain special tokens
+    SYSTEM = b"s"  # a chat's system message, which comes first
     VALUE = b"v"  # a variable's value, always plain text
     OUTPUT = b"o"  # what an earlier completion of the same context generated
 
@@ -55,7 +56,8 @@ def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
     for i in range(start, last + 1):
         piece = completion.fill[i]
         if isinstance(piece, TextPiece):
-            yield Segment(SegmentKind.CONSTANT, piece.text, None, i == last)
+            kind = SegmentKind.SYSTEM if piece.is_system else SegmentKind.CONSTANT
+            yield Segment(kind, piece.text, None, i == last)
         elif piece.variable.state is VariableState.READY:
             value = piece.variable
             yield Segment(SegmentKind.VALUE, value.text, value.tokenized, i == last)

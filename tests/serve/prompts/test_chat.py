@@ -18,16 +18,29 @@ def test_markup() -> None:
     template = ChatTemplate(CHATML)
     assert template.markup(1) == (user, assistant)
     assert template.markup(2) == (user, assistant, "<|im_end|>\n" + user, assistant)
-    assert template.markup(2) is template.markup(2)
+    later = ("<|im_end|>\n" + user, assistant)
+    assert template.markup(3, has_system=True) == (
+        "<|im_start|>system\n",
+        "<|im_end|>\n" + user,
+        assistant,
+        *later,
+        *later,
+    )
+    assert template.markup(40) == (user, assistant, *later * 39)
 
 
 def test_tokens_and_filters() -> None:
     assert ChatTemplate(LLAMA, "<s>", "</s>").markup(2) == (
         "<s>[INST] ",
-        " [/INST] ",
+        " [/INST]",  # as it was generated, without the space that the template puts there later
         "</s>[INST] ",
         " [/INST]",
     )
+
+
+def test_whether_messages_are_stripped() -> None:
+    assert ChatTemplate(LLAMA).strips
+    assert not ChatTemplate(CHATML).strips
 
 
 def test_what_real_templates_use() -> None:

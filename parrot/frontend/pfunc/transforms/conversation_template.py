@@ -69,10 +69,18 @@ class ConversationTemplate(FuncMutator):
 
 
 class ChatTemplate(FuncMutator):
-    """Leaves the text alone and asks ServeCore to apply the chat template of the serving model."""
+    """Leaves the text alone and asks ServeCore to apply the chat template of the serving model.
+    `system_message`: None leaves it to the model's template, which may have one of its own."""
+
+    def __init__(self, system_message: str | None = None) -> None:
+        self.system_message = system_message
+
+    def with_system(self, system_message: str) -> "ChatTemplate":
+        """The same template for chats that begin with this message of the role `system`."""
+        return ChatTemplate(system_message)
 
     def transform(self, func: SemanticFunction) -> SemanticFunction:
-        return func.with_metadata(replace(func.metadata, chat=True))
+        return func.with_metadata(replace(func.metadata, chat=True, system=self.system_message))
 
 
 def _rounds(body: Sequence[FuncBodyPiece]) -> Iterator[tuple[list[Piece], Parameter | None]]:

@@ -1,0 +1,242 @@
+"""The prompt of a chat call is what transformers' `apply_chat_template` makes of its messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import TokenizerResponse
+from parrot.protocol.errors import InvalidRequest
+from parrot.serve.graph.nodes import Completion
+from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.segments import fill_segments, preceding_segments
+from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
+from parrot.testing.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, semantic, var_ids
+
+# Shortened from the models' own files: without tools and dates.
+LLAMA_3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+QWEN = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first)
+        or (message.role == "assistant") %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else 'user' %}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
+TEMPLATES = {"llama-3": LLAMA_3, "qwen": QWEN, "mistral": MISTRAL, "smollm2": SMOLLM2}
+
+SINGLE_TURNS = {
+    "What is {{x}}? {{y}}": "What is {x}?",
+    "  {{x}}\n{{y}}": "{x}",
+    "\nSay:\n{{x}}\n\nBriefly.\n{{y}}": "Say:\n{x}\n\nBriefly.",
+    "{{x}}{{y}}": "{x}",
+    "Hi {{y}}": "Hi",
+}
+
+
+async def tokenizer_of(response: TokenizerResponse) -> ModelTokenizer:
+    registry = TokenizerRegistry()
+    await registry.add("m", "t", response)
+    tokenizer = registry.get("m", "t")
+    assert tokenizer is not None
+    return tokenizer
+
+
+def reference(response: TokenizerResponse) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(response.tokenizer_json),
+        bos_token=BOS,
+        eos_token=EOS,
+        chat_template=response.chat_template,
+    )
+
+
+def messages(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+    roles = ["user", "assistant"] * len(texts)
+    spoken = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return [*([] if system is None else [{"role": "system", "content": system}]), *spoken]
+
+
+def completions(template: str, answers: Sequence[str], x: str, **fields: Any) -> list[Completion]:
+    """A chat call's completions, with these answers so far."""
+    runner = FakeRunner()
+    graph = make_graph(runner)
+    names = [name for name in ("y", "z") if f"{{{{{name}}}}}" in template]
+    parameters = [*([given("x", x)] if "{{x}}" in template else []), *map(made, names)]
+    ids = var_ids(graph.submit_semantic(semantic(template, *parameters, chat=True, **fields)))
+    graph.add_reader(graph.node(ids[names[-1]]), PerformanceCriteria.LATENCY)
+    found: list[Completion] = []
+    for answer in [*answers, None]:
+        (task,) = runner.started
+        assert isinstance(task, Completion)
+        found.append(task)
+        if answer is not None:
+            runner.finish(task, answer)
+    return found
+
+
+async def prompt_of(completion: Completion, tokenizer: ModelTokenizer | None) -> list[Any]:
+    segments = [*preceding_segments(completion), *fill_segments(completion)]
+    return await encode_prompt(segments, True, tokenizer)
+
+
+async def text_of(completion: Completion, response: TokenizerResponse) -> str:
+    ids = sum(await prompt_of(completion, await tokenizer_of(response)), ())
+    tokenizer = Tokenizer.from_str(response.tokenizer_json)
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_one_turn_with_and_without_a_system_message(name: str) -> None:
+    response = byte_tokenizer(chat_template=TEMPLATES[name])
+    hf = reference(response)
+    for template, message in SINGLE_TURNS.items():
+        for system in (None, "Be brief."):
+            (completion,) = completions(template, [], "a parrot", system=system)
+            chat = messages(message.format(x="a parrot"), system=system)
+            expected = hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            assert await text_of(completion, response) == expected, (template, system)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_values_at_the_edges_are_stripped_where_the_template_does_it(name: str) -> None:
+    response = byte_tokenizer(chat_template=TEMPLATES[name])
+    for template, message in (("{{x}} {{y}}", "{x}"), ("Say {{x}} {{y}}", "Say {x}")):
+        (completion,) = completions(template, [], " a line\n")
+        chat = messages(message.format(x=" a line\n"))
+        expected = reference(response).apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        assert await text_of(completion, response) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_two_turns(name: str) -> None:
+    """Some templates put a space before an answer that the model generates itself."""
+    response = byte_tokenizer(chat_template=TEMPLATES[name])
+    generated = " An answer." if name == "mistral" else "An answer."
+    _, second = completions("Ask {{x}} {{y}} Why? {{z}}", [generated], "x", system=None)
+    chat = messages("Ask x", "An answer.", "Why?")
+    hf = reference(response)
+    expected = hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert await text_of(second, response) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_the_second_turn_begins_with_the_first_token_for_token(name: str) -> None:
+    tokenizer = await tokenizer_of(byte_tokenizer(chat_template=TEMPLATES[name]))
+    first, second = completions("Ask {{x}} {{y}} Why? {{z}}", ["A."], "x", system="Be brief.")
+    before, after = await prompt_of(first, tokenizer), await prompt_of(second, tokenizer)
+    assert after[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    "question", ["What is the capital of France?", "Name a parrot.\nOne word."]
+)
+async def test_the_embedded_model_gets_the_tokens_of_transformers(question: str) -> None:
+    response = open_checkpoint("embedded").load_tokenizer()
+    (completion,) = completions(question + " {{y}}", [], "")
+    ids = sum(await prompt_of(completion, await tokenizer_of(response)), ())
+    text = reference(response).apply_chat_template(
+        messages(question), tokenize=False, add_generation_prompt=True
+    )
+    assert list(ids) == Tokenizer.from_str(response.tokenizer_json).encode(text).ids
+
+
+async def test_engines_without_a_tokenizer_get_the_texts() -> None:
+    (completion,) = completions(" Hi {{x}} {{y}}", [], "all", system="Be brief.")
+    assert "".join(await prompt_of(completion, None)) == "Be brief.\n\nHi all"
+
+
+async def test_a_model_without_a_system_role_says_so() -> None:
+    response = byte_tokenizer(chat_template=GEMMA)
+    (completion,) = completions("Hi {{y}}", [], "")
+    assert "<start_of_turn>user\nHi<end_of_turn>" in await text_of(completion, response)
+    (completion,) = completions("Hi {{y}}", [], "", system="Be brief.")
+    with pytest.raises(InvalidRequest, match="System role not supported"):
+        await text_of(completion, response)
+
+
+def test_a_system_message_needs_a_chat_that_begins() -> None:
+    graph = make_graph()
+    with pytest.raises(InvalidRequest, match="only a chat"):
+        graph.submit_semantic(semantic("Hi {{y}}", made("y"), system="Be brief."))
+    first = graph.submit_semantic(semantic("Hi {{y}}", made("y"), chat=True, system="Be brief."))
+    with pytest.raises(InvalidRequest, match="has begun"):
+        graph.submit_semantic(
+            semantic("And {{y}}", made("y"), chat=True, system="!", successor_of=first.request_id)
+        )
+
+
+def test_a_text_before_the_first_turn_keeps_its_system_message() -> None:
+    runner = FakeRunner()
+    graph = make_graph(runner)
+    start = graph.submit_semantic(
+        semantic("Hello. ", chat=True, system="Be brief.", remove_pure_fill=False)
+    )
+    request = semantic("Who? {{y}}", made("y"), chat=True, successor_of=start.request_id)
+    y = var_ids(graph.submit_semantic(request))["y"]
+    graph.add_reader(graph.node(y), PerformanceCriteria.LATENCY)
+    (task,) = runner.started
+    assert isinstance(task, Completion)
+    assert [segment.text for segment in fill_segments(task)] == ["Be brief.", "Hello. ", "Who?"]
