@@ -112,6 +112,8 @@ class _Routes:
         )
 
     async def ping(self, request: Request) -> Response:
+        if not self._service.is_ready():
+            raise Unavailable("the engine is loading its model, shutting down, or lost its device")
         return json_response(PingResponse(runtime_info=self._service.runtime_info()))
 
     async def tokenizer(self, request: Request) -> Response:

@@ -58,7 +58,7 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     only then does the engine register. Raises what loading raises."""
     service = create_service(config)
     server = AppServer(create_app(service, config), config.host, config.port, service.close)
-    engine = asyncio.create_task(_run_engine(config, service, with_core=with_core))
+    engine = asyncio.create_task(run_engine(config, service, with_core=with_core))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
@@ -69,7 +69,7 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
         raise error
 
 
-async def _run_engine(config: AnyEngineConfig, service: EngineService, *, with_core: bool) -> None:
+async def run_engine(config: AnyEngineConfig, service: EngineService, *, with_core: bool) -> None:
     """Load, then stay registered. Ends only by an error: another process may have more luck with
     the device that this one has lost."""
     await service.start()

@@ -38,4 +38,5 @@ class _RuntimeCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
-        yield CounterMetricFamily("parrot_engine_steps", "Steps run.", value=info.num_steps)
+        steps = info.num_steps or 0
+        yield CounterMetricFamily("parrot_engine_steps", "Steps run.", value=steps)

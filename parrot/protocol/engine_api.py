@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from parrot.protocol.sampling import SamplingConfig
 
@@ -169,7 +169,11 @@ class RuntimeInfo(InternalPayload):
     cache_mem: float = 0.0
     model_mem: float = 0.0
     recent_average_latency: float = 0.0
-    num_steps: int = Field(0, description="grows while the engine makes progress")
+    num_steps: int | None = Field(
+        None,
+        description="grows while the engine makes progress: one with work whose steps stand still "
+        "for the heartbeat timeout is lost; null: the engine does not count",
+    )
 
 
 class PingResponse(InternalPayload):
@@ -212,6 +216,13 @@ class EngineInfo(InternalPayload):
 
 class RegisterRequest(InternalPayload):
     engine_config: EngineInfo
+
+    @field_validator("engine_config")
+    @classmethod
+    def _can_be_called(cls, info: EngineInfo) -> EngineInfo:
+        if not info.host.strip():
+            raise ValueError("`host` is empty: ServeCore could not call the engine")
+        return info
 
 
 class RegisterResponse(InternalPayload):

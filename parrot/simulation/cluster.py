@@ -40,6 +40,7 @@ class SimEngine:
         self.service = service
         self.link = link
         self.engine_id = -1
+        self.is_registered = False
         self.is_alive = True
 
     @property
@@ -141,7 +142,7 @@ class SimCluster:
         await service.start()
         engine = SimEngine(service, EngineLink(ReorderingService(service, self.clock), self._rtt_s))
         self.engines[engine.name] = engine
-        engine.engine_id = await self._register(engine)
+        await self._register(engine)
         return engine
 
     def check_integrity(self) -> None:
@@ -155,18 +156,19 @@ class SimCluster:
     def _connect(self, info: EngineInfo) -> EngineLink:
         return self.engines[info.engine_name].link
 
-    async def _register(self, engine: SimEngine) -> int:
-        info = engine.service.engine_info()
-        return (await self.core.register_engine(RegisterRequest(engine_config=info))).engine_id
+    async def _register(self, engine: SimEngine) -> None:
+        request = RegisterRequest(engine_config=engine.service.engine_info())
+        engine.engine_id = (await self.core.register_engine(request)).engine_id
+        engine.is_registered = True
 
     async def _beat(self) -> None:
         while True:
             await self.clock.sleep(self.core.config.engine_heartbeat_timeout / _BEATS_PER_TIMEOUT)
             for engine in list(self.engines.values()):
-                if engine.is_alive:
-                    await self._beat_once(engine)
+                if engine.is_alive and engine.is_registered:
+                    self._beat_once(engine)
 
-    async def _beat_once(self, engine: SimEngine) -> None:
+    def _beat_once(self, engine: SimEngine) -> None:
         answer = self.core.heartbeat(
             HeartbeatRequest(
                 engine_id=engine.engine_id,
@@ -175,5 +177,9 @@ class SimCluster:
             )
         )
         if answer.state == "unknown":  # given up while it was only slow
-            await engine.service.reset()
-            engine.engine_id = await self._register(engine)
+            engine.is_registered = False
+            self._tasks.spawn(self._come_back(engine), name=f"{engine.name} comes back")
+
+    async def _come_back(self, engine: SimEngine) -> None:
+        await engine.service.reset()
+        await self._register(engine)

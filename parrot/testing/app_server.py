@@ -24,9 +24,9 @@ class _AnnouncingServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_app(app: FastAPI) -> AsyncIterator[str]:
+async def serve_app(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
     """Yield the app's base URL; the app's lifespan runs around it."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     # asyncio does this only for sockets that it makes; without it each answer may take 40 ms more.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = _AnnouncingServer(

@@ -60,6 +60,7 @@ class FakeEngine(EngineClient):
     freed: list[int] = field(default_factory=list)
     free_batches: int = 0
     free_error: ParrotError | None = None
+    ping_error: ParrotError | None = None
     fills: list[FillRequest] = field(default_factory=list)
     fill_error: ParrotError | None = None
     fill_hangs: bool = False
@@ -80,6 +81,8 @@ class FakeEngine(EngineClient):
         return self.tokenizer_response
 
     async def ping(self) -> RuntimeInfo:
+        if self.ping_error is not None:
+            raise self.ping_error
         return RuntimeInfo()
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
@@ -190,7 +193,7 @@ class FakeEngine(EngineClient):
 def fake_engine(
     name: str = "fake", *, model: str = "tiny", text: bool = False, add_bos: bool = False,
     tokens_capacity: int = 100_000, tasks_capacity: int = 64, max_seq_len: int = 50_000,
-    block_size: int = 1, script: Script | None = None,
+    block_size: int = 1, script: Script | None = None, ping_error: ParrotError | None = None,
 ) -> FakeEngine:  # fmt: skip
     payload = None if text else byte_tokenizer(add_bos=add_bos)
     info = EngineInfo(
@@ -205,4 +208,4 @@ def fake_engine(
         tokens_capacity=tokens_capacity,
         block_size=block_size,
     )
-    return FakeEngine(info, payload, script or Script())
+    return FakeEngine(info, payload, script or Script(), ping_error=ping_error)

@@ -341,6 +341,17 @@ async def test_api_keys_and_the_cluster_token(guarded: Site) -> None:
         await guarded.post(path, body, headers={"Authorization": "Bearer inside"})
 
 
+@pytest.mark.parametrize("host", ["", " "])
+async def test_an_engine_that_cannot_be_called_is_refused_before_it_is(
+    site: Site, host: str
+) -> None:
+    engine = ENGINE | {"host": host}
+    status, answer = await site.send("POST", "/register_engine", json={"engine_config": engine})
+    assert (status, answer["error"]["type"]) == (422, "validation_failed")
+    assert "host" in answer["error"]["message"]
+    assert site.dispatcher.engines() == []
+
+
 async def test_readiness_follows_the_engines(site: Site) -> None:
     status, answer = await site.send("GET", "/ready")
     assert (status, answer["error"]["type"]) == (503, "no_engine")

@@ -9,7 +9,8 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import NotFound
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
+from parrot.protocol.errors import EngineFailed, NotFound, Unavailable
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.simulation import SimClient, SimCluster, fixed, run_virtual, wan
@@ -175,6 +176,62 @@ def test_a_silent_engine_is_given_up_by_its_heartbeats_and_comes_back():
         return engine.engine_id - first_id
 
     assert simulate(body, core=core) == 1
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_hung_engine_costs_its_reads_a_heartbeat_timeout_and_no_text(
+    is_silent: bool, leaps: bool
+) -> None:
+    """Its process hangs, or only its device: then it goes on sending heartbeats."""
+    timeout_s, alone_s, length = 5.0, 10.0, 1000
+
+    async def body(cluster: SimCluster, program: Program) -> list[str]:
+        var_ids = [await program.call(f"story {i}", length=length) for i in range(6)]
+        reads = [asyncio.create_task(program.read(var_id)) for var_id in var_ids]
+        await asyncio.sleep(7)  # more than the timeout: long work is not taken for a hang
+        assert not any(read.done() for read in reads)
+        victim = cluster.engines["engine0"]
+        victim.slow_down(1e9)
+        victim.is_alive = not is_silent
+        texts = await asyncio.gather(*reads)
+        assert cluster.clock.now() < 7 + timeout_s * 4 / 3 + 2.5 * alone_s
+        info = await program.client.session_info(**program.scope)
+        assert {call.engine for call in info.calls} == {"engine1"}
+        victim.is_alive = False
+        return texts
+
+    core = CoreConfig(engine_heartbeat_timeout=timeout_s)
+    texts = simulate(body, num_engines=2, core=core, leaps=leaps)
+    assert {len(text) for text in texts} == {length}
+
+
+def test_a_reset_connection_costs_no_bystander() -> None:
+    async def body(cluster: SimCluster, program: Program) -> float:
+        engine = cluster.engines["engine0"]
+        generate, num_resets = engine.link.generate, 0
+
+        async def hiccup(request: GenerateRequest) -> GenerateResponse:
+            nonlocal num_resets
+            if request.sampling_config.max_gen_length == 5:
+                num_resets += 1
+                raise Unavailable("one connection was reset")
+            return await generate(request)
+
+        engine.link.generate = hiccup
+        bystanders = [await program.call(f"story {i}", length=1000) for i in range(8)]
+        reads = [asyncio.create_task(program.read(var_id)) for var_id in bystanders]
+        for _ in range(2):
+            await asyncio.sleep(2)
+            with pytest.raises(EngineFailed):
+                await program.read(await program.call("unlucky", length=5))
+        await asyncio.gather(*reads)
+        assert num_resets == 6
+        info = await program.client.session_info(**program.scope)
+        assert {call.attempts for call in info.calls} == {1, 3}
+        return cluster.clock.now()
+
+    assert simulate(body, core=CoreConfig(engine_heartbeat_timeout=5.0)) < 12
 
 
 def test_without_engines_a_read_ends_with_an_error_or_waits_for_one():

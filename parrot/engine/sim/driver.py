@@ -28,11 +28,11 @@ class SimDriver(AsyncDriver):
     def slow_down(self, factor: float) -> None:
         """From the next step on."""
         self._slowdown = factor
-        self._stir()
+        self.interrupt()
 
     def post(self, verb: Verb) -> None:
         super().post(verb)
-        self._stir()
+        self.interrupt()
 
     def _step_cost(self, plan: StepPlan) -> float:
         return self._slowdown * self._runner.cost(plan)
@@ -66,13 +66,14 @@ class SimDriver(AsyncDriver):
     async def _nap(self, until: float) -> None:
         loop = asyncio.get_running_loop()
         self._napping = loop.create_future()
-        timer = loop.call_at(until, self._stir)
+        timer = loop.call_at(until, self.interrupt)
         try:
             await self._napping
         finally:
             timer.cancel()
             self._napping = None
 
-    def _stir(self) -> None:
+    def interrupt(self) -> None:
+        """End a leap with the step under way."""
         if self._napping is not None and not self._napping.done():
             self._napping.set_result(None)

@@ -7,6 +7,7 @@ from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.engine_api import RuntimeInfo
 from parrot.utils.clock import Clock, MonotonicClock
 
 
@@ -23,6 +24,11 @@ class SimService(RunnerService):
     def slow_down(self, factor: float) -> None:
         """From its next step on, every step takes `factor` times what it costs."""
         self._sim_driver.slow_down(factor)
+
+    def runtime_info(self) -> RuntimeInfo:
+        """Steps that run together are interrupted, so that the next look sees those that ended."""
+        self._sim_driver.interrupt()
+        return super().runtime_info()
 
 
 def create_sim_engine(config: SimConfig, clock: Clock | None = None) -> SimService:

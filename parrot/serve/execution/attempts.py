@@ -9,7 +9,7 @@ start -> Executor.run -+-> done     it has an output
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from parrot.protocol.errors import InternalError, ParrotError
@@ -17,7 +17,7 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.executor import Executor
 from parrot.serve.execution.prefetch import EagerFiller
-from parrot.serve.execution.retry import Verdict, final_error, judge
+from parrot.serve.execution.retry import Verdict, final_error, is_broken, judge
 from parrot.serve.execution.run import Attempt, Outcome
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -30,13 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What may become of an attempt that nobody stopped. All books of it are closed by then, but
-    for `lost`: that engine is dead, and `Attempts.leave` must come for it."""
+    """What may become of an attempt that nobody stopped. All books of it are closed by then.
+    `answers` tells whether an engine is alive to which a connection broke; if it is not,
+    `Attempts.leave` must have come for it."""
 
     done: Callable[[Attempt, Outcome], None]
     again: Callable[[CompletionTask], None]  # the scheduler has it in its queue already
     failed: Callable[[CompletionTask, ParrotError], None]
-    lost: Callable[[Engine, str], None]
+    answers: Callable[[Engine], Awaitable[bool]]
 
 
 class Attempts:
@@ -126,7 +127,8 @@ class Attempts:
         try:
             outcome = await self._executor.run(attempt)
         except ParrotError as error:
-            self._fail(attempt, error)
+            if not is_broken(error) or await self._ends.answers(attempt.engine):
+                self._fail(attempt, error)
         except Exception:
             logger.exception("completion %d failed", attempt.task.completion.id)
             self._fail(attempt, InternalError("internal error"))
@@ -154,9 +156,6 @@ class Attempts:
             return
         task, engine = attempt.task, attempt.engine
         verdict = judge(attempt, error)
-        if verdict is Verdict.ENGINE_IS_LOST:
-            self._ends.lost(engine, error.message)
-            return
         del self._running[task.completion.id]
         self._executor.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
         if verdict is Verdict.NEEDS_MEMORY:
@@ -165,7 +164,7 @@ class Attempts:
             self._run_again(attempt)
         else:
             self._scheduler.ended(task, engine.id)
-            self._ends.failed(task, final_error(error))
+            self._ends.failed(task, final_error(engine, error))
 
     def _stop(self, task: CompletionTask) -> Attempt:
         """The task's runner does nothing more; the attempt's books are the caller's."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
-from parrot.protocol.errors import InternalError, ParrotError, Unavailable
+from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
 from parrot.protocol.public import ModelsResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.forecast import Anticipation
@@ -26,7 +26,6 @@ from parrot.serve.execution.frees import FreeSender
 from parrot.serve.execution.prefetch import EagerCounts, EagerFiller
 from parrot.serve.execution.queue import Queue
 from parrot.serve.execution.result_cache import Reuse
-from parrot.serve.execution.retry import final_error
 from parrot.serve.execution.run import Attempt, Outcome
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
@@ -65,6 +64,7 @@ class Dispatcher:
             self._timers,
             tokenizers,
             connect or http_connect(config.cluster_token),
+            lambda engine: self._scheduler.num_placed(engine.id) > 0,
             self._on_joined,
             self._on_lost,
         )
@@ -95,7 +95,7 @@ class Dispatcher:
             self._scheduler,
             Executor(self._ledger, tokenizers),
             self._eager,
-            Ends(self._done, self._queue.enter, self._give_up, self._fleet.lose),
+            Ends(self._done, self._queue.enter, self._give_up, self._fleet.liveness.answers),
         )
         self._reuse = Reuse(config.global_scheduler, clock)
         self._frees = FreeSender(clock)
@@ -398,4 +398,4 @@ class Dispatcher:
         self._scheduler.remove_engine(engine.id)
         self._queue.engine_lost(engine.last_seen)
         for task in given_up:
-            self._give_up(task, final_error(Unavailable("every engine that ran it was lost")))
+            self._give_up(task, EngineFailed("every engine that ran the completion was lost"))

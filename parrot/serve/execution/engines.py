@@ -1,6 +1,5 @@
-"""The live engines, and when each was last heard of."""
+"""The live engines."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +14,14 @@ from parrot.utils.ids import IdCounter
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """A registered engine. `is_alive` is False for ever once it was removed."""
+    """A registered engine. `is_alive` is False for ever once it was removed. `last_progress`: the
+    last heartbeat by which it had done something, or had nothing to do."""
 
     id: int
     info: EngineInfo
     client: EngineClient
     last_seen: float
+    last_progress: float
     runtime: RuntimeInfo | None = None
     is_alive: bool = True
 
@@ -47,12 +48,11 @@ class EngineView:
 class EngineRegistry:
     """An engine is live from `add` until `remove`; its id is never used again."""
 
-    def __init__(self, max_engines: int, timeout_s: float, clock: Clock) -> None:
+    def __init__(self, max_engines: int, clock: Clock) -> None:
         self._max_engines = max_engines
-        self._timeout_s = timeout_s
         self._clock = clock
         self._ids = IdCounter()
-        self._engines: OrderedDict[int, Engine] = OrderedDict()  # longest silent first
+        self._engines: dict[int, Engine] = {}
         self._by_address: dict[tuple[str, str, int], Engine] = {}
         self._known_models: set[str] = set()  # of lost engines, too
 
@@ -77,7 +77,8 @@ class EngineRegistry:
     def add(self, info: EngineInfo, client: EngineClient) -> Engine:
         """A predecessor at the same address must have been removed. Raises `QuotaExceeded`."""
         self.require_room(info)
-        engine = Engine(self._ids.next(), info, client, self._clock.now())
+        now = self._clock.now()
+        engine = Engine(self._ids.next(), info, client, now, now)
         assert engine.address not in self._by_address, engine.address
         self._engines[engine.id] = self._by_address[engine.address] = engine
         self._known_models.add(info.model)
@@ -86,32 +87,6 @@ class EngineRegistry:
     def remove(self, engine: Engine) -> None:
         engine.is_alive = False
         del self._engines[engine.id], self._by_address[engine.address]
-
-    def heartbeat(self, engine_id: int, engine_name: str, runtime: RuntimeInfo) -> bool:
-        """False: no such live engine; it must register again."""
-        engine = self._engines.get(engine_id)
-        if engine is None or engine.info.engine_name != engine_name:
-            return False
-        engine.last_seen = self._clock.now()
-        engine.runtime = runtime
-        self._engines.move_to_end(engine_id)
-        return True
-
-    def next_deadline(self) -> float | None:
-        """When the engine that is silent for longest will count as dead."""
-        for engine in self._engines.values():
-            return engine.last_seen + self._timeout_s
-        return None
-
-    def silent(self) -> list[Engine]:
-        """The live engines whose deadline has passed."""
-        now = self._clock.now()
-        overdue: list[Engine] = []
-        for engine in self._engines.values():
-            if engine.last_seen + self._timeout_s > now:  # the same sum as in next_deadline
-                break
-            overdue.append(engine)
-        return overdue
 
     def unserved(self, models: Sequence[str]) -> ParrotError:
         """Why nothing with one of these models (empty: any) can run. If engines are there, and none

@@ -9,10 +9,11 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.http import HttpClient
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.engines import Engine, EngineRegistry
+from parrot.serve.execution.liveness import Liveness
 from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
-from parrot.utils.timers import Timer, TimerQueue
+from parrot.utils.timers import TimerQueue
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +42,18 @@ class Fleet:
         timers: TimerQueue,
         tokenizers: TokenizerRegistry,
         connect: Connect,
+        has_runs: Callable[[Engine], bool],
         on_joined: Callable[[Engine], None],
         on_lost: Callable[[Engine], None],
     ) -> None:
-        self.registry = EngineRegistry(
-            config.max_engines_num, config.engine_heartbeat_timeout, clock
+        self.registry = EngineRegistry(config.max_engines_num, clock)
+        self.liveness = Liveness(
+            config.engine_heartbeat_timeout, clock, timers, has_runs, self.lose
         )
-        self._timers = timers
         self._tokenizers = tokenizers
         self._connect = connect
         self._on_joined = on_joined
         self._on_lost = on_lost
-        self._watch: Timer | None = None
         self._closing = TaskSet()
 
     async def register(self, info: EngineInfo) -> int:
@@ -68,16 +69,17 @@ class Fleet:
         except BaseException:
             await client.close()
             raise
+        self.liveness.watch(engine)
         self._on_joined(engine)
-        self._arm()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
         return engine.id
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        is_known = self.registry.heartbeat(
-            request.engine_id, request.engine_name, request.runtime_info
-        )
-        return HeartbeatResponse(state="ok" if is_known else "unknown")
+        engine = self.registry.get(request.engine_id)
+        if engine is None or engine.info.engine_name != request.engine_name:
+            return HeartbeatResponse(state="unknown")
+        self.liveness.heartbeat(engine, request.runtime_info)
+        return HeartbeatResponse(state="ok")
 
     def lose(self, engine: Engine, reason: str) -> None:
         """It counts as dead from now on; if it is not, it will be told so and register again."""
@@ -85,10 +87,12 @@ class Fleet:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
         self.registry.remove(engine)
+        self.liveness.forget(engine)
         self._on_lost(engine)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
     async def close(self) -> None:
+        await self.liveness.close()
         for engine in self.registry:
             await engine.client.close()
         await self._closing.close()
@@ -102,15 +106,3 @@ class Fleet:
             logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error.message)
             raise
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)
-
-    def _arm(self) -> None:
-        """A heartbeat only moves deadlines away, so one timer for the earliest is enough."""
-        deadline = self.registry.next_deadline()
-        if self._watch is None and deadline is not None:
-            self._watch = self._timers.call_at(deadline, self._check)
-
-    def _check(self) -> None:
-        self._watch = None
-        for engine in self.registry.silent():
-            self.lose(engine, "no heartbeat")
-        self._arm()

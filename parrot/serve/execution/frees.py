@@ -10,12 +10,14 @@ from parrot.utils.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
+_MAX_INTERVAL_S = 5.0  # between two that fail
 _MAX_BATCH = 65536  # context ids that one request may have
-_MAX_TRIES = 3
 
 
 class FreeSender:
-    """At most one request per engine is under way; what comes meanwhile goes with the next."""
+    """At most one request per engine is under way; what comes meanwhile goes with the next. Ids are
+    sent until the engine has acknowledged them or is lost: one that registers again has forgotten
+    all contexts."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -34,16 +36,18 @@ class FreeSender:
         await self._tasks.close()
 
     async def _run(self, engine: Engine) -> None:
-        failures = 0
-        while engine.is_alive and failures < _MAX_TRIES and (pending := self._pending[engine]):
+        delay_s = _INTERVAL_S
+        while engine.is_alive and (pending := self._pending[engine]):
             batch = pending[:_MAX_BATCH]
             try:
                 await engine.client.free_contexts(batch)
             except ParrotError as error:
-                failures += 1
-                logger.warning("engine %s did not free: %s", engine.info.engine_name, error.message)
+                if delay_s == _INTERVAL_S:  # not at each attempt
+                    name = engine.info.engine_name
+                    logger.warning("engine %s did not free, trying on: %s", name, error.message)
+                delay_s = min(2 * delay_s, _MAX_INTERVAL_S)
             else:
-                failures = 0
+                delay_s = _INTERVAL_S
                 del pending[: len(batch)]
-            await self._clock.sleep(_INTERVAL_S)
+            await self._clock.sleep(delay_s)
         del self._pending[engine]

@@ -1,20 +1,20 @@
-"""What an attempt's error means for its completion and its engine."""
+"""What a run's error means for its completion."""
 
 from enum import Enum, auto
 
 from parrot.protocol.errors import (
-    Cancelled,
+    CallFailed,
     EngineFailed,
-    InternalError,
+    InvalidRequest,
     ModelNumerics,
     NotFound,
     OutOfMemory,
     ParrotError,
     PromptTooLong,
     QuotaExceeded,
-    TimedOut,
     Unavailable,
 )
+from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.run import Attempt
 
 
@@ -23,7 +23,12 @@ class Verdict(Enum):
     RUNS_AGAIN = auto()  # preferably elsewhere
     NEEDS_MEMORY = auto()  # again, when the engine's idle contexts are gone
     CONTEXT_IS_LOST = auto()  # again, without the contexts that the engine does not know
-    ENGINE_IS_LOST = auto()
+
+
+def is_broken(error: ParrotError) -> bool:
+    """Whether the engine may be dead, which only a ping can tell: one connection that was reset
+    says nothing of the others."""
+    return isinstance(error, Unavailable) and not isinstance(error, OutOfMemory)
 
 
 def judge(attempt: Attempt, error: ParrotError) -> Verdict:
@@ -34,7 +39,7 @@ def judge(attempt: Attempt, error: ParrotError) -> Verdict:
             limit = min(engine.info.max_seq_len, engine.info.tokens_capacity)
             task.wanted_len = max(task.wanted_len, limit + 1)
             return Verdict.RUNS_AGAIN
-        case ModelNumerics():
+        case ModelNumerics() | InvalidRequest():
             return Verdict.FAILS
         case OutOfMemory():
             verdict = Verdict.NEEDS_MEMORY
@@ -46,23 +51,19 @@ def judge(attempt: Attempt, error: ParrotError) -> Verdict:
         case NotFound():
             verdict = Verdict.CONTEXT_IS_LOST
             task.num_refused += 1
-        case Unavailable():
-            return Verdict.ENGINE_IS_LOST
-        case EngineFailed() | InternalError() | Cancelled() | TimedOut():
+        case _:
             verdict = Verdict.RUNS_AGAIN
             task.num_lost += 1
             task.avoided.add(engine.id)
-        case _:
-            return Verdict.FAILS
     return verdict if task.may_run_again else Verdict.FAILS
 
 
-def final_error(error: ParrotError) -> ParrotError:
-    """What the reader gets. An engine's own trouble is never shown as a trouble of ServeCore."""
+def final_error(engine: Engine, error: ParrotError) -> ParrotError:
+    """The error that the reader gets. What is between ServeCore and the engine (a token, a size, a
+    connection) is never shown as the reader's own fault or as a trouble of ServeCore."""
     match error:
-        case OutOfMemory() | QuotaExceeded():
+        case CallFailed() | InvalidRequest() | OutOfMemory() | QuotaExceeded():
             return error
-        case Unavailable() | InternalError() | Cancelled() | TimedOut() | NotFound():
-            return EngineFailed(f"no engine could run the completion: {error.message}")
         case _:
-            return error
+            name = engine.info.engine_name
+            return EngineFailed(f"engine {name} could not run the completion: {error.message}")

@@ -7,8 +7,15 @@ from itertools import count
 import pytest
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import EngineInfo, FinishReason, HeartbeatRequest, RuntimeInfo
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    EngineType,
+    FinishReason,
+    HeartbeatRequest,
+    RuntimeInfo,
+)
 from parrot.protocol.errors import (
+    AuthenticationFailed,
     Cancelled,
     EngineFailed,
     InternalError,
@@ -17,10 +24,13 @@ from parrot.protocol.errors import (
     NotFound,
     OutOfMemory,
     ParrotError,
+    PayloadTooLarge,
     PromptTooLong,
     QuotaExceeded,
+    SessionGone,
     Unavailable,
     UnsupportedField,
+    ValidationFailed,
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
@@ -483,6 +493,7 @@ async def test_a_lost_engines_completions_run_elsewhere(world: World) -> None:
     hanging = [world.submit(f"job {i} ", value("x")) for i in range(3)]
     await world.settle()
     one.scripts = [Script(error=Unavailable("connection reset"))]
+    one.ping_error = Unavailable("connection refused")
     trigger = world.submit("more")
     await world.settle()
     assert world.dispatcher.engines() == []
@@ -495,10 +506,59 @@ async def test_a_lost_engines_completions_run_elsewhere(world: World) -> None:
     assert one.is_closed
 
 
+async def test_a_broken_connection_costs_only_its_own_run(world: World) -> None:
+    engine = fake_engine("one", script=Script(hang_after=0))
+    await world.join(engine)
+    innocent = [world.submit(f"job {i} ", value("x")) for i in range(8)]
+    await world.settle()
+    for _ in range(4):
+        engine.scripts = [Script(error=Unavailable("connection reset")), Script()]
+        assert await world.submit("more").output.wait()
+    engine.script = Script(error=Unavailable("connection reset"))
+    unlucky = await error_of(world.submit("most"))
+    assert type(unlucky) is EngineFailed
+    assert "engine one could not run the completion: connection reset" in unlucky.message
+    engine.resume.set()
+    assert [await completion.output.wait() for completion in innocent] == ["<7>"] * 8
+    assert {completion.stats.attempts for completion in innocent} == {1}
+    assert [view.info.engine_name for view in world.dispatcher.engines()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AuthenticationFailed("missing or wrong cluster token"),
+        PayloadTooLarge("the request body exceeds 64 MiB"),
+        ValidationFailed("`fills`: too many"),
+        SessionGone("?"),
+    ],
+)
+async def test_what_an_engine_refuses_of_servecore_is_not_the_readers_fault(
+    world: World, error: ParrotError
+) -> None:
+    await world.join(fake_engine("one", script=Script(error=error)))
+    failed = await error_of(world.submit("a"))
+    assert type(failed) is EngineFailed
+    assert "engine one" in failed.message
+    assert error.message in failed.message
+
+
+@pytest.mark.parametrize(
+    "error", [PromptTooLong("4097 tokens"), QuotaExceeded("the server behind this engine ...")]
+)
+async def test_what_is_about_the_request_reaches_the_reader_as_it_is(
+    world: World, error: ParrotError
+) -> None:
+    await world.join(fake_engine("one", script=Script(error=error)))
+    failed = await error_of(world.submit("a"))
+    assert (type(failed), failed.message) == (type(error), error.message)
+
+
 async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None:
     killer = world.submit("kill")
     for i in range(3):
-        await world.join(fake_engine(f"e{i}", script=Script(error=Unavailable("gone"))))
+        gone = Unavailable("gone")
+        await world.join(fake_engine(f"e{i}", script=Script(error=gone), ping_error=gone))
         await world.settle()
     assert type(await error_of(killer)) is EngineFailed
     assert killer.stats.attempts == 3
@@ -521,6 +581,48 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     engine.script = Script()
     await world.join(engine)
     await world.submit("a").output.wait()
+
+
+def beat(engine_id: int, name: str, num_steps: int | None) -> HeartbeatRequest:
+    runtime = RuntimeInfo(num_steps=num_steps)
+    return HeartbeatRequest(engine_id=engine_id, engine_name=name, runtime_info=runtime)
+
+
+async def test_an_engine_whose_steps_stand_still_under_work_is_lost(world: World) -> None:
+    stuck = fake_engine("stuck", script=Script(hang_after=0))
+    stuck_id = await world.join(stuck)
+    await world.clock.advance(1)
+    for _ in range(9):  # without work, nothing has to happen
+        assert world.dispatcher.heartbeat(beat(stuck_id, "stuck", 7)).state == "ok"
+        await world.clock.advance(10)
+    completion = world.submit("a")
+    await world.settle()
+    other_id = await world.join(fake_engine("other"))
+    for i in range(3):
+        assert world.dispatcher.heartbeat(beat(stuck_id, "stuck", 7 + (i > 0))).state == "ok"
+        assert world.dispatcher.heartbeat(beat(other_id, "other", 3)).state == "ok"
+        await world.clock.advance(9)
+    assert completion.state is CompletionState.RUNNING
+    for _ in range(3):
+        world.dispatcher.heartbeat(beat(stuck_id, "stuck", 8))
+        world.dispatcher.heartbeat(beat(other_id, "other", 3))
+        await world.clock.advance(9)
+    assert completion.output.text == "<1>"
+    assert completion.stats.engine_name == "other"
+    assert world.dispatcher.heartbeat(beat(stuck_id, "stuck", 8)).state == "unknown"
+    assert [view.info.engine_name for view in world.dispatcher.engines()] == ["other"]
+
+
+async def test_a_server_that_answers_slowly_does_not_cost_its_openai_engine(world: World) -> None:
+    engine = fake_engine("proxy", text=True, script=Script(hang_after=0))
+    engine.info = engine.info.model_copy(update={"engine_type": EngineType.OPENAI})
+    engine_id = await world.join(engine)
+    completion = world.submit("a")
+    for _ in range(20):
+        await world.clock.advance(10)
+        assert world.dispatcher.heartbeat(beat(engine_id, "proxy", 7)).state == "ok"
+    engine.resume.set()
+    assert await completion.output.wait() == "<1>"
 
 
 async def test_a_late_result_is_dropped(world: World) -> None:
@@ -685,6 +787,25 @@ async def test_releasing_a_session_frees_its_contexts_in_one_request(world: Worl
         world.dispatcher.heartbeat(beat)
         await world.clock.advance(20)
     assert engine.contexts == {}  # it expired
+
+
+async def test_frees_are_sent_until_the_engine_acknowledges_them(world: World) -> None:
+    engine = fake_engine()
+    engine_id = await world.join(engine)
+    await world.submit("T: ", value("x")).output.wait()
+    engine.free_error = Unavailable("busy")
+    world.dispatcher.release_session(1)
+    for _ in range(20):
+        await world.clock.advance(10)
+        world.dispatcher.heartbeat(beat(engine_id, "fake", None))
+    assert 20 < engine.free_batches < 60
+    assert engine.freed == []
+    engine.free_error = None
+    await world.clock.advance(10)
+    assert len(engine.freed) == 1
+    freed = engine.free_batches
+    await world.clock.advance(10)
+    assert engine.free_batches == freed
 
 
 async def test_a_free_that_fails_is_sent_again(world: World) -> None:

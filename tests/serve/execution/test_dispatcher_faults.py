@@ -119,6 +119,7 @@ class History:
             case 7 if self.engines:
                 engine = self.rng.choice(list(self.engines.values()))
                 engine.script = self.script()
+                engine.ping_error = self.rng.choice([None, Unavailable("connection refused")])
                 engine.resume.set()
                 engine.resume = asyncio.Event()
             case 8 if self.engines:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import QuotaExceeded
 from parrot.serve.execution.engines import EngineRegistry
 from parrot.testing.fake_engine import FakeEngine, fake_engine
@@ -16,7 +15,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def registry(clock: ManualClock) -> EngineRegistry:
-    return EngineRegistry(max_engines=2, timeout_s=30.0, clock=clock)
+    return EngineRegistry(max_engines=2, clock=clock)
 
 
 def make(name: str, model: str = "tiny") -> FakeEngine:
@@ -43,33 +42,6 @@ def test_quota(registry: EngineRegistry) -> None:
     with pytest.raises(QuotaExceeded):
         registry.add(make("c").info, make("c"))
     assert len(registry) == 2
-
-
-async def test_deadlines(registry: EngineRegistry, clock: ManualClock) -> None:
-    assert registry.next_deadline() is None
-    a = registry.add(make("a").info, make("a"))
-    await clock.advance(10)
-    b = registry.add(make("b").info, make("b"))
-    assert registry.next_deadline() == 130.0
-    await clock.advance(10)
-    runtime = RuntimeInfo(num_running_jobs=3)
-    assert registry.heartbeat(a.id, "a", runtime)
-    assert a.runtime is runtime
-    assert registry.next_deadline() == 140.0  # now b is silent for longest
-    await clock.advance(19.9)
-    assert registry.silent() == []
-    await clock.advance(0.1)
-    assert registry.silent() == [b]
-    await clock.advance(10)
-    assert registry.silent() == [b, a]
-
-
-def test_heartbeats_of_strangers(registry: EngineRegistry) -> None:
-    a = registry.add(make("a").info, make("a"))
-    assert not registry.heartbeat(a.id + 1, "a", RuntimeInfo())
-    assert not registry.heartbeat(a.id, "b", RuntimeInfo())
-    registry.remove(a)
-    assert not registry.heartbeat(a.id, "a", RuntimeInfo())
 
 
 def test_models_are_listed_once(registry: EngineRegistry) -> None:

@@ -301,7 +301,7 @@ async def test_a_lost_engine_reruns_a_shared_call_once_elsewhere(world: World) -
     await world.settle()
     other = await world.join("other", Script(text=lambda _: "defghi"))
     reads[0].cancel()
-    lost.script = Script(error=Unavailable("gone"))
+    lost.script, lost.ping_error = Script(error=Unavailable("gone")), Unavailable("gone")
     trigger = follower.read(follower.call("something else"))
     world.core._dispatcher._fleet.lose(next(iter(world.core._dispatcher._fleet.registry)), "gone")
     assert "".join(await reads[1]) == "abcdefghi"  # what was streamed is continued, not repeated

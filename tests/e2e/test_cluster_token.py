@@ -1,0 +1,70 @@
+"""Who knows the cluster's token may be an engine, or use one; nobody else. Real HTTP both ways."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from parrot.cluster.ports import free_port
+from parrot.engine.app import create_app as create_engine_app
+from parrot.engine.config import SimConfig
+from parrot.engine.http_server import create_service, run_engine
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from parrot.serve.api.app import create_app as create_core_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.testing.app_server import serve_app
+from tests.e2e.programs import program
+
+
+@asynccontextmanager
+async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIterator[ServeClient]:
+    """A ServeCore and an engine that tries to register with it."""
+    core = ServeCore(CoreConfig(cluster_token=core_token))
+    async with serve_app(create_core_app(core)) as url, HttpClient(url) as http:
+        port = free_port("127.0.0.1", set())
+        address = {"host": "127.0.0.1", "port": urlsplit(url).port}
+        config = SimConfig.model_validate(
+            {"host": "127.0.0.1", "port": port, "serve_core": address, "heartbeat_interval": 0.05}
+            | {"cluster_token": engine_token}
+        )
+        service = create_service(config)
+        async with serve_app(create_engine_app(service, config), port):
+            engine = asyncio.create_task(run_engine(config, service, with_core=True))
+            yield ServeClient(http)
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+            await service.close()
+
+
+async def test_with_the_same_token_calls_run_and_engines_stay() -> None:
+    async with cluster("sesame", "sesame") as client, asyncio.timeout(30):
+        while not (await client.models()).data:
+            await asyncio.sleep(0.02)
+        async with program(client) as session:
+            for _ in range(3):
+                assert await session.get(await session.call("Say something: {{out}}"))
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("engine_token", [None, "open"])
+async def test_an_engine_with_another_token_does_not_join(
+    engine_token: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster("sesame", engine_token) as client, asyncio.timeout(30):
+        while "cluster token" not in caplog.text:
+            await asyncio.sleep(0.02)
+        assert (await client.models()).data == []
+
+
+async def test_an_engine_whose_token_servecore_does_not_know_does_not_join(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """ServeCore asks nobody for a token, but cannot fetch the engine's tokenizer."""
+    async with cluster(None, "sesame") as client, asyncio.timeout(30):
+        while "gave no tokenizer" not in caplog.text:
+            await asyncio.sleep(0.02)
+        assert (await client.models()).data == []
