@@ -9,15 +9,16 @@ import numpy as np
 import torch
 
 from parrot.engine.core.plan import SampleSpec
-from parrot.engine.kernels.adjustments import (
+from parrot.engine.kernels.noise import noise_keys
+from parrot.engine.kernels.sampling import adjust_logits
+from parrot.engine.kernels.sampling_layout import KEY_0, KEY_1
+from parrot.engine.runner.adjustments import (
     AdjustedRow,
     AdjustedTokens,
     Adjustments,
     adjustments_of,
 )
-from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, draw_settings
-from parrot.engine.kernels.noise_keys import noise_keys
-from parrot.engine.kernels.sampling import adjust_logits
+from parrot.engine.runner.draws import draw_settings
 from parrot.protocol.sampling import SamplingConfig
 
 SETTINGS: list[dict[str, Any]] = [

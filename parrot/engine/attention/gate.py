@@ -21,7 +21,8 @@ class GateConfig:
     not shared, at `l2_rate`. `row_tile`: query rows that read a tile of KV together.
     `partial_rate`: far below what memory does, because it stands for all that more partial
     results bring with them: stores, merging, and launches that get in each other's way.
-    `launch_s`: what any sharing adds to a layer."""
+    `launch_s`: what any sharing adds to a layer. `node_s`: what each shared node adds, where nodes
+    are launches of their own."""
 
     memory_rate: float = 4.3e12
     l2_rate: float = 8.0e12
@@ -29,6 +30,7 @@ class GateConfig:
     row_tile: int = 64
     partial_rate: float = 0.25e12
     launch_s: float = 2e-6
+    node_s: float = 0.0
 
     def num_tiles(self, rows: int) -> int:
         return -(-rows // self.row_tile)
@@ -69,9 +71,8 @@ def _saved_seconds(
 ) -> float:
     span_bytes = (node.end_page - node.first_page) * shape.page_size * shape.kv_token_bytes
     rate = gate.l2_rate if span_bytes < gate.l2_bytes else gate.memory_rate
-    return (
-        saved_tiles * span_bytes / rate - num_tokens * shape.partial_token_bytes / gate.partial_rate
-    )
+    partials_s = num_tokens * shape.partial_token_bytes / gate.partial_rate
+    return saved_tiles * span_bytes / rate - partials_s - gate.node_s
 
 
 def _extend_over_merged(nodes: list[TreeNode]) -> tuple[TreeNode, ...]:

@@ -90,6 +90,25 @@ class StepRows:
         ends = np.cumsum(self.q_lens, dtype=np.int32)
         return (ends - self.q_lens).astype(np.int32)
 
+    @property
+    def requests(self) -> IntArray:
+        """The request of each row of q."""
+        return np.repeat(np.arange(len(self.q_lens), dtype=np.int32), self.q_lens)
+
+    @property
+    def positions(self) -> IntArray:
+        """The position of each row of q in its context."""
+        shift = np.repeat(self.starts - self.q_first, self.q_lens)
+        return (shift + np.arange(len(shift))).astype(np.int32)
+
+    def fresh_pages(self, page_size: int) -> IntArray:
+        """The pages that this step begins and does not fill."""
+        ends = self.starts + self.q_lens
+        tail = ends % page_size
+        begun = np.flatnonzero((tail > 0) & (self.starts <= ends - tail))
+        pages: IntArray = self.tables[begun, ends[begun] // page_size]
+        return pages
+
 
 @dataclass(frozen=True, slots=True)
 class WorkList:

@@ -3,8 +3,6 @@
 import torch
 import triton
 
-from parrot.engine.kernels.adjustments import NUM_COLUMNS, NUM_FIELDS
-from parrot.engine.kernels.draw_settings import NUM_SETTINGS
 from parrot.engine.kernels.sampling_kernels import (
     adjust_logits_kernel,
     best_of_chunks_kernel,
@@ -12,6 +10,7 @@ from parrot.engine.kernels.sampling_kernels import (
     find_floors_kernel,
     noisy_best_of_chunks_kernel,
 )
+from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 
 _CHUNK = 4096
 _CHUNK_WARPS = 4
@@ -38,7 +37,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 def adjust_logits(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor
 ) -> None:
-    """Penalties and biases (adjustments.py), in place.
+    """Penalties and biases (sampling_layout.py), in place.
 
     logits     float32 [rows, vocab], rows contiguous
     token_ids  int32, the step's tokens, the pending ones among them
@@ -68,7 +67,7 @@ def draw_tokens(
 ) -> torch.Tensor:
     """Replace, in place, the tokens that `best_tokens` gave by those that `settings` want.
 
-    settings  int32 [rows, NUM_SETTINGS] (draw_settings.py)
+    settings  int32 [rows, NUM_SETTINGS] (sampling_layout.py)
     limited   whether any row has a top-k or a top-p"""
     rows, vocab_size = logits.shape
     assert settings.shape == (rows, NUM_SETTINGS), settings.shape

@@ -7,7 +7,7 @@ All of a row's chunks first, then the best of what they found. Noise and scores 
 import triton
 import triton.language as tl
 
-from parrot.engine.kernels import adjustments, draw_settings
+from parrot.engine.kernels import sampling_layout as layout
 from parrot.engine.kernels.noise import LARGEST_BELOW_ONE, MIX_1, MIX_2
 
 _MIX_1 = tl.constexpr(MIX_1)
@@ -16,26 +16,26 @@ _LARGEST_BELOW_ONE = tl.constexpr(LARGEST_BELOW_ONE)
 _INFINITY = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-3.0e38)
 
-_KEY_0 = tl.constexpr(draw_settings.KEY_0)
-_KEY_1 = tl.constexpr(draw_settings.KEY_1)
-_INVERSE_TEMPERATURE = tl.constexpr(draw_settings.INVERSE_TEMPERATURE)
-_FLOOR = tl.constexpr(draw_settings.FLOOR)
-_TOP_K = tl.constexpr(draw_settings.TOP_K)
-_TOP_P = tl.constexpr(draw_settings.TOP_P)
-_SETTINGS = tl.constexpr(draw_settings.NUM_SETTINGS)
+_KEY_0 = tl.constexpr(layout.KEY_0)
+_KEY_1 = tl.constexpr(layout.KEY_1)
+_INVERSE_TEMPERATURE = tl.constexpr(layout.INVERSE_TEMPERATURE)
+_FLOOR = tl.constexpr(layout.FLOOR)
+_TOP_K = tl.constexpr(layout.TOP_K)
+_TOP_P = tl.constexpr(layout.TOP_P)
+_SETTINGS = tl.constexpr(layout.NUM_SETTINGS)
 
-_ROW = tl.constexpr(adjustments.ROW)
-_PENDING_AT = tl.constexpr(adjustments.PENDING_AT)
-_FIRST = tl.constexpr(adjustments.FIRST)
-_END = tl.constexpr(adjustments.END)
-_PRESENCE = tl.constexpr(adjustments.PRESENCE)
-_FREQUENCY = tl.constexpr(adjustments.FREQUENCY)
-_REPETITION = tl.constexpr(adjustments.REPETITION)
-_COLUMNS = tl.constexpr(adjustments.NUM_COLUMNS)
-_TOKEN = tl.constexpr(adjustments.TOKEN)
-_COUNT = tl.constexpr(adjustments.COUNT)
-_BIAS = tl.constexpr(adjustments.BIAS)
-_FIELDS = tl.constexpr(adjustments.NUM_FIELDS)
+_ROW = tl.constexpr(layout.ROW)
+_PENDING_AT = tl.constexpr(layout.PENDING_AT)
+_FIRST = tl.constexpr(layout.FIRST)
+_END = tl.constexpr(layout.END)
+_PRESENCE = tl.constexpr(layout.PRESENCE)
+_FREQUENCY = tl.constexpr(layout.FREQUENCY)
+_REPETITION = tl.constexpr(layout.REPETITION)
+_COLUMNS = tl.constexpr(layout.NUM_COLUMNS)
+_TOKEN = tl.constexpr(layout.TOKEN)
+_COUNT = tl.constexpr(layout.COUNT)
+_BIAS = tl.constexpr(layout.BIAS)
+_FIELDS = tl.constexpr(layout.NUM_FIELDS)
 
 
 @triton.jit

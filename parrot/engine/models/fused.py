@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.fused import (
     HeadNorm,
     add_rms_norm,

@@ -5,10 +5,14 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from parrot.engine.attention import TorchAttention
-from parrot.engine.attention.batch import IntArray, build_batch
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.planner import WorkPlanner
+from parrot.engine.attention.torch_attention import WHOLE_SPANS, cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
@@ -16,6 +20,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import TokenizerResponse
@@ -32,7 +37,9 @@ _MIN_HEAD_DIM = 16
 
 
 class ModelRunner:
-    """`Runner` over a decoder and its KV pool."""
+    """`Runner` over a decoder and its KV pool.
+
+    `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences."""
 
     def __init__(
         self,
@@ -41,20 +48,23 @@ class ModelRunner:
         block_size: int,
         max_seq_len: int | None = None,
         *,
-        shared_prefix: bool = True,
+        max_rows: int = 256,
+        gate: GateConfig | None = None,
     ) -> None:
         spec = model.spec
+        max_seq_len = min(max_seq_len or spec.max_seq_len, spec.max_seq_len)
         layout = KVLayout(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, model.dtype
         )
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
         self._attention = TorchAttention(self._cache.pool, spec.num_heads)
-        self._min_saved_tokens = self._attention.min_saved_tokens if shared_prefix else None
+        self._inputs = InputBuilder(2 * max_rows, -(-max_seq_len // block_size), block_size)
+        self._planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
         self._info = RunnerInfo(
             num_blocks=num_blocks,
             block_size=block_size,
-            max_seq_len=min(max_seq_len or spec.max_seq_len, spec.max_seq_len),
+            max_seq_len=max_seq_len,
             vocab_size=spec.vocab_size,
             model_mem=model.num_bytes / MIB,
             cache_mem=self._cache.num_bytes / MIB,
@@ -71,21 +81,29 @@ class ModelRunner:
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        batch = build_batch(plan, self._info.block_size, self._min_saved_tokens)
-        self._cache.prepare(batch.copies, batch.fresh_blocks)
-        if not batch.num_rows:
+        inputs = self._inputs.build(plan)
+        step = inputs.step
+        self._cache.prepare(plan.copies, step.fresh_pages(self._info.block_size))
+        if not inputs.num_tokens:
             return StepResult({}, {})
-        self.shared_tokens_saved += batch.work.shared_tokens_saved
+        work = self._planner.plan(inputs.versions, step)
+        self.shared_tokens_saved += work.num_shared_tokens
         hidden = self._model.forward(
-            self._tensor(batch.token_ids),
-            self._tensor(batch.positions),
+            self._tensor(inputs.token_ids),
+            self._tensor(inputs.positions),
             self._attention,
-            self._attention.plan(batch),
+            self._attention.plan(work, step),
         )
-        if not batch.samples:
+        asked = [
+            (row, spec)
+            for row, spec in zip(inputs.logit_rows.tolist(), inputs.samples, strict=True)
+            if spec is not None
+        ]
+        if not asked:
             return StepResult({}, {})
-        logits = self._model.logits(hidden.index_select(0, self._tensor(batch.sample_rows)))
-        return sample(logits, batch.samples)
+        rows, specs = zip(*asked, strict=True)
+        logits = self._model.logits(hidden.index_select(0, self._tensor(np.array(rows))))
+        return sample(logits, specs)
 
     def warm_up(self) -> None:
         """Run small steps, so that the first request does not pay for what torch prepares once.
@@ -95,8 +113,8 @@ class ModelRunner:
             self.run(StepPlan((step,)))
         self._cache.pool[:, :, :, 0] = 0
 
-    def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._model.device)
+    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(array).long().to(self._model.device)
 
 
 def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
@@ -133,7 +151,8 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             num_blocks,
             block_size,
             instance.max_seq_len,
-            shared_prefix=instance.shared_prefix,
+            max_rows=config.scheduler.max_batch_size,
+            gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
         )
     runner.warm_up()
     logger.info(
@@ -173,7 +192,6 @@ def _is_power_of_two(number: int) -> bool:
 def _make_cuda_runner(
     config: BuiltinConfig, model: Decoder, num_blocks: int, block_size: int
 ) -> "CudaRunner":
-    from parrot.engine.attention.gate import GateConfig
     from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # imports triton
 
     limits = config.scheduler

@@ -10,17 +10,15 @@ import torch
 from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.planner import WorkPlanner
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, can_be_dense
-from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.draw_settings import NUM_SETTINGS, draw_settings
 from parrot.engine.kernels.linear import FEW_ROWS
-from parrot.engine.kernels.sampling import best_tokens, draw_tokens
+from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.adjuster import LogitAdjuster, SentAdjustments
 from parrot.engine.runner.device import noticing_loss
-from parrot.engine.runner.due import WatchedAttention
+from parrot.engine.runner.draws import DrawBuilder, Draws
 from parrot.engine.runner.forward import make_forward
 from parrot.engine.runner.graphs import (
     Bound,
@@ -32,13 +30,13 @@ from parrot.engine.runner.graphs import (
     decode,
     mixed_sizes,
 )
-from parrot.engine.runner.inputs import DRAWN, LIMITED, InputBuilder, IntArray, StepInputs
+from parrot.engine.runner.inputs import InputBuilder, IntArray, StepInputs
 from parrot.engine.runner.kv_cache import MIB, KVCache, KVLayout
-from parrot.engine.runner.launched import Launched, Sources
-from parrot.engine.runner.staging import Landing, Stage
+from parrot.engine.runner.launched import Landing, Launched, Sources, WatchedAttention
+from parrot.engine.runner.staging import Stage
+from parrot.engine.runner.token_choice import SentAdjustments, TokenChooser
 from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
-from parrot.protocol.sampling import SamplingConfig
 
 _DENSE_TOKENS = 1024
 
@@ -90,11 +88,12 @@ class CudaRunner:
         max_blocks = -(-max_seq_len // block_size)
         max_rows = 2 * options.max_rows
         self._inputs = InputBuilder(max_rows, max_blocks, block_size)
+        self._draws = DrawBuilder(max_rows)
         width = self._inputs.width
         self._tables = torch.zeros((max_rows, width), dtype=torch.int32, device=device)
         room = 4 * options.max_tokens + max_rows * (2 * width + NUM_SETTINGS + 8) + 1024
         self._stage = Stage(room, device)
-        self._adjuster = LogitAdjuster(device)
+        self._chooser = TokenChooser(device)
         shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
         split = _split_config(shape, model.dtype, device)
         self._planner = WorkPlanner(shape, options.gate, split)
@@ -170,6 +169,7 @@ class CudaRunner:
             self._inputs.forget()
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
+        draws = self._draws.build(inputs)
         work = self._plan_work(inputs)
         self.shared_tokens_saved += work.num_shared_tokens
         sources = None
@@ -180,7 +180,7 @@ class CudaRunner:
         self._landings.reverse()
         due.put()  # of a graph, now; of kernels that are launched one by one, later
         size = self._graph_size(inputs)
-        arguments = (inputs, work, sources, size, landing)
+        arguments = (inputs, draws, work, sources, size, landing)
         if size is None:
             self._launching = self._launcher.submit(self._compute, *arguments)
         else:
@@ -192,22 +192,24 @@ class CudaRunner:
     def _compute(
         self,
         inputs: StepInputs,
+        draws: Draws,
         work: WorkList,
         sources: Sources | None,
         size: StepSize | None,
         landing: Landing,
     ) -> torch.Tensor:
         """A token for each of the step's samples, on the device; -1: not finite."""
-        found = None if size is None else self._run_graph(inputs, work, sources, size)
-        decoded, sent = found or self._run_eagerly(inputs, work, sources)
+        found = None if size is None else self._run_graph(inputs, draws, work, sources, size)
+        decoded, sent = found or self._run_eagerly(inputs, draws, work, sources)
         count = len(inputs.samples)
-        tokens, logits = decoded.tokens[:count], decoded.logits[:count]
-        if sent.adjustments is not None:
-            logits = self._adjuster.adjusted(logits, sent.parts[0], sent.adjustments)
-            tokens = best_tokens(logits)
-        if inputs.choice & DRAWN:
-            limited = bool(inputs.choice & LIMITED)
-            draw_tokens(logits, tokens, sent.settings.view(count, NUM_SETTINGS), limited=limited)
+        tokens = self._chooser.choose(
+            decoded.logits[:count],
+            decoded.tokens[:count],
+            sent.parts[0],
+            draws.choice,
+            sent.settings,
+            sent.adjustments,
+        )
         landing.receive(tokens)
         return tokens
 
@@ -219,10 +221,10 @@ class CudaRunner:
         return self._planned[1]
 
     def _run_eagerly(
-        self, inputs: StepInputs, work: WorkList, sources: Sources | None
+        self, inputs: StepInputs, draws: Draws, work: WorkList, sources: Sources | None
     ) -> tuple[Decoded, "_Sent"]:
         parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.logit_rows)
-        sent = self._send(parts, inputs, sources)
+        sent = self._send(parts, inputs, draws, sources)
         return self._forward_eagerly(sent.parts, work), sent
 
     def _forward_eagerly(self, sent: Sequence[torch.Tensor], work: WorkList) -> Decoded:
@@ -236,7 +238,12 @@ class CudaRunner:
         return decode(self._forward(token_ids, self._attention, plan, logit_rows))
 
     def _run_graph(
-        self, inputs: StepInputs, work: WorkList, sources: Sources | None, size: StepSize
+        self,
+        inputs: StepInputs,
+        draws: Draws,
+        work: WorkList,
+        sources: Sources | None,
+        size: StepSize,
     ) -> "tuple[Decoded, _Sent] | None":
         """None: no graph is large enough."""
         assert self._graphs is not None, "there are no graphs"
@@ -244,7 +251,7 @@ class CudaRunner:
         parts.append(_pad(inputs.table_rows, size.rows, -1))
         if size.logits is not None:
             parts.append(_pad(inputs.logit_rows, size.logits, 0))
-        sent = self._send(parts, inputs, sources)
+        sent = self._send(parts, inputs, draws, sources)
         graph = self._graphs.find(size, work)
         self._stage.sent()
         return None if graph is None else (self._graphs.replay(graph), sent)
@@ -257,12 +264,16 @@ class CudaRunner:
         return self._graphs.size(inputs.num_tokens, num_logits)
 
     def _send(
-        self, parts: Sequence[IntArray], inputs: StepInputs, sources: Sources | None
+        self,
+        parts: Sequence[IntArray],
+        inputs: StepInputs,
+        draws: Draws,
+        sources: Sources | None,
     ) -> "_Sent":
         """`parts` begin with the tokens, of which `sources` are the pending ones."""
         known, rows = (None, _NONE) if sources is None else sources
         changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
-        extra = (*changes, inputs.settings.reshape(-1))
+        extra = (*changes, draws.settings.reshape(-1))
         *sent, at, to, pending_at, row, settings = self._stage.send((*parts, *extra))
         if len(at):
             self._tables.view(-1)[at] = to
@@ -270,8 +281,8 @@ class CudaRunner:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
         adjustments = None
-        if inputs.adjustments is not None:
-            adjustments = self._adjuster.send(inputs.adjustments)
+        if draws.adjustments is not None:
+            adjustments = self._chooser.send(draws.adjustments)
         return _Sent(sent, settings, adjustments)
 
     def _bind(self, size: StepSize, work: PlanBuffers) -> Bound:
@@ -287,7 +298,7 @@ class CudaRunner:
         block is written."""
         for work in self._synthetic.for_kernels():
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
-        self._sample_padding(token_ids, logits)
+        self._chooser.warm_up(logits[:1], token_ids)
         for num_tokens in self._synthetic.dense_lengths():  # cuDNN's plans belong to one thread
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
         if self._graphs is not None:
@@ -306,16 +317,6 @@ class CudaRunner:
         num_tokens = len(work.token_order)
         sent = self._stage_padding(num_tokens, min(num_tokens, FEW_ROWS))
         return sent[0], self._forward_eagerly(sent, work).logits
-
-    def _sample_padding(self, token_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        one = logits[:1]
-        settings = draw_settings(SamplingConfig(top_k=4, top_p=0.9)).reshape(1, -1)
-        for limited in (True, False):
-            for row in (one, one.float()):
-                (sent,) = self._stage.send([settings.reshape(-1)])
-                draw_tokens(row, best_tokens(row), sent.view(1, -1), limited=limited)
-                self._stage.sent()
-        self._adjuster.warm_up(one, token_ids)
 
     def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
         positions = np.arange(num_tokens, dtype=np.int32) % self._info.max_seq_len

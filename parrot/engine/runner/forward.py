@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import FusedDecoder, can_fuse
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from parrot.engine.attention.tree_attention import Capacity, KernelConfig, PlanBuffers
-from parrot.engine.attention.triton_backend import TritonAttention, TritonPlan
+from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.sampling import best_tokens

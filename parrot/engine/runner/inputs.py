@@ -12,49 +12,30 @@ import numpy.typing as npt
 
 from parrot.engine.attention.work_list import StepRows
 from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
-from parrot.engine.kernels.adjustments import (
-    AdjustedRow,
-    AdjustedTokens,
-    Adjustments,
-    adjustments_of,
-)
-from parrot.engine.kernels.draw_settings import KEY_0, KEY_1, NUM_SETTINGS, draw_settings
-from parrot.engine.kernels.noise_keys import noise_keys
-from parrot.protocol.sampling import SamplingConfig
 
 IntArray = npt.NDArray[np.int32]
-
-
-DRAWN, LIMITED, ADJUSTED = 1, 2, 4
-"""What it takes to choose a token; 0: the largest logit. DRAWN: noise. LIMITED: top-k or top-p too.
-ADJUSTED: logits are changed before."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
     """A context's row of the table. `version` changes with anything but an addition at the end or
-    another last block. `choice` is that of `sampling`, of the context's last sample; `adjusted`
-    belongs to the job of that, if it adjusts logits."""
+    another last block."""
 
     row: int
     version: int
     blocks: list[int]
-    sampling: SamplingConfig | None = None
-    choice: int = 0
-    adjusted: AdjustedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """`versions` names the sequences as `WorkPlanner` wants them named; `rows` are their rows of
-    the device's table, `table_rows` those of each token. Entries `changed_at` (flat) of that table
+    the block table, `table_rows` those of each token. Entries `changed_at` (flat) of that table
     become `changed_to`.
 
     `samples[i]` is for the logits of token `logit_rows[i]`: of every sequence's if all have one
     token (None where none is asked for), else of those that sample; `sampled` are their contexts.
-    `choice`: what all of them take together. Tokens `pending_at` are still `PENDING`: those that
-    contexts `pending` get from the step before. `settings` int32 [samples, NUM_SETTINGS], empty
-    unless some are drawn; `adjustments` None unless some are adjusted."""
+    Tokens `pending_at` are still `PENDING`: those that contexts `pending` get from the step
+    before."""
 
     versions: tuple[int, ...]
     rows: IntArray
@@ -67,9 +48,6 @@ class StepInputs:
     sampled: tuple[int, ...]
     pending_at: IntArray
     pending: tuple[int, ...]
-    settings: IntArray
-    adjustments: Adjustments | None
-    choice: int
     changed_at: IntArray
     changed_to: IntArray
 
@@ -79,7 +57,7 @@ class StepInputs:
 
     @property
     def only_decodes(self) -> bool:
-        """Every sequence has one token."""
+        """Whether every sequence has one token."""
         return len(self.token_ids) == len(self.rows)
 
 
@@ -92,7 +70,6 @@ class InputBuilder:
         self.width = max_blocks + 1
         self._block_size = block_size
         self._table = np.zeros((max_rows, self.width), dtype=np.int32)
-        self._settings = np.zeros((max_rows, NUM_SETTINGS), dtype=np.int32)
         self._places: dict[int, _Place] = {}
         self._free = list(range(max_rows - 1, -1, -1))
         self._num_versions = 0
@@ -112,40 +89,24 @@ class InputBuilder:
         starts = np.array([s.start for s in sequences], dtype=np.int32)
         rows = np.array([place.row for place in places], dtype=np.int32)
         width = max((len(s.block_ids) for s in sequences), default=0) + 1
+        step = StepRows(self._table[rows, :width], starts, q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         only_decodes = len(sequences) == int(q_lens.sum())
         sampled = [i for i, s in enumerate(sequences) if only_decodes or s.sample is not None]
-        samples = tuple(sequences[i].sample for i in sampled)
-        logit_rows = ends[sampled] - 1
-        choice = 0
-        for i, spec in zip(sampled, samples, strict=True):
-            if spec is not None:
-                choice |= self._choice(places[i], spec)
         token_ids = _token_ids(sequences, only_decodes)
         waiting = np.flatnonzero(token_ids[ends - 1] == PENDING)
-        settings = self._settings[:0]
-        if choice & DRAWN:
-            settings = self._draws(rows[sampled], samples)
-        adjustments = None
-        if choice & ADJUSTED:
-            is_pending = token_ids[logit_rows] == PENDING
-            pending_at = np.where(is_pending, logit_rows, -1).tolist()
-            adjustments = _adjustments([places[i] for i in sampled], samples, pending_at)
         return StepInputs(
             versions=tuple(place.version for place in places),
             rows=rows,
-            step=StepRows(self._table[rows, :width], starts, q_lens),
+            step=step,
             token_ids=token_ids,
-            positions=starts if only_decodes else _positions(starts, q_lens, ends),
-            table_rows=rows if only_decodes else np.repeat(rows, q_lens),
-            logit_rows=logit_rows,
-            samples=samples,
+            positions=starts if only_decodes else step.positions,
+            table_rows=rows if only_decodes else rows[step.requests],
+            logit_rows=ends[sampled] - 1,
+            samples=tuple(sequences[i].sample for i in sampled),
             sampled=tuple(sequences[i].context_id for i in sampled),
             pending_at=ends[waiting] - 1,
             pending=tuple(sequences[i].context_id for i in waiting.tolist()),
-            settings=settings,
-            adjustments=adjustments,
-            choice=choice,
             changed_at=_concat([np.arange(at, at + len(to)) for at, to in changes]),
             changed_to=_concat([np.asarray(to) for _, to in changes]),
         )
@@ -166,22 +127,6 @@ class InputBuilder:
         changes.append((place.row * self.width + same, blocks[same:]))
         return place
 
-    def _choice(self, place: _Place, spec: SampleSpec) -> int:
-        """Looked up once per context and configuration."""
-        config = spec.sampling
-        if place.sampling is not config:
-            place.sampling = config
-            place.choice, place.adjusted = _choice_of(config), None
-            self._settings[place.row] = draw_settings(config)
-        return place.choice
-
-    def _draws(self, rows: IntArray, samples: Sequence[SampleSpec | None]) -> IntArray:
-        settings = self._settings[rows]
-        keys = [(0, 0) if spec is None else (spec.seed, spec.position) for spec in samples]
-        settings[:, KEY_0 : KEY_1 + 1] = noise_keys(*zip(*keys, strict=True))
-        settings[[i for i, spec in enumerate(samples) if spec is None]] = 0
-        return settings
-
     def _new_version(self) -> int:
         self._num_versions += 1
         return self._num_versions
@@ -192,35 +137,10 @@ class InputBuilder:
             self._free.append(self._places.pop(context_id).row)
 
 
-def _choice_of(config: SamplingConfig) -> int:
-    choice = ADJUSTED if config.adjusts_logits else 0
-    if config.takes_the_largest:
-        return choice
-    return choice | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
-
-
-def _adjustments(
-    places: Sequence[_Place], samples: Sequence[SampleSpec | None], pending_at: Sequence[int]
-) -> Adjustments:
-    adjusted = []
-    for row, (place, spec, at) in enumerate(zip(places, samples, pending_at, strict=True)):
-        if spec is None or not place.choice & ADJUSTED:
-            continue
-        if place.adjusted is None or place.adjusted.job_id != spec.job_id:
-            place.adjusted = AdjustedTokens(spec.job_id, spec.sampling)
-        adjusted.append(AdjustedRow(row, at, place.adjusted, spec))
-    return adjustments_of(adjusted)
-
-
 def _token_ids(sequences: Sequence[SequenceStep], only_decodes: bool) -> IntArray:
     if only_decodes:
         return np.array([s.token_ids[0] for s in sequences], dtype=np.int32)
     return _concat([np.asarray(s.token_ids, dtype=np.int32) for s in sequences])
-
-
-def _positions(starts: IntArray, q_lens: IntArray, ends: IntArray) -> IntArray:
-    shift = np.repeat(starts - (ends - q_lens), q_lens)
-    return (shift + np.arange(len(shift))).astype(np.int32)
 
 
 def _concat(parts: Sequence[npt.NDArray[np.integer]]) -> IntArray:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from parrot.engine.attention.batch import IntArray
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import BlockCopy
 from parrot.utils.config import ConfigError
 
@@ -103,5 +103,5 @@ class KVCache:
             if self._clears:
                 target[:, :, :, copy.num_tokens :] = 0
         if self._clears and fresh_blocks is not None and len(fresh_blocks):
-            blocks = torch.from_numpy(fresh_blocks).to(self.pool.device)
+            blocks = torch.from_numpy(fresh_blocks).long().to(self.pool.device)
             self.pool.index_fill_(3, blocks, 0)

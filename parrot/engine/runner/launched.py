@@ -1,17 +1,43 @@
-"""A step on its way to the device, and there."""
+"""A step on its way: when the next one is due, and where its tokens arrive."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.core.plan import StepResult
 from parrot.engine.runner.device import noticing_loss
 from parrot.engine.runner.inputs import IntArray, StepInputs
 from parrot.engine.runner.sampling import results
-from parrot.engine.runner.staging import Landing, Mark
+from parrot.engine.runner.staging import Mark
+
+_LEAD_S = 1e-3
+_MATRIX_RATE = 790e12
+
+Sources = tuple[torch.Tensor, IntArray]
+"""Tokens of the step before on the device, and which of them the pending ones of this step are."""
+
+
+class Landing:
+    """Pinned memory in which one step's tokens arrive."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._done = Mark(device)
+
+    def receive(self, tokens: torch.Tensor) -> None:
+        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+        self._done.put()
+
+    def wait(self, count: int) -> list[int]:
+        self._done.wait()
+        numbers: list[int] = self._host[:count].tolist()
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +62,36 @@ class Launched:
         chosen = [(spec, token) for spec, token in pairs if spec is not None]
         return results(*zip(*chosen, strict=True)) if chosen else StepResult({}, {})
 
-    def tokens_of(self, context_ids: Sequence[int]) -> "Sources":
+    def tokens_of(self, context_ids: Sequence[int]) -> Sources:
         row_of = {context_id: row for row, context_id in enumerate(self.inputs.sampled)}
         return self.tokens.result(), np.array([row_of[c] for c in context_ids], dtype=np.int32)
 
 
-# Tokens of the step before on the device, and which of them this one's pending ones are.
-Sources = tuple[torch.Tensor, IntArray]
+class WatchedAttention(TritonAttention):
+    """`due` is passed when the device has come to one of a step's last layers: so many before its
+    end that the host can plan the next step and launch the first of its kernels meanwhile."""
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        num_heads: int,
+        max_slots: int,
+        layer_weights: int,
+        *,
+        upcast: bool = False,
+    ) -> None:
+        super().__init__(memory, num_heads, max_slots, upcast=upcast)
+        self._num_layers = len(memory)
+        self._lead_tokens = _LEAD_S * _MATRIX_RATE / (2 * layer_weights)
+        self._due_layer = 0
+        self.due = Mark(memory.device)
+
+    def expect(self, num_tokens: int) -> None:
+        """The next step has so many. Hardly anything is left of one that begins its last layer."""
+        layers_left = 1 + math.ceil(self._lead_tokens / num_tokens)
+        self._due_layer = max(0, self._num_layers - layers_left)
+
+    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if layer == self._due_layer:
+            self.due.put()
+        return super().attend(layer, *args, **kwargs)

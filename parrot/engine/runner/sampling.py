@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from parrot.engine.core.plan import SampleSpec, StepResult
-from parrot.engine.kernels.draw_settings import MIN_TEMPERATURE
-from parrot.engine.kernels.noise import gumbel_noise
-from parrot.engine.kernels.noise_keys import noise_keys
+from parrot.engine.kernels.noise import gumbel_noise, noise_keys
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import SamplingConfig
+
+MIN_TEMPERATURE = 1e-6
 
 # Most of the probability is nearly always in this many tokens; if not, all are sorted.
 _TOP_CANDIDATES = 1024

@@ -72,20 +72,3 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     """Where each array begins, and where the last ends."""
     sizes = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
     return [0, *accumulate(sizes)]
-
-
-class Landing:
-    """Pinned memory in which one step's tokens arrive."""
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._done = Mark(device)
-
-    def receive(self, tokens: torch.Tensor) -> None:
-        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
-        self._done.put()
-
-    def wait(self, count: int) -> list[int]:
-        self._done.wait()
-        numbers: list[int] = self._host[:count].tolist()
-        return numbers

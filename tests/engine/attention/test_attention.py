@@ -1,189 +1,127 @@
-"""The torch backend against float64 attention over the logical tokens of each context."""
+"""The torch backend runs any plan exactly: against float64 over the tokens of each context."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.attention import TorchAttention
-from parrot.engine.attention.batch import Batch, Span, Square, build_batch
-from parrot.engine.attention.buckets import bucket_spans, bucket_squares
-from parrot.engine.attention.partial import attend, attend_reference, merge
-from parrot.engine.core.plan import SequenceStep, StepPlan
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.torch_attention import WHOLE_SPANS, attend, attend_reference, merge
+from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.testing.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 BLOCK = 4
-SHARE_ALL, SHARE_NONE = 1, 10**9
+SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(8,) * 3, tile_rows=(16,))
+SMALL_WHOLE = replace(WHOLE_SPANS, narrow_rows=6, tile_rows=(8,), dense_min=5)
+PREFIX, LONGER = ("prefix", 22), ("longer", 17)
 
 
-class World:
-    """Contexts with random KV in a pool whose unused slots are poisoned."""
-
-    def __init__(self, kv_heads: int, group: int, dim: int, dtype: torch.dtype, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.shape = (kv_heads, group, dim)
-        self.dtype = dtype
-        self.pool = torch.full((2, 2, kv_heads, 256, BLOCK, dim), float("nan"), dtype=dtype)
-        self.free = torch.randperm(256, generator=self.generator).tolist()
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.steps: list[SequenceStep] = []
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.dtype)
-
-    def add(
-        self, length: int, count: int, parent: int | None = None, shared_blocks: int = 0
-    ) -> None:
-        """A context with `length` tokens computed (after the shared ones) and `count` new."""
-        kv_heads, _, dim = self.shape
-        blocks: list[int] = []
-        k, v = self.random(length, kv_heads, dim), self.random(length, kv_heads, dim)
-        if parent is not None:
-            tokens = shared_blocks * BLOCK
-            blocks = list(self.steps[parent].block_ids[:shared_blocks])
-            k = torch.cat((self.keys[parent][:tokens], k))
-            v = torch.cat((self.values[parent][:tokens], v))
-        start = len(k)
-        while len(blocks) * BLOCK < start + count:
-            blocks.append(self.free.pop())
-            self.pool[:, :, :, blocks[-1]] = 0  # what the cache does for a block that begins
-        for layer in range(2):
-            for position in range(start):
-                block, offset = blocks[position // BLOCK], position % BLOCK
-                self.pool[layer, 0, :, block, offset] = k[position]
-                self.pool[layer, 1, :, block, offset] = v[position]
-        self.keys.append(k)
-        self.values.append(v)
-        self.steps.append(SequenceStep(len(self.steps), [0] * count, start, blocks, None))
-
-    def run(self, min_saved_tokens: int) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-        """-> the backend's result and the reference, [rows, heads * dim]."""
-        kv_heads, group, dim = self.shape
-        batch = build_batch(StepPlan(tuple(self.steps)), BLOCK, min_saved_tokens)
-        q = self.random(batch.num_rows, kv_heads * group, dim)
-        k, v = (
-            self.random(batch.num_rows, kv_heads, dim),
-            self.random(batch.num_rows, kv_heads, dim),
-        )
-        backend = TorchAttention(self.pool, kv_heads * group)
-        out = backend.run(1, q, k, v, backend.plan(batch))
-        return out, self.reference(q, k, v), batch
-
-    def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        _, group, dim = self.shape
-        outs, row = [], 0
-        for i, step in enumerate(self.steps):
-            new = slice(row, row + len(step.token_ids))
-            keys = torch.cat((self.keys[i], k[new])).double().repeat_interleave(group, dim=1)
-            values = torch.cat((self.values[i], v[new])).double().repeat_interleave(group, dim=1)
-            for j in range(len(step.token_ids)):
-                end = step.start + j + 1
-                scores = torch.einsum("hd,thd->ht", q[row + j].double(), keys[:end]) * dim**-0.5
-                outs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values[:end]))
-            row += len(step.token_ids)
-        return torch.stack(outs).flatten(1)
+def run(
+    case: Case, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig = WHOLE_SPANS
+) -> tuple[torch.Tensor, WorkList]:
+    """The output [tokens, heads, head_dim] over a pool that holds what the engine's would: zeros
+    where a context's own blocks are not written, and NaN in those of nobody."""
+    pool = torch.stack((case.k_cache, case.v_cache)).transpose(1, 2)
+    used = ~pool.isnan().all(dim=-1).all(dim=-1, keepdim=True).unsqueeze(-1)
+    pool = torch.where(used & pool.isnan(), 0.0, pool)
+    blocks = case.step.tables[case.step.requests, case.step.positions // shape.page_size]
+    pool[:, :, blocks, case.step.positions % shape.page_size] = 0.0  # the step writes them
+    pool = torch.stack((torch.full_like(pool, float("nan")), pool))
+    backend = TorchAttention(pool, shape.num_heads)
+    work = plan_work(case.step, shape, gate, split)
+    plan = backend.plan(work, case.step)
+    out = backend.run(1, case.q, case.k_new, case.v_new, plan)
+    assert pool[0].isnan().all()
+    return out.view(case.q.shape), work
 
 
-def assert_close(out: torch.Tensor, want: torch.Tensor, tolerance: float = 2e-6) -> None:
-    error = (out.double() - want).norm() / want.norm()
-    assert error < tolerance, error
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100)
 @given(
-    shape=st.sampled_from([(1, 1, 8), (2, 3, 16), (3, 3, 64), (1, 4, 8), (2, 8, 4)]),
-    sequences=st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 7]), st.integers(0, 6)),
+    shape=st.sampled_from([(1, 1, 8), (2, 3, 16), (3, 3, 64), (1, 4, 8), (2, 6, 4)]),
+    requests=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 30), st.sampled_from([1, 1, 1, 2, 7, 13])),
         min_size=1,
         max_size=9,
     ),
-    gate=st.sampled_from([SHARE_ALL, 12, SHARE_NONE]),
+    gate=st.sampled_from([SHARE_ALL, GateConfig(row_tile=8), None]),
+    split=st.sampled_from([WHOLE_SPANS, SMALL_WHOLE, SMALL_SPLITS]),
     seed=st.integers(0, 99),
 )
 def test_random_trees_match_the_reference(
-    shape: tuple[int, int, int], sequences: list[tuple[int, int, int]], gate: int, seed: int
+    shape: tuple[int, int, int],
+    requests: list[tuple[int, int, int]],
+    gate: GateConfig | None,
+    split: SplitConfig,
+    seed: int,
 ) -> None:
-    world = World(*shape, torch.float32, seed)
-    for i, (length, count, shared) in enumerate(sequences):
-        parent = (seed + i) % i if i and shared else None
-        full = 0 if parent is None else min(shared, world.steps[parent].start // BLOCK)
-        world.add(length, count, parent, full)
-    assert_close(*world.run(gate)[:2])
+    """Trees of contexts, decodes beside fills, cut up as for a CPU and as for the kernels."""
+    kv_heads, group, dim = shape
+    paths = [(), (PREFIX,), (PREFIX, LONGER), (("other", 9),)]
+    case = make_case(
+        [Request(paths[path], own, new) for path, own, new in requests],
+        AttentionShape(kv_heads * group, kv_heads, dim, BLOCK),
+        dtype=torch.float32,
+        seed=seed,
+    )
+    out, _ = run(case, AttentionShape(kv_heads * group, kv_heads, dim, BLOCK), gate, split)
+    assert relative_error(out, case.expected) < 2e-6
 
 
-@pytest.mark.parametrize("gate", [SHARE_ALL, SHARE_NONE])
+@pytest.mark.parametrize("gate", [SHARE_ALL, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_three_levels_of_sharing(gate: int, dtype: torch.dtype) -> None:
-    world = World(3, 3, 16, dtype, 0)
-    world.add(40, 1)
-    for _ in range(3):
-        world.add(17, 1, parent=0, shared_blocks=9)
-    for length in (0, 3, 9):
-        world.add(length, 1, parent=2, shared_blocks=12)
-    world.add(5, 1)
-    out, want, batch = world.run(gate)
-    assert_close(out, want, 2e-6 if dtype == torch.float32 else 8e-3)
-    assert (batch.work.shared_tokens_saved > 0) == (gate == SHARE_ALL)
+def test_three_levels_of_sharing(gate: GateConfig | None, dtype: torch.dtype) -> None:
+    shape = AttentionShape(9, 3, 16, BLOCK)
+    requests = [Request((PREFIX, LONGER, ("last", 9)), own) for own in (0, 3, 9)]
+    requests += [Request((PREFIX, LONGER), 17), Request((PREFIX,), 40), Request((), 5)]
+    case = make_case(requests, shape, dtype=dtype)
+    out, work = run(case, shape, gate)
+    assert relative_error(out, case.expected) < (2e-6 if dtype == torch.float32 else 8e-3)
+    assert (work.num_shared_tokens > 0) == (gate is not None)
 
 
 @pytest.mark.parametrize(
     "lengths", [[1], [3], [4], [5], [0, 4, 8], [1, 2, 3, 4, 5], [0, 0], [30, 1]]
 )
 def test_lengths_around_a_block(lengths: list[int]) -> None:
-    world = World(2, 2, 8, torch.float32, 1)
-    for length in lengths:
-        world.add(length, 1)
-    assert_close(*world.run(SHARE_NONE)[:2])
+    shape = AttentionShape(4, 2, 8, BLOCK)
+    case = make_case([Request((), n) for n in lengths], shape, dtype=torch.float32)
+    assert relative_error(run(case, shape, None)[0], case.expected) < 2e-6
 
 
 @pytest.mark.parametrize("scale", [0.0, 30.0])
 def test_equal_and_extreme_scores(scale: float) -> None:
-    """Scores of +-1000 and a prefix that outweighs everything else by far."""
-    world = World(1, 2, 8, torch.float32, 2)
-    world.add(16, 1)
-    world.add(3, 1, parent=0, shared_blocks=4)
-    world.add(3, 4, parent=0, shared_blocks=4)
-    for keys in world.keys:
-        keys.mul_(scale)
-    world.pool[:, 0].mul_(scale)
-    assert_close(*world.run(SHARE_ALL)[:2], 1e-5)
+    """Scores of +-1000, and a prefix that outweighs everything else by far."""
+    shape = AttentionShape(2, 1, 8, BLOCK)
+    requests = [Request((PREFIX,), 3), Request((PREFIX,), 3, 4), Request((PREFIX,), 0)]
+    case = make_case(requests, shape, dtype=torch.float32, key_scale=scale)
+    assert relative_error(run(case, shape, SHARE_ALL)[0], case.expected) < 1e-5
 
 
 def test_nan_in_one_context_stays_there() -> None:
-    world = World(1, 2, 8, torch.float32, 3)
-    for _ in range(3):
-        world.add(9, 1)
-    for layer in range(2):
-        world.pool[layer, :, :, world.steps[1].block_ids[0]] = float("nan")
-    out, want, _ = world.run(SHARE_NONE)
+    shape = AttentionShape(2, 1, 8, BLOCK)
+    case = make_case([Request((), 9)] * 3, shape, dtype=torch.float32, seed=3)
+    block = case.tables[1, 0]
+    case.k_cache[block], case.v_cache[block] = float("inf"), float("inf")
+    out, _ = run(case, shape, None)
     assert out[1].isnan().all()
-    assert_close(out[[0, 2]], want[[0, 2]])
+    assert relative_error(out[[0, 2]], case.expected[[0, 2]]) < 2e-6
 
 
-def test_neighbouring_blocks_are_read_in_place() -> None:
-    world = World(2, 2, 8, torch.float32, 4)
-    world.free = list(range(255, -1, -1))
-    world.add(30, 1)
-    assert world.steps[0].block_ids == list(range(8))
-    out, want, batch = world.run(SHARE_NONE)
-    backend = TorchAttention(world.pool, 4)
-    assert backend.plan(batch).spans[0].blocks is None
-    assert_close(out, want)
-
-
-def test_the_new_kv_is_written_to_its_layer_only() -> None:
-    world = World(2, 1, 8, torch.float32, 5)
-    world.add(4, 2)
-    before = world.pool.clone()
-    batch = build_batch(StepPlan(tuple(world.steps)), BLOCK, 1)
-    backend = TorchAttention(world.pool, 2)
-    q, k, v = (world.random(2, 2, 8) for _ in range(3))
-    backend.run(0, q, k, v, backend.plan(batch))
-    block = world.steps[0].block_ids[1]
-    assert torch.equal(world.pool[0, 0, :, block, :2], k.transpose(0, 1))
-    assert torch.equal(world.pool[0, 1, :, block, :2], v.transpose(0, 1))
-    assert torch.equal(world.pool[1].nan_to_num(), before[1].nan_to_num())
+def test_the_new_kv_is_written_to_its_layer_and_its_slots_only() -> None:
+    shape = AttentionShape(2, 2, 8, BLOCK)
+    case = make_case([Request((), 4, 2)], shape, dtype=torch.float32, seed=5)
+    pool = torch.zeros(2, 2, 2, len(case.k_cache), BLOCK, 8)
+    backend = TorchAttention(pool, 2)
+    work = plan_work(case.step, shape, None, WHOLE_SPANS)
+    backend.run(0, case.q, case.k_new, case.v_new, backend.plan(work, case.step))
+    written = pool[0, :, :, case.tables[0, 1], :2].clone()
+    assert torch.equal(written, torch.stack((case.k_new, case.v_new)).transpose(1, 2))
+    pool[0, :, :, case.tables[0, 1], :2] = 0
+    assert not pool.any()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -213,26 +151,3 @@ def test_merging_parts_is_attention_over_their_union() -> None:
     lses = torch.stack([lse[0].transpose(0, 1) for _, lse in parts], dim=1)
     want = attend(q, k, v)[0][0].transpose(0, 1)
     torch.testing.assert_close(merge(outs, lses), want, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=40))
-def test_buckets_hold_every_partial_once_and_waste_little(shapes: list[tuple[int, int]]) -> None:
-    spans = [Span(np.arange(rows), np.arange(-(-length // 16)), length) for rows, length in shapes]
-    buckets = bucket_spans(spans)
-    slots = np.concatenate([b.slots for b in buckets])
-    assert sorted(slots[slots >= 0].tolist()) == list(range(sum(rows for rows, _ in shapes)))
-    for bucket in buckets:
-        assert len(bucket.rows) == len(bucket.slots) == bucket.num_items * bucket.num_rows
-        assert len(bucket.blocks) == bucket.num_items * bucket.num_blocks
-    padded = sum(b.num_items * b.num_rows * int(b.kv_lens.max()) for b in buckets)
-    real = sum(rows * length for rows, length in shapes)
-    assert padded <= 1.25 * real + 1024 * len(buckets)
-
-
-def test_squares_are_bucketed_after_the_spans() -> None:
-    squares = [Square(0, 3), Square(3, 2), Square(5, 200)]
-    buckets = bucket_squares(squares, first_slot=10)
-    slots = np.concatenate([b.slots for b in buckets])
-    assert sorted(slots[slots >= 0].tolist()) == list(range(10, 215))
-    assert len(buckets) == 2

@@ -1,5 +1,7 @@
 """The planner, on its own: numpy in, numpy out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -234,6 +236,45 @@ def test_a_node_that_is_not_worth_sharing_is_merged_down() -> None:
     assert sorted((n.first_page, n.end_page) for n in tree.nodes) == [(0, 1), (1, 512), (1, 512)]
     kept = choose_shared(tree, step.q_lens, shape, GateConfig())
     assert [(n.first_page, n.end_page) for n in kept] == [(0, 512), (0, 512)]
+
+
+@given(steps())
+def test_a_dearer_node_never_shares_more(step: StepRows) -> None:
+    """Where each node is a call of its own, as on a CPU."""
+    per_page = PAGE * shape_of(1).kv_token_bytes
+    gates = [replace(FREE_SHARING, node_s=float(n * per_page)) for n in (0, 1, 3, 20)]
+    saved = [
+        plan_work(step, shape_of(1), gate, SMALL_SPLITS).num_shared_tokens
+        for gate in (*gates, None)
+    ]
+    assert saved == sorted(saved, reverse=True)
+    assert saved[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "fresh"),
+    [
+        (0, 1, [3]),
+        (0, 4, []),
+        (0, 6, [4]),
+        (3, 1, []),
+        (3, 2, [4]),
+        (4, 4, []),
+        (5, 2, []),
+        (8, 1, [5]),
+    ],
+)
+def test_fresh_pages_are_begun_and_not_filled(start: int, count: int, fresh: list[int]) -> None:
+    tables = np.array([[9, 9, 9, 9], [3, 4, 5, 0]], dtype=np.int32)
+    step = StepRows(tables, np.array([2, start]), np.array([1, count]))
+    assert step.fresh_pages(4).tolist() == fresh
+
+
+def test_rows_know_their_request_and_their_position() -> None:
+    tables = np.zeros((3, 4), dtype=np.int32)
+    step = StepRows(tables, np.array([3, 0, 7]), np.array([2, 1, 3]))
+    assert step.requests.tolist() == [0, 0, 1, 2, 2, 2]
+    assert step.positions.tolist() == [3, 4, 0, 7, 8, 9]
 
 
 def test_nothing_to_share_plans_as_if_sharing_were_off() -> None:

@@ -4,10 +4,13 @@ from array import array
 
 import pytest
 
-from parrot.engine.attention.batch import build_batch
+from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.core.block_keys import BlockHasher
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.errors import ModelNumerics
 from parrot.testing.core_harness import Harness, piece
+from parrot.testing.kernel_cases import SHARE_ALL
 
 PROMPT = "abcdefghijklmnopqrstu"  # 21 tokens: five full blocks of 4, and one token
 
@@ -36,7 +39,9 @@ def test_the_shared_beginning_is_read_once_by_attention():
     while not (engine.step() and len(engine.last_plan.sequences) == 2):
         pass
     engine.step()
-    assert build_batch(engine.last_plan, 4, 1).work.shared_tokens_saved == 20
+    step = InputBuilder(2, 16, 4).build(engine.last_plan).step
+    work = plan_work(step, AttentionShape(1, 1, 16, 4), SHARE_ALL, SplitConfig())
+    assert work.num_shared_tokens == 20
 
 
 def test_freed_contexts_stay_as_cache_and_count_as_free():

@@ -107,15 +107,17 @@ def test_silu_mul(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_out", "size"),
+    ("num_rows", "num_out", "size", "silu", "with_bias"),
     [
-        *((rows, *shape) for rows in (1, 2, 17, 33, FEW_ROWS) for shape in FEW_ROWS_SHAPES),
-        *((rows, 4100, 140) for rows in (2, 17, FEW_ROWS)),  # wide tiles
-        (2, 4100, 40),
+        *((rows, *FEW_ROWS_SHAPES[0], rows % 2 == 1, True) for rows in (1, 2, 17, 33, FEW_ROWS)),
+        *((rows, *FEW_ROWS_SHAPES[1], rows % 2 == 0, False) for rows in (1, 2, 17, 33, FEW_ROWS)),
+        *((rows, *FEW_ROWS_SHAPES[2], rows > 16, rows % 2 == 1) for rows in (1, 17, FEW_ROWS)),
+        (2, 4100, 140, False, True),  # wide tiles
+        (17, 4100, 40, True, False),
+        (FEW_ROWS, 4100, 40, False, False),
+        (FEW_ROWS, 4100, 40, True, True),
     ],
 )
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
 def test_few_rows_linear(
     num_rows: int, num_out: int, size: int, silu: bool, with_bias: bool
 ) -> None:
@@ -147,11 +149,16 @@ def test_tiles_fit_a_multiprocessor(dtype: torch.dtype, silu: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "inner", "size"),
-    [(1, 64, 40), (2, 100, 576), (17, 64, 200), (FEW_ROWS, 2048, 64), (3, 40, 4100)],
+    ("num_rows", "inner", "size", "silu", "with_bias"),
+    [
+        (1, 64, 40, False, True),
+        (2, 100, 576, True, False),
+        (2, 100, 576, False, True),
+        (17, 64, 200, True, True),
+        (FEW_ROWS, 2048, 64, False, False),
+        (3, 40, 4100, True, True),
+    ],
 )
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
 def test_products_that_add_and_norm(
     num_rows: int, inner: int, size: int, silu: bool, with_bias: bool
 ) -> None:
@@ -176,12 +183,18 @@ def test_products_that_add_and_norm(
     assert relative_error(out, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (2, 2, 16), (30, 2, 128)])
-@pytest.mark.parametrize("num_rows", [1, 5, 20, 50])
-@pytest.mark.parametrize("undivided", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "num_rows", "undivided"),
+    [
+        *((3, 1, 64, rows, rows % 2 == 0) for rows in (1, 5, 20, 50)),
+        *((2, 2, 16, rows, rows % 2 == 1) for rows in (1, 5, 20, 50)),
+        (30, 2, 128, 20, True),  # wide tiles
+        (30, 2, 128, 50, False),
+    ],
+)
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, num_rows: int, undivided: bool) -> None:
     """As the product, the rotation and the write one after the other."""
-    page, size = 16, 72
+    page, size = 16, 40
     shape = AttentionShape(heads, kv_heads, dim, page)
     generator = torch.Generator().manual_seed(heads)
     num_out = (heads + 2 * kv_heads) * dim

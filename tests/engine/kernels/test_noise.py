@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from parrot.engine.core.plan import SampleSpec
-from parrot.engine.kernels.noise import gumbel_noise
-from parrot.engine.kernels.noise_keys import noise_keys
+from parrot.engine.kernels.noise import gumbel_noise, noise_keys
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import SamplingConfig
 

@@ -56,21 +56,19 @@ def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-@pytest.mark.parametrize("vocab_size", [37, 4100])
-def test_tokens_are_those_of_the_cpu(fields: dict[str, Any], vocab_size: int) -> None:
-    rows = 8
-    logits = normal(rows, vocab_size)
-    specs = specs_of([SamplingConfig.model_validate(fields)] * rows)
+def test_tokens_are_those_of_the_cpu(fields: dict[str, Any]) -> None:
+    logits = normal(4, 4100)
+    specs = specs_of([SamplingConfig.model_validate(fields)] * 4)
     tokens = best_tokens(logits)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     want = sample(logits.clone(), specs).tokens
     assert tokens.tolist() == [want[s.job_id] for s in specs]
-    assert fields.get("temperature") == 0 or len(set(tokens.tolist())) > 2
+    assert fields.get("temperature") == 0 or len(set(tokens.tolist())) > 1
 
 
 def test_equal_logits_are_kept_together() -> None:
-    logits = normal(10, 600).round()
-    specs = specs_of([SamplingConfig(top_k=20, top_p=0.95)] * 10)
+    logits = normal(5, 600).round()
+    specs = specs_of([SamplingConfig(top_k=20, top_p=0.95)] * 5)
     tokens = best_tokens(logits)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     assert tokens.tolist() == [*sample(logits.clone(), specs).tokens.values()]
@@ -78,9 +76,10 @@ def test_equal_logits_are_kept_together() -> None:
 
 def test_rows_of_all_kinds_do_not_influence_each_other() -> None:
     configs = [SamplingConfig.model_validate(fields) for fields in SETTINGS]
-    logits, specs = normal(len(configs), 200), specs_of(configs)
+    logits, specs = normal(len(configs), 37), specs_of(configs)
     together = best_tokens(logits)
     draw_tokens(logits, together, settings_of(specs), limited=True)
+    assert together.tolist() == [*sample(logits.clone(), specs).tokens.values()]
     for row, spec in enumerate(specs):
         own = logits[row : row + 1]
         alone = best_tokens(own)
@@ -90,8 +89,8 @@ def test_rows_of_all_kinds_do_not_influence_each_other() -> None:
 
 
 def test_few_tokens_are_left_of_a_flat_row() -> None:
-    logits = torch.linspace(0.0, 1e-3, 5000).repeat(8, 1)
-    specs = specs_of([SamplingConfig(top_k=3)] * 8)
+    logits = torch.linspace(0.0, 1e-3, 5000).repeat(4, 1)
+    specs = specs_of([SamplingConfig(top_k=3)] * 4)
     tokens = best_tokens(logits)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     assert set(tokens.tolist()) <= {4997, 4998, 4999}

@@ -17,6 +17,7 @@ from parrot.engine.models.registry import ARCHITECTURES, spec_from_config
 from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import ModelRunner
+from parrot.testing.kernel_cases import SHARE_ALL
 from parrot.testing.runner_driver import Context, Driver
 from parrot.testing.tiny_model import TINY_CONFIGS, make_tiny_model
 from parrot.utils.config import ConfigError
@@ -47,7 +48,7 @@ class LogitsRunner(ModelRunner):
     """Keeps the hidden states' logits of every row of the last step."""
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__(model, num_blocks=256, block_size=4)
+        super().__init__(model, num_blocks=256, block_size=4, gate=SHARE_ALL)
         self.last: torch.Tensor | None = None
         forward = model.forward
 
@@ -112,11 +113,10 @@ def test_every_architecture_has_a_tiny_model() -> None:
     assert {c["architectures"][0] for c in TINY_CONFIGS.values()} == set(ARCHITECTURES)
 
 
-def test_a_context_longer_than_the_gate_shares_and_stays_equal(tmp_path: Path) -> None:
-    """Forks of one context in one step: read once (gate lowered), logits as if alone."""
+def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
+    """Forks of one context in one step: read once, logits as if alone."""
     folder = make_tiny_model(tmp_path / "model", "llama")
     runner, twin = build(folder)
-    runner._min_saved_tokens = 1
     driver = Driver(runner)
     parent = driver.context(list(range(100)))
     driver.step([(parent, 100)])

@@ -7,17 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
-from parrot.engine.kernels.adjustments import COUNT, END, FIRST, PENDING_AT, ROW, TOKEN
-from parrot.engine.kernels.draw_settings import INVERSE_TEMPERATURE, TOP_K
-from parrot.engine.kernels.noise_keys import noise_keys
-from parrot.engine.runner.inputs import (
-    ADJUSTED,
-    DRAWN,
-    LIMITED,
-    InputBuilder,
-    IntArray,
-    StepInputs,
-)
+from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.protocol.sampling import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0)
@@ -61,8 +51,6 @@ def test_arrays_of_a_mixed_step():
     assert [s.job_id for s in inputs.samples] == [70, 90]
     assert inputs.table_rows.tolist() == np.repeat(inputs.rows, [1, 3, 2]).tolist()
     assert inputs.step.tables.shape == (3, 3)
-    assert inputs.choice == 0
-    assert len(inputs.settings) == 0
     assert not inputs.only_decodes
 
 
@@ -126,100 +114,6 @@ def test_everything_is_sent_again_after_a_failure():
     device.builder.forget()
     device.table[:] = -9
     assert device.step(sequence(1, 1, [1], [1])).changed_to.tolist() == [1]
-
-
-def test_what_it_takes_to_choose_a_token():
-    def choice(**changes: object) -> int:
-        sampling = SamplingConfig.model_validate({"temperature": 0, **changes})
-        builder = InputBuilder(2, 4, SIZE)
-        plan = StepPlan((SequenceStep(1, [1], 0, [0], SampleSpec(1, sampling, 0, 1)),))
-        inputs = builder.build(plan)
-        assert (inputs.adjustments is not None) == bool(inputs.choice & ADJUSTED)
-        assert len(inputs.settings) == bool(inputs.choice & DRAWN)
-        return inputs.choice
-
-    assert choice() == choice(temperature=1.0, top_k=1) == 0
-    assert choice(temperature=1.0) == choice(temperature=1.0, min_p=0.1) == DRAWN
-    assert choice(temperature=1.0, top_p=0.9) == choice(temperature=1.0, top_k=2) == DRAWN | LIMITED
-    assert choice(presence_penalty=0.5) == choice(repetition_penalty=1.2) == ADJUSTED
-    assert choice(temperature=1.0, logit_bias={3: 1.0}) == ADJUSTED | DRAWN
-
-
-def test_settings_follow_the_samples():
-    drawn, greedy = SamplingConfig(temperature=0.5, top_k=9), SamplingConfig(temperature=0)
-    builder = InputBuilder(4, 8, SIZE)
-
-    def settings(*samplings: SamplingConfig | None, start: int = 0, count: int = 1) -> IntArray:
-        steps = []
-        for i, sampling in enumerate(samplings):
-            spec = None if sampling is None else SampleSpec(i, sampling, 40 + i, start + count)
-            steps.append(SequenceStep(i, [1] * count, start, [i], spec))
-        return builder.build(StepPlan(tuple(steps))).settings
-
-    rows = settings(drawn, greedy, None, drawn)
-    assert rows[:, TOP_K].tolist() == [9, 0, 0, 9]
-    assert rows.view(np.float32)[:, INVERSE_TEMPERATURE].tolist() == [2.0, 0.0, 0.0, 2.0]
-    assert rows[[0, 3], :2].tolist() == noise_keys([40, 43], [1, 1]).tolist()
-    assert settings(None, drawn, start=1, count=2)[:, :2].tolist() == noise_keys([41], [3]).tolist()
-    assert settings(greedy, greedy, start=3).tolist() == []
-
-
-class Adjusted:
-    """A step of contexts with one token each, and what becomes of their logits."""
-
-    def __init__(self) -> None:
-        self.builder = InputBuilder(4, 8, SIZE)
-
-    def step(self, *samples: SampleSpec | None, count: int = 1, pending: bool = False) -> None:
-        steps = []
-        for i, spec in enumerate(samples):
-            tokens = [*[1] * (count - 1), PENDING if pending else 1]
-            steps.append(SequenceStep(i, tokens, 0, [i], spec))
-        found = self.builder.build(StepPlan(tuple(steps))).adjustments
-        assert found is not None
-        self.rows = found.rows[:, [ROW, PENDING_AT]].tolist()
-        spans = found.rows[:, [FIRST, END]].tolist()
-        self.counts = [
-            dict(found.entries[first:end, [TOKEN, COUNT]].tolist()) for first, end in spans
-        ]
-
-
-def test_adjustments_are_of_the_rows_that_want_them() -> None:
-    frequency, both = (
-        SamplingConfig(frequency_penalty=0.5),
-        SamplingConfig(repetition_penalty=1.2, presence_penalty=0.1),
-    )
-    plain = SampleSpec(0, GREEDY, 0, 1)
-    output = [5, 6, 5]
-    penalized = [
-        SampleSpec(1, frequency, 0, 4, output, [9, *output]),
-        SampleSpec(2, both, 0, 4, output, [9, *output]),
-    ]
-    step = Adjusted()
-    step.step(plain, penalized[0], None, penalized[1])
-    assert step.rows == [[1, -1], [3, -1]]
-    assert step.counts == [{5: 2, 6: 1}, {9: 0, 5: 2, 6: 1}]
-    step.step(plain, penalized[0], None, penalized[1], pending=True)
-    assert step.rows == [[1, 1], [3, 3]]
-    output.append(6)
-    penalized[1].context_ids.append(6)
-    step.step(plain, penalized[0], None, penalized[1], count=2, pending=True)
-    assert step.rows == [[1, 3], [2, 7]]
-    assert step.counts == [{5: 2, 6: 2}, {9: 0, 5: 2, 6: 2}]
-
-
-def test_a_job_does_not_inherit_the_counts_of_another() -> None:
-    """Of the same context, with the same configuration or another one."""
-    config, other = SamplingConfig(frequency_penalty=0.5), SamplingConfig(frequency_penalty=0.6)
-    step = Adjusted()
-    step.step(SampleSpec(1, config, 0, 3, [5, 5], [5, 5]))
-    step.step(SampleSpec(2, config, 0, 4, [6, 6, 6], [5, 5, 6, 6, 6]))
-    assert step.counts == [{6: 3}]
-    step.step(SampleSpec(2, other, 0, 4, [6], [6]))
-    assert step.counts == [{6: 1}]
-    step.builder.forget()
-    step.step(SampleSpec(2, other, 0, 4, [6, 7], [6, 7]))
-    assert step.counts == [{6: 1, 7: 1}]
 
 
 @settings(max_examples=40, deadline=None)

@@ -14,20 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from parrot.engine.core.plan import SampleSpec
+from parrot.engine.kernels.sampling_layout import (
+    COUNT,
+    END,
+    FIRST,
+    NUM_COLUMNS,
+    NUM_FIELDS,
+    PENDING_AT,
+    PRESENCE,
+    REPETITION,
+    ROW,
+)
 from parrot.protocol.sampling import SamplingConfig
 
 IntArray = npt.NDArray[np.int32]
-
-NUM_COLUMNS = 8
-ROW, PENDING_AT, FIRST, END, PRESENCE, FREQUENCY, REPETITION = range(7)
-"""Columns of a row that is adjusted. ROW: of the logits. PENDING_AT: where among the step's tokens
-its newest is, if that is not counted in its entries; else -1. Its entries are [FIRST, END). The
-penalties are float32; a repetition penalty of one is none."""
-
-NUM_FIELDS = 3
-TOKEN, COUNT, BIAS = range(NUM_FIELDS)
-"""Fields of an entry. COUNT: how often the token is in the output; -1 if it is not in the context
-either, so only biased. BIAS: float32. A row has no two entries of one token."""
 
 
 class AdjustedTokens:

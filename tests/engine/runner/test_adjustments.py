@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.core.plan import SampleSpec
-from parrot.engine.kernels.adjustments import (
+from parrot.engine.kernels.sampling_layout import (
     BIAS,
     COUNT,
     END,
@@ -21,6 +21,8 @@ from parrot.engine.kernels.adjustments import (
     REPETITION,
     ROW,
     TOKEN,
+)
+from parrot.engine.runner.adjustments import (
     AdjustedRow,
     AdjustedTokens,
     IntArray,
