@@ -14,6 +14,7 @@ from parrot.protocol.public import CompletionInfo
 
 TRACE_VERSION = 1
 CHUNK_CHARS = 256
+WITHDRAWN = "withdrawn"  # the error of a read whose reader went away
 
 
 class TraceEvent(BaseModel):

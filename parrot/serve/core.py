@@ -1,6 +1,7 @@
 """ServeCore: every verb of the service, each from its request to its answer."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from parrot.protocol.engine_api import (
     HeartbeatRequest,
@@ -32,14 +33,15 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import GraphIds, SessionGraph
+from parrot.serve.graph.links import VariableNode
+from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.lifecycle import SessionExpiry
 from parrot.serve.metrics import CoreCollector, CoreMetrics
 from parrot.serve.native import NativeRunner, Sandbox, check_call
+from parrot.serve.observers import Observer, Observers
 from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
 from parrot.serve.readers import Reads
-from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
-from parrot.serve.task_runner import TaskRunner
+from parrot.serve.sessions import Session, SessionExpiry, SessionRegistry, tenant_labels, tenant_of
 from parrot.serve.views import engine_view, session_view, variables_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.ids import IdCounter
@@ -60,6 +62,7 @@ class ServeCore:
         clock: Clock | None = None,
         dispatcher: Dispatcher | None = None,
         sandbox: Sandbox | None = None,
+        observers: Sequence[Observer] = (),
         first_session_id: int = 0,
     ) -> None:
         self.config = config
@@ -70,7 +73,8 @@ class ServeCore:
         self._dispatcher = dispatcher or Dispatcher(config, self._clock)
         self._native = NativeRunner(config, self._clock, sandbox)
         self._metrics = CoreMetrics(tenant_labels(config.api_keys))
-        self._runner = TaskRunner(
+        self._observers = Observers(observers)
+        self._runner = _TaskRunner(
             self._clock, self._sessions, self._dispatcher, self._native, self._metrics
         )
         self._expiry = SessionExpiry(
@@ -99,6 +103,7 @@ class ServeCore:
             lambda session_id: self._make_graph(session_id, tenant, request.on_demand),
         )
         self._expiry.watch(session)
+        self._observers.tell(lambda one: one.session_created(session, request))
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
@@ -107,6 +112,7 @@ class ServeCore:
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self._sessions.authenticate(session_id, session_auth)
+        self._observers.tell(lambda one: one.session_deleted(session))
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
     # Calls
@@ -135,10 +141,13 @@ class ServeCore:
         session.account.require(usage)
         response = add(session.graph)
         session.account.add(usage)
+        self._observers.tell(lambda one: one.call_submitted(session, request, response))
         return response
 
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
-        self._sessions.authenticate(session_id, session_auth).graph.cancel_call(request_id)
+        session = self._sessions.authenticate(session_id, session_auth)
+        session.graph.cancel_call(request_id)
+        self._observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
 
     # Variables
 
@@ -150,7 +159,9 @@ class ServeCore:
         usage = Usage(variables=1, text_bytes=num_bytes([content or ""]))
         session.account.require(usage)
         session.account.add(usage)
-        return session.graph.add_variable(var_name, content).variable.id
+        var_id = session.graph.add_variable(var_name, content).variable.id
+        self._observers.tell(lambda one: one.variable_created(session, var_id, var_name, content))
+        return var_id
 
     def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
         session = self._sessions.authenticate(session_id, session_auth)
@@ -163,15 +174,21 @@ class ServeCore:
         session.account.require(usage)
         session.graph.set_variable(var_id, content)
         session.account.add(usage)
+        self._observers.tell(lambda one: one.variable_set(session, var_id, content))
 
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
-        self._sessions.authenticate(session_id, session_auth).graph.cancel_variable(var_id)
+        session = self._sessions.authenticate(session_id, session_auth)
+        session.graph.cancel_variable(var_id)
+        self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
 
     def settled(self, request: VarGetRequest, var_id: str) -> str | None:
         """The value if it is there, None if it has yet to come. Raises the variable's error."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
-        return node.variable.result() if node.is_settled else None
+        if not node.is_settled:
+            return None
+        with self._observers.reading(session, request, [var_id]):
+            return node.variable.result()
 
     async def read(self, request: VarGetRequest, var_id: str) -> str:
         """Wait for the value, and meanwhile want it. Raises the variable's error, `TimedOut`, or
@@ -180,7 +197,8 @@ class ServeCore:
         node = session.graph.node(var_id)
         if node.is_idle:
             self._require_room(session)
-        return await self._reads.value(session, node, request)
+        with self._observers.reading(session, request, [var_id]):
+            return await self._reads.value(session, node, request)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
         """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
@@ -190,7 +208,8 @@ class ServeCore:
         num_ready = sum(node.variable.state is VariableState.READY for node in nodes)
         if num_ready < request.k and any(node.is_idle for node in nodes):
             self._require_room(session)
-        winners = await self._reads.first(session, nodes, request)
+        with self._observers.reading(session, request, request.var_ids, k=request.k):
+            winners = await self._reads.first(session, nodes, request)
         return FirstVarsResponse(
             values=[VarValue(var_id=winner.id, content=winner.text) for winner in winners]
         )
@@ -202,13 +221,22 @@ class ServeCore:
         node = session.graph.node(var_id)
         if node.is_idle:
             self._require_room(session)
-        return self._reads.stream(session, node, request)
+        return self._stream(session, node, request)
+
+    async def _stream(
+        self, session: Session, node: VariableNode, request: VarGetRequest
+    ) -> AsyncGenerator[str]:
+        with self._observers.reading(session, request, [node.variable.id], is_stream=True):
+            async with aclosing(self._reads.stream(session, node, request)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     # Engines and the service itself
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
         self._require_open()
         engine_id = await self._dispatcher.register_engine(request.engine_config)
+        self._observers.tell(lambda one: one.engine_registered(request.engine_config))
         return RegisterResponse(engine_id=engine_id)
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
@@ -255,6 +283,7 @@ class ServeCore:
         await self._native.close()
         await self._dispatcher.close()
         await self._timers.close()
+        self._observers.tell(lambda one: one.core_closed(self._dispatcher.kv_counts()))
 
     def _make_graph(self, session_id: int, tenant: str, on_demand: bool) -> SessionGraph:
         return SessionGraph(
@@ -288,3 +317,67 @@ class ServeCore:
         self._dispatcher.release_session(session.id)
         self._sessions.remove(session)
         self._metrics.session_s.observe(self._clock.now() - session.created_at)
+        self._observers.tell(lambda one: one.session_ended(session))
+
+
+class _TaskRunner:
+    """Implements `graph.links.Runner`. A task that ends is activity of its session."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        sessions: SessionRegistry,
+        dispatcher: Dispatcher,
+        native: NativeRunner,
+        metrics: CoreMetrics,
+    ) -> None:
+        self._clock = clock
+        self._sessions = sessions
+        self._dispatcher = dispatcher
+        self._native = native
+        self._metrics = metrics
+
+    def start(self, task: Task) -> None:
+        if isinstance(task, Completion):
+            self._dispatcher.submit(task)
+        else:
+            self._native.start(task)
+
+    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
+        self._dispatcher.expect(completion, forecast)
+
+    def unexpect(self, completion: Completion) -> None:
+        self._dispatcher.unexpect(completion)
+
+    def withdraw(self, task: Task) -> None:
+        if isinstance(task, Completion):
+            self._dispatcher.withdraw(task)
+        else:
+            self._native.stop(task)
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        if isinstance(task, Completion):
+            self._dispatcher.cancel(task, error)
+        else:
+            self._cancel_native(task, error)
+
+    def reprioritise(self, completion: Completion) -> None:
+        self._dispatcher.reprioritise(completion)
+
+    def finished(self, task: Task) -> None:
+        session = self._sessions.find(task.session_id)
+        if session is not None:
+            session.last_active = self._clock.now()
+            texts = [v.text for v in task.outputs() if v.state is VariableState.READY]
+            session.account.add(Usage(text_bytes=num_bytes(texts)))
+            self._metrics.task_finished(task, session.tenant)
+
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        self._dispatcher.progressed(session_id, remaining_s)
+
+    def _cancel_native(self, task: NativeCall, error: ParrotError) -> None:
+        self._native.stop(task)
+        task.state = CompletionState.CANCELLED
+        for variable in task.outputs():
+            if not variable.is_settled:
+                variable.fail(error)

@@ -17,7 +17,8 @@ from parrot.protocol.app_server import AppServer
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.recorder import TraceFile, TracingCore
+from parrot.serve.recorder import Recorder, TraceFile
+from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, load_config
 from parrot.utils.logging import setup_logging
 
@@ -34,11 +35,9 @@ async def serve(config: CoreConfig) -> None:
             config.host,
         )
     trace = None if config.trace_path is None else TraceFile(config.trace_path)
-    first_id = _first_session_id()
-    if trace is None:
-        core = ServeCore(config, first_session_id=first_id)
-    else:
-        core = TracingCore(config, first_session_id=first_id, sink=trace)
+    clock = MonotonicClock()
+    observers = [] if trace is None else [Recorder(trace, clock)]
+    core = ServeCore(config, clock=clock, observers=observers, first_session_id=_first_session_id())
 
     async def end_requests() -> None:
         core.shut_down()

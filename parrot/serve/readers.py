@@ -1,15 +1,14 @@
 """Reads: a program wants variables, and waits until it has them, gives up or goes away."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from math import inf
 
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import FirstVarsRequest, ReadOptions
 from parrot.serve.graph.links import Reader, VariableNode
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.lifecycle import time_limit
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue
@@ -183,3 +182,24 @@ def _settled_at(node: VariableNode) -> float:
     if not node.is_settled:
         return inf
     return 0.0 if node.producer is None else node.producer.task.times.finished or 0.0
+
+
+@asynccontextmanager
+async def time_limit(timers: TimerQueue, deadline: float | None, what: str) -> AsyncIterator[None]:
+    """Raise `TimedOut` in the block if it still runs at `deadline` on the timers' clock."""
+    if deadline is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    scope = asyncio.timeout(None)
+    try:
+        async with scope:
+            timer = timers.call_at(deadline, lambda: scope.reschedule(loop.time()))
+            try:
+                yield
+            finally:
+                timer.cancel()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise TimedOut(f"{what} timed out") from None

@@ -2,54 +2,35 @@
 
 import asyncio
 import hashlib
+import logging
 import secrets
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import orjson
 
-from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
+from parrot.protocol import trace
+from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
     CallParameter,
     CallResponse,
-    FirstVarsRequest,
-    FirstVarsResponse,
     NativeCallRequest,
+    ReadOptions,
     SemanticCallRequest,
     SessionCreateRequest,
-    SessionCreateResponse,
-    VarGetRequest,
+    SessionScoped,
 )
 from parrot.protocol.template import Text, parse_template
-from parrot.protocol.trace import (
-    CHUNK_CHARS,
-    AnyTraceEvent,
-    CallSubmitted,
-    CancelAsked,
-    EngineJoined,
-    NativeSubmitted,
-    ReadBegan,
-    ReadEnded,
-    SessionBegan,
-    SessionDeleted,
-    SessionEnded,
-    TraceEnded,
-    TraceHeader,
-    TraceParameter,
-    TraceSink,
-    TraceText,
-    VariableCreated,
-    VariableSet,
-)
-from parrot.serve.core import ServeCore
+from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import Session
 from parrot.serve.views import session_view
+from parrot.utils.clock import Clock
 from parrot.utils.config import ConfigError
-from parrot.utils.ids import IdCounter
+
+logger = logging.getLogger(__name__)
 
 _ID_BYTES = 8
 _SCOPE = {"session_id", "session_auth", "idempotency_key"}
@@ -65,157 +46,47 @@ class TraceFile:
         except OSError as error:
             raise ConfigError(f"trace_path: {path}: {error.strerror}") from None
 
-    def __call__(self, event: AnyTraceEvent) -> None:
+    def __call__(self, event: trace.AnyTraceEvent) -> None:
+        """Raises `OSError`, for example when the disk is full."""
         payload = event.model_dump(mode="json", exclude_defaults=True) | {"event": event.event}
         self._file.write(orjson.dumps(payload) + b"\n")
-        if isinstance(event, SessionEnded | TraceHeader):
+        if isinstance(event, trace.SessionEnded | trace.TraceHeader):
             self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.error("the end of the trace is lost: %s", error)
 
 
-class TracingCore(ServeCore):
-    """A ServeCore that tells `sink` of all that programs do."""
+class Recorder:
+    """An `Observer` that makes a trace event of whatever it is told. Texts become their lengths and
+    salted hashes."""
 
-    def __init__(self, *args: Any, sink: TraceSink, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, sink: trace.TraceSink, clock: Clock) -> None:
         self._sink = sink
-        self._began = self._clock.now()
+        self._clock = clock
+        self._began = clock.now()
         self._salt = secrets.token_bytes(16)
-        self._read_ids = IdCounter()
-        sink(TraceHeader())
+        sink(trace.TraceHeader())
 
-    async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
-        response = await super().register_engine(request)
-        self._sink(EngineJoined(at=self._at(), engine=request.engine_config))
-        return response
+    def engine_registered(self, info: EngineInfo) -> None:
+        self._sink(trace.EngineJoined(at=self._at(), engine=info))
 
-    async def close(self) -> None:
-        await super().close()
-        counts = self._dispatcher.kv_counts()
+    def session_created(self, session: Session, request: SessionCreateRequest) -> None:
+        tenant = self._text(session.tenant).ids[0]
         self._sink(
-            TraceEnded(
-                at=self._at(),
-                hit=counts.hit,
-                recomputed=counts.recomputed.total(),
-                evicted=counts.evicted,
+            trace.SessionBegan(
+                at=self._at(), session_id=session.id, tenant=tenant, on_demand=request.on_demand
             )
         )
 
-    def create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
-        created = super().create_session(request)
-        tenant = self._sessions.authenticate(created.session_id, created.session_auth).tenant
-        self._sink(
-            SessionBegan(
-                at=self._at(),
-                session_id=created.session_id,
-                tenant=self._text(tenant).ids[0],
-                on_demand=request.on_demand,
-            )
-        )
-        return created
+    def session_deleted(self, session: Session) -> None:
+        self._sink(trace.SessionDeleted(at=self._at(), session_id=session.id))
 
-    def delete_session(self, session_id: int, session_auth: str | None) -> None:
-        self._sessions.authenticate(session_id, session_auth)
-        self._sink(SessionDeleted(at=self._at(), session_id=session_id))
-        super().delete_session(session_id, session_auth)
-
-    def submit_call(self, request: SemanticCallRequest) -> CallResponse:
-        is_new = self._is_new(request)
-        response = super().submit_call(request)
-        if is_new:
-            pieces: list[TraceText | str] = [
-                self._text(piece.text) if isinstance(piece, Text) else piece.name
-                for piece in parse_template(request.template)
-            ]
-            if request.system is not None:
-                pieces.insert(0, self._text(request.system))
-            self._sink(
-                CallSubmitted(
-                    at=self._at(),
-                    session_id=request.session_id,
-                    request_id=response.request_id,
-                    pieces=pieces,
-                    parameters=self._parameters(request.parameters, response),
-                    options=_options(request, "template", "parameters", "system"),
-                )
-            )
-        return response
-
-    def submit_native(self, request: NativeCallRequest) -> CallResponse:
-        is_new = self._is_new(request)
-        response = super().submit_native(request)
-        if is_new:
-            self._sink(
-                NativeSubmitted(
-                    at=self._at(),
-                    session_id=request.session_id,
-                    request_id=response.request_id,
-                    func_name=request.func_name,
-                    parameters=self._parameters(request.parameters, response),
-                    options=_options(request, "func_name", "func_source", "parameters"),
-                )
-            )
-        return response
-
-    def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
-        super().cancel_call(session_id, session_auth, request_id)
-        self._sink(CancelAsked(at=self._at(), session_id=session_id, request_id=request_id))
-
-    def create_var(
-        self, session_id: int, session_auth: str | None, var_name: str, content: str | None
-    ) -> str:
-        var_id = super().create_var(session_id, session_auth, var_name, content)
-        value = None if content is None else self._text(content)
-        self._sink(
-            VariableCreated(
-                at=self._at(), session_id=session_id, var_id=var_id, name=var_name, value=value
-            )
-        )
-        return var_id
-
-    def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
-        super().set_var(session_id, session_auth, var_id, content)
-        self._sink(
-            VariableSet(
-                at=self._at(), session_id=session_id, var_id=var_id, value=self._text(content)
-            )
-        )
-
-    def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
-        super().cancel_var(session_id, session_auth, var_id)
-        self._sink(CancelAsked(at=self._at(), session_id=session_id, var_id=var_id))
-
-    def settled(self, request: VarGetRequest, var_id: str) -> str | None:
-        value = super().settled(request, var_id)
-        if value is not None:
-            with self._read(request, [var_id]):
-                pass
-        return value
-
-    async def read(self, request: VarGetRequest, var_id: str) -> str:
-        with self._read(request, [var_id]):
-            return await super().read(request, var_id)
-
-    async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
-        with self._read(request, request.var_ids, k=request.k):
-            return await super().first(request)
-
-    def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
-        return self._traced(super().stream(request, var_id), request, var_id)
-
-    async def _traced(
-        self, deltas: AsyncGenerator[str], request: VarGetRequest, var_id: str
-    ) -> AsyncGenerator[str]:
-        with self._read(request, [var_id], is_stream=True):
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    yield delta
-
-    def _end(self, session: Session, error: ParrotError) -> None:
-        super()._end(session, error)
-        natives = [
+    def session_ended(self, session: Session) -> None:
+        native_outputs = [
             variable
             for call in session.graph.calls.values()
             for node in call.tasks
@@ -223,66 +94,127 @@ class TracingCore(ServeCore):
             for variable in node.task.outputs()
         ]
         self._sink(
-            SessionEnded(
+            trace.SessionEnded(
                 at=self._at(),
                 session_id=session.id,
                 calls=session_view(session, self._clock.now(), 0.0).calls,
                 native_texts={
-                    v.id: self._text(v.text) for v in natives if v.state is VariableState.READY
+                    variable.id: self._text(variable.text)
+                    for variable in native_outputs
+                    if variable.state is VariableState.READY
                 },
             )
         )
 
-    @contextmanager
-    def _read(
-        self, request: VarGetRequest | FirstVarsRequest, var_ids: list[str], **how: Any
-    ) -> Iterator[None]:
-        read_id, session_id, error = self._read_ids.next(), request.session_id, None
-        options = _options(request, "var_ids", "k")
+    def call_submitted(
+        self,
+        session: Session,
+        request: SemanticCallRequest | NativeCallRequest,
+        response: CallResponse,
+    ) -> None:
+        fields: dict[str, Any] = {
+            "at": self._at(),
+            "session_id": session.id,
+            "request_id": response.request_id,
+            "parameters": self._parameters(request.parameters, response),
+        }
+        if isinstance(request, SemanticCallRequest):
+            options = _options(request, "template", "parameters", "system")
+            pieces = self._pieces(request)
+            self._sink(trace.CallSubmitted(**fields, pieces=pieces, options=options))
+        else:
+            options = _options(request, "func_name", "func_source", "parameters")
+            name = request.func_name
+            self._sink(trace.NativeSubmitted(**fields, func_name=name, options=options))
+
+    def variable_created(
+        self, session: Session, var_id: str, name: str, content: str | None
+    ) -> None:
+        value = None if content is None else self._text(content)
         self._sink(
-            ReadBegan(
-                at=self._at(),
-                session_id=session_id,
-                read_id=read_id,
-                var_ids=var_ids,
-                options=options,
-                **how,
+            trace.VariableCreated(
+                at=self._at(), session_id=session.id, var_id=var_id, name=name, value=value
             )
         )
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            error = "withdrawn"
-            raise
-        except ParrotError as failure:
-            error = failure.type
-            raise
-        finally:
-            self._sink(
-                ReadEnded(at=self._at(), session_id=session_id, read_id=read_id, error=error)
+
+    def variable_set(self, session: Session, var_id: str, content: str) -> None:
+        self._sink(
+            trace.VariableSet(
+                at=self._at(), session_id=session.id, var_id=var_id, value=self._text(content)
             )
+        )
+
+    def cancel_asked(
+        self, session: Session, *, request_id: int | None = None, var_id: str | None = None
+    ) -> None:
+        self._sink(
+            trace.CancelAsked(
+                at=self._at(), session_id=session.id, request_id=request_id, var_id=var_id
+            )
+        )
+
+    def read_began(
+        self,
+        session: Session,
+        read_id: int,
+        options: ReadOptions,
+        var_ids: Sequence[str],
+        k: int | None,
+        is_stream: bool,
+    ) -> None:
+        self._sink(
+            trace.ReadBegan(
+                at=self._at(),
+                session_id=session.id,
+                read_id=read_id,
+                var_ids=list(var_ids),
+                k=k,
+                is_stream=is_stream,
+                options=_options(options, "var_ids", "k"),
+            )
+        )
+
+    def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
+        outcome = None
+        if isinstance(error, ParrotError):
+            outcome = error.type
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            outcome = trace.WITHDRAWN
+        self._sink(
+            trace.ReadEnded(at=self._at(), session_id=session.id, read_id=read_id, error=outcome)
+        )
+
+    def core_closed(self, kv: KvCounts) -> None:
+        recomputed = kv.recomputed.total()
+        self._sink(
+            trace.TraceEnded(at=self._at(), hit=kv.hit, recomputed=recomputed, evicted=kv.evicted)
+        )
 
     def _at(self) -> float:
         return self._clock.now() - self._began
 
-    def _text(self, text: str) -> TraceText:
+    def _text(self, text: str) -> trace.TraceText:
         digest = hashlib.blake2b(key=self._salt, digest_size=_ID_BYTES)
         ids = []
-        for start in range(0, len(text), CHUNK_CHARS):
-            digest.update(text[start : start + CHUNK_CHARS].encode("utf-8", "surrogatepass"))
+        for start in range(0, len(text), trace.CHUNK_CHARS):
+            chunk = text[start : start + trace.CHUNK_CHARS]
+            digest.update(chunk.encode("utf-8", "surrogatepass"))
             ids.append(digest.hexdigest())
-        return TraceText(chars=len(text), ids=ids)
+        return trace.TraceText(chars=len(text), ids=ids)
 
-    def _is_new(self, request: SemanticCallRequest | NativeCallRequest) -> bool:
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        return not session.graph.is_known(request)
+    def _pieces(self, request: SemanticCallRequest) -> list[trace.TraceText | str]:
+        system = [] if request.system is None else [self._text(request.system)]
+        return system + [
+            self._text(piece.text) if isinstance(piece, Text) else piece.name
+            for piece in parse_template(request.template)
+        ]
 
     def _parameters(
-        self, parameters: list[CallParameter], response: CallResponse
-    ) -> list[TraceParameter]:
+        self, parameters: Sequence[CallParameter], response: CallResponse
+    ) -> list[trace.TraceParameter]:
         var_ids = {info.parameter_name: info.var_id for info in response.param_info}
         return [
-            TraceParameter(
+            trace.TraceParameter(
                 name=parameter.name,
                 var_id=var_ids[parameter.name],
                 is_output=parameter.is_output,
@@ -296,9 +228,6 @@ class TracingCore(ServeCore):
         ]
 
 
-def _options(
-    request: SemanticCallRequest | NativeCallRequest | VarGetRequest | FirstVarsRequest,
-    *apart: str,
-) -> dict[str, Any]:
+def _options(request: SessionScoped, *apart: str) -> dict[str, Any]:
     """The fields that are not the default, without the session's and those kept `apart`."""
     return request.model_dump(mode="json", exclude_defaults=True, exclude=_SCOPE | set(apart))

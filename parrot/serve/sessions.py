@@ -10,6 +10,7 @@ from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.quotas import Account
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, new_token, tokens_equal
+from parrot.utils.timers import Timer, TimerQueue
 
 PUBLIC_TENANT = "public"
 
@@ -104,6 +105,42 @@ class SessionRegistry:
         live_ids.remove(session.id)
         if not live_ids:
             del self._tenants[session.tenant]
+
+
+class SessionExpiry:
+    """Ends each watched session when it has been idle for its life span. Activity moves no timer:
+    a timer that comes too early is set again for the time that holds by then."""
+
+    def __init__(
+        self,
+        timers: TimerQueue,
+        clock: Clock,
+        life_span_s: float,
+        expire: Callable[[Session], None],
+    ) -> None:
+        self._timers = timers
+        self._clock = clock
+        self._life_span_s = life_span_s
+        self._expire = expire
+        self._pending: dict[int, Timer] = {}
+
+    def watch(self, session: Session) -> None:
+        when = session.expires_at(self._clock.now(), self._life_span_s)
+        self._pending[session.id] = self._timers.call_at(when, lambda: self._check(session))
+
+    def forget(self, session: Session) -> None:
+        self._pending.pop(session.id).cancel()
+
+    def remaining_s(self, session: Session) -> float:
+        now = self._clock.now()
+        return session.expires_at(now, self._life_span_s) - now
+
+    def _check(self, session: Session) -> None:
+        now = self._clock.now()
+        if session.expires_at(now, self._life_span_s) <= now:
+            self._expire(session)
+        else:
+            self.watch(session)
 
 
 def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.native import Sandbox
-from parrot.serve.recorder import TracingCore
+from parrot.serve.recorder import Recorder
 from parrot.simulation.client import SimClient
 from parrot.simulation.engine_link import EngineLink
 from parrot.simulation.links import LAN_RTT_S, Latency, lan
@@ -95,12 +95,9 @@ class SimCluster:
             "clock": self.clock,
             "dispatcher": Dispatcher(config, self.clock, self._connect),
             "sandbox": sandbox or BlockingSandbox(),
+            "observers": () if trace is None else (Recorder(trace, self.clock),),
         }
-        self.core = (
-            ServeCore(config, **parts)
-            if trace is None
-            else TracingCore(config, sink=trace, **parts)
-        )
+        self.core = ServeCore(config, **parts)
         self._clients: list[SimClient] = []
         self._tasks = TaskSet()
         self._num_named = 0

@@ -23,6 +23,7 @@ from parrot.protocol.public import (
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import placeholder
 from parrot.protocol.trace import (
+    WITHDRAWN,
     CallSubmitted,
     CancelAsked,
     NativeSubmitted,
@@ -42,8 +43,6 @@ from parrot.simulation.cluster import PATIENT, SimCluster
 from parrot.simulation.loop import run_virtual
 from parrot.simulation.natives import NATIVE_S
 from parrot.simulation.trace import TokenCounts, Trace, TracedSession
-
-WITHDRAWN = "withdrawn"
 
 _LETTERS = f"{string.ascii_letters}{string.digits} .".encode()
 _TO_LETTERS = bytes(_LETTERS[byte % len(_LETTERS)] for byte in range(256))

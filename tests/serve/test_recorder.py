@@ -1,19 +1,27 @@
 """ServeCore's process records what it is asked, if its configuration says so."""
 
+import errno
+
 import orjson
 import pytest
 from fastapi.testclient import TestClient
 
+from parrot.protocol.trace import AnyTraceEvent, TraceText, VariableSet
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
 from parrot.serve.http_server import main
-from parrot.serve.recorder import TraceFile, TracingCore
+from parrot.serve.recorder import Recorder, TraceFile
+from parrot.utils.clock import MonotonicClock
+from tests.serve.test_serve_core import World
 
 
 async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings(tmp_path):
     path = tmp_path / "trace.jsonl"
     sink = TraceFile(str(path))
-    core = TracingCore(CoreConfig(api_keys=("secret", "other")), sink=sink)
+    clock = MonotonicClock()
+    config = CoreConfig(api_keys=("secret", "other"))
+    core = ServeCore(config, clock=clock, observers=[Recorder(sink, clock)])
     with TestClient(create_app(core)) as client:
         scope = client.post("/v1/session", json={"api_key": "secret"}).json()
         ids = []
@@ -48,3 +56,41 @@ def test_a_trace_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
     config.write_text(orjson.dumps({"port": 0, "trace_path": str(tmp_path / "no" / "t")}).decode())
     with pytest.raises(SystemExit, match="trace_path"):
         main(["--config_path", str(config)])
+
+
+async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog):
+    class FullDisk(TraceFile):
+        """Has room for the header and one session's beginning."""
+
+        num_left = 2
+
+        def __call__(self, event: AnyTraceEvent) -> None:
+            self.num_left -= 1
+            if self.num_left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().__call__(event)
+
+    sink = FullDisk(str(tmp_path / "trace.jsonl"))
+    world = World(observers=[Recorder(sink, MonotonicClock())])
+    x = world.variable("x", "text")
+    y = world.call("y", x)
+    reading = world.read(y)
+    await world.settle()
+    world.dispatcher.finish(world.dispatcher.started[0], "answer")
+    assert await reading == "answer"
+    deltas = [delta async for delta in world.core.stream(world.request(), y)]
+    assert deltas == ["answer"]
+    world.core.cancel_var(*world.scope.values(), y)
+    world.core.delete_session(*world.scope.values())
+    await world.core.close()
+    sink.close()
+    assert len(caplog.records) == 1
+    assert "Recorder failed, and stops" in caplog.text
+    assert "No space left" in caplog.text
+
+
+def test_a_trace_whose_end_cannot_be_written_is_closed_all_the_same(caplog):
+    sink = TraceFile("/dev/full")
+    sink(VariableSet(at=0.0, session_id=1, var_id="x", value=TraceText(chars=0, ids=[])))
+    sink.close()
+    assert "the end of the trace is lost" in caplog.text

@@ -1,7 +1,7 @@
 """Every verb of ServeCore on virtual time, with a fake in place of the dispatcher."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.observers import Observer
 from parrot.serve.readers import READ_GRACE_S
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
@@ -35,13 +36,14 @@ from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 class World:
     """A core, one session in it, and shorthands for its requests."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, observers: Sequence[Observer] = (), **config: Any) -> None:
         self.clock = ManualClock(start=1000)
         self.dispatcher = FakeDispatcher()
         self.core = ServeCore(
             CoreConfig(**({"session_life_span": 60.0} | config)),
             clock=self.clock,
             dispatcher=self.dispatcher,  # type: ignore[arg-type]
+            observers=observers,
         )
         api_key = config["api_keys"][0] if "api_keys" in config else None
         session = self.core.create_session(SessionCreateRequest(api_key=api_key))

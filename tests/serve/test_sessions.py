@@ -4,8 +4,13 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.lifecycle import SessionExpiry
-from parrot.serve.sessions import PUBLIC_TENANT, Session, SessionRegistry, tenant_of
+from parrot.serve.sessions import (
+    PUBLIC_TENANT,
+    Session,
+    SessionExpiry,
+    SessionRegistry,
+    tenant_of,
+)
 from parrot.utils.clock import ManualClock
 from parrot.utils.timers import TimerQueue
 from tests.serve.serve_fakes import FakeRunner, link_call, make_graph

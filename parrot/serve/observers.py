@@ -1,0 +1,120 @@
+"""Observers of ServeCore: told what programs ask for, and unable to disturb serving."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.public import (
+    CallResponse,
+    NativeCallRequest,
+    ReadOptions,
+    SemanticCallRequest,
+    SessionCreateRequest,
+)
+from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.sessions import Session
+from parrot.utils.ids import IdCounter
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Each method is called in the turn of the event loop in which the thing happened."""
+
+    def engine_registered(self, info: EngineInfo) -> None: ...
+
+    def session_created(self, session: Session, request: SessionCreateRequest) -> None: ...
+
+    def session_deleted(self, session: Session) -> None:
+        """The program asked for the session's end, which comes next."""
+
+    def session_ended(self, session: Session) -> None:
+        """The session has ended in whatever way; all its variables are settled."""
+
+    def call_submitted(
+        self,
+        session: Session,
+        request: SemanticCallRequest | NativeCallRequest,
+        response: CallResponse,
+    ) -> None: ...
+
+    def variable_created(
+        self, session: Session, var_id: str, name: str, content: str | None
+    ) -> None: ...
+
+    def variable_set(self, session: Session, var_id: str, content: str) -> None: ...
+
+    def cancel_asked(
+        self, session: Session, *, request_id: int | None = None, var_id: str | None = None
+    ) -> None: ...
+
+    def read_began(
+        self,
+        session: Session,
+        read_id: int,
+        options: ReadOptions,
+        var_ids: Sequence[str],
+        k: int | None,
+        is_stream: bool,
+    ) -> None:
+        """`k`: a read of the first `k` of several variables; None for a read of one."""
+
+    def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
+        """`error`: what the read raised, also when it was cancelled; None if it was answered."""
+
+    def core_closed(self, kv: KvCounts) -> None: ...
+
+
+class Observers:
+    """Those who observe one ServeCore. One that raises is logged once and told nothing more."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self._read_ids = IdCounter()
+
+    def tell(self, report: Callable[[Observer], None]) -> None:
+        for observer in tuple(self._observers):
+            try:
+                report(observer)
+            except Exception:
+                logger.exception("%s failed, and stops", type(observer).__name__)
+                self._observers.remove(observer)
+
+    def reading(
+        self,
+        session: Session,
+        options: ReadOptions,
+        var_ids: Sequence[str],
+        *,
+        k: int | None = None,
+        is_stream: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Tell of the beginning and the end of the read that is made in the block."""
+        if not self._observers:
+            return _UNOBSERVED
+        return self._reading(session, options, var_ids, k, is_stream)
+
+    @contextmanager
+    def _reading(
+        self,
+        session: Session,
+        options: ReadOptions,
+        var_ids: Sequence[str],
+        k: int | None,
+        is_stream: bool,
+    ) -> Iterator[None]:
+        read_id = self._read_ids.next()
+        self.tell(lambda one: one.read_began(session, read_id, options, var_ids, k, is_stream))
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self.tell(lambda one: one.read_ended(session, read_id, failure))
+
+
+_UNOBSERVED = nullcontext()
