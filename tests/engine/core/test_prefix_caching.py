@@ -178,3 +178,30 @@ def test_what_was_computed_twice_is_kept_once():
     assert engine.runner.plans[0].num_tokens == 2
     assert engine.context(1).block_ids == engine.context(2).block_ids
     assert engine.num_free == 12
+
+
+def test_a_block_that_is_written_anew_is_not_found_by_what_it_held():
+    """A fork in the middle of a full block becomes its only holder, and writes on behind it."""
+    engine = Harness()
+    engine.fill(piece(1, PROMPT[:12]))
+    engine.run()
+    engine.fill(piece(2, "XY", 1, 10))
+    engine.free(1)
+    engine.run()
+    third = engine.fill(piece(3, PROMPT[:12] + "z"))
+    engine.run()
+    assert third.response.cached_tokens == 8
+
+
+def test_reuse_ends_at_the_first_block_that_is_not_found():
+    """While a whole prompt is computed again for its last token, its last block has no name, but a
+    block that came behind it still has one."""
+    engine = Harness()
+    first = engine.generate(piece(1, PROMPT), length=3)
+    engine.run()
+    engine.free(1)
+    short = engine.generate(piece(2, PROMPT[:16]), length=3)
+    whole = engine.generate(piece(3, PROMPT), length=3)
+    engine.run()
+    assert usage(short) == (16, 0)
+    assert whole.text == first.text

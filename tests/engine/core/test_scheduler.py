@@ -238,3 +238,25 @@ def test_policies_are_total_orders():
 
     assert PriorityFirst().key(FakeJob) == (3, 7)
     assert FirstComeFirstServed().key(FakeJob) == (0, 7)
+
+
+def test_an_urgent_request_takes_its_room_from_the_least_urgent():
+    engine = Harness(num_blocks=6)
+    engine.generate(piece(1, "abcdef"), priority=5, length=20)
+    engine.generate(piece(2, "ghijkl"), priority=9, length=20)
+    engine.step()
+    engine.fill(piece(3, "mnopqrstuvwx"), priority=0)
+    engine.step()
+    assert contexts(engine.last_plan) == [1, 3]
+    assert engine.context(1).num_computed == 7
+    assert engine.context(2).num_computed == 4
+
+
+def test_what_a_request_gives_up_within_a_step_is_others_to_take():
+    engine = Harness(num_blocks=4, scheduler={"max_num_batched_tokens": 9})
+    engine.generate(piece(1, "abcdefghi"), priority=9, length=20)
+    engine.step()
+    engine.fill(piece(2, "jklmnopq"), priority=0)
+    engine.fill(piece(3, "rs"), priority=1)
+    engine.step()
+    assert (contexts(engine.last_plan), sizes(engine.last_plan)) == ([2, 3], [8, 1])

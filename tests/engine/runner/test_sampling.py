@@ -69,6 +69,11 @@ def test_top_p_counts_in_what_top_k_left() -> None:
     assert set(draw(logits, top_k=2, top_p=0.6)) == {0, 1}
 
 
+def test_a_presence_penalty_counts_once_and_a_frequency_penalty_each_time() -> None:
+    assert one([1.5, 3.0], **GREEDY, presence_penalty=1.0, output_ids=[1, 1, 1]) == 1
+    assert one([1.5, 3.0], **GREEDY, frequency_penalty=1.0, output_ids=[1, 1, 1]) == 0
+
+
 def test_min_p_is_relative_to_the_best() -> None:
     logits = np.log([0.5, 0.3, 0.15, 0.05]).tolist()
     assert set(draw(logits, min_p=0.5)) == {0, 1}
