@@ -128,12 +128,15 @@ class FakeEngine(EngineClient):
             if script.latency_s:
                 await asyncio.sleep(script.latency_s)
             size = max(1, -(-len(text) // script.steps))
+            num_filled = len(contents)
             for i, start in enumerate(range(0, len(text), size)):
                 await self._maybe_hang(script, i)
                 chunk = text[start : start + size]
-                yield StreamChunk(ids=self._encode(chunk), text=chunk)
+                ids = self._encode(chunk)
+                contents.extend(ids if self._codec else chunk)
+                yield StreamChunk(ids=ids, text=chunk)
             await self._maybe_hang(script, script.steps)
-            yield self._finish(request, script, text, cached)
+            yield self._finish(request, script, text, num_filled - cached, cached)
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1
             raise
@@ -163,14 +166,16 @@ class FakeEngine(EngineClient):
         return cached
 
     def _finish(
-        self, request: GenerateRequest, script: Script, text: str, cached: int
+        self, request: GenerateRequest, script: Script, text: str, computed: int, cached: int
     ) -> GenerateResponse:
-        contents = self.contexts[request.context_id]
-        computed = len(contents) - cached
-        ids = [*self._encode(text), *script.extra_ids]
+        """The text is in the context already, but not what follows it."""
+        contents = self.contexts.get(request.context_id, [])
+        ids = self._encode(text)
+        num_text_ids = len(ids)
+        ids += script.extra_ids
         if self.tokenizer_response is not None:
             ids += self.tokenizer_response.special_ids.eos[:1] if script.stop_token else []
-        contents.extend(ids if self._codec else text)
+        contents.extend(ids[num_text_ids:])
         usage = Usage(cached_tokens=cached, computed_tokens=computed, output_tokens=len(ids))
         return GenerateResponse(
             generated_text=text,

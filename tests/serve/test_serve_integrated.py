@@ -96,10 +96,10 @@ async def test_two_outputs_and_a_stateful_successor_share_one_context(cluster: C
 
 
 async def test_a_read_again_after_leaving_in_the_middle(cluster: Cluster) -> None:
-    """The work stops, its context is freed, and a later reader gets the whole text."""
+    """The work stops, its context is kept, and a later reader gets the whole text."""
     await cluster.join()
     cluster.engine.scripts = [Script(text=lambda prompt: "abcdefghi", hang_after=1)]
-    cluster.engine.script = Script(text=lambda prompt: "abcdefghi")
+    cluster.engine.script = Script(text=lambda prompt: "defghi")
     out = cluster.call("Say {{out}}", made("out"))["out"]
     stream = cluster.core.stream(cluster.request(), out)
     assert await anext(stream) == "abc"
@@ -109,6 +109,9 @@ async def test_a_read_again_after_leaving_in_the_middle(cluster: Cluster) -> Non
     cluster.core.check_integrity()
     again = cluster.core.stream(cluster.request(), out)
     assert "".join([text async for text in again]) == "abcdefghi"
+    first, second = cluster.engine.requests
+    assert cluster.engine.prompts == ["Say ", "Say abc"]
+    assert [piece.parent_context_id for piece in second.fills] == [first.context_id]
 
 
 async def test_cancel_stops_the_engine_and_everything_after(cluster: Cluster) -> None:

@@ -170,13 +170,11 @@ class ContextLedger:
             link = link.parent
 
     def settle(
-        self, context: Context, length: int, boundary: Boundary | None, source: Source
+        self, context: Context, length: int, boundary: Boundary | None, source: Source | None
     ) -> None:
         """Its generation ended: it has `length` tokens; `boundary` covers the output's text.
-        `source`: whose output it is."""
-        context.awaiting = (source, self._clock.now())
-        if isinstance(context.owner, int):
-            self.pauses.ended(context.owner, source)
+        `source`: whose output it is; None if that is not whole."""
+        context.awaiting = None if source is None else (source, self._clock.now())
         account = self._accounts[context.engine_id]
         account.used -= account.size(context)
         context.length, context.reserved = length, 0
@@ -200,15 +198,17 @@ class ContextLedger:
             self.retire(link)
             link = link.parent
 
-    def release_session(self, session_id: int, heir: str | None = None) -> None:
-        """Free the session's contexts, those in use as soon as that ends; or leave all to a tenant
-        who may use them again."""
+    def share(self, context: Context, tenant: str) -> None:
+        """Leave a session's context to its tenant: others want it, too."""
+        if isinstance(context.owner, int):
+            self._disown(context)
+            context.owner = tenant
+            self._constants[context.id] = context
+
+    def release_session(self, session_id: int) -> None:
+        """Free the session's contexts, those in use as soon as that ends."""
         self.pauses.session_ended(session_id)
-        contexts = list(self._by_session.get(session_id, {}).values())
-        if heir is not None:
-            self._bequeath(contexts, heir)
-            return
-        for context in reversed(contexts):
+        for context in reversed(self._by_session.get(session_id, {}).copy().values()):
             self.retire(context, FreeReason.SESSION)
 
     # Room
@@ -304,12 +304,6 @@ class ContextLedger:
         if awaiting and (parent.awaiting is None or parent.awaiting[1] < awaiting[1]):
             parent.awaiting = awaiting
         self._rest(parent, recent=False)
-
-    def _bequeath(self, contexts: Iterable[Context], heir: str) -> None:
-        for context in contexts:
-            self._disown(context)
-            context.owner = heir
-            self._constants[context.id] = context
 
     def _rest(self, context: Context, recent: bool) -> None:
         """A context may have become idle: offer it for eviction, or free it if retired, and then

@@ -1,8 +1,8 @@
-"""From ready completions to settled outputs: the queue, and what becomes of those that ran.
+"""From ready completions to settled outputs.
 
-submit -> Scheduler.add ... pump: Scheduler.schedule -> Attempts.start ...... done / failed
-                              ^                            |                       |
-                              +---------- again -----------+            output.set / fail
+submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.place ... done / failed
+                              ^                                        |                   |
+                              +------------------ again ---------------+          output.set / fail
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from parrot.serve.contexts.forecast import Anticipation
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
-from parrot.serve.execution.attempts import Attempts, Ends
 from parrot.serve.execution.engines import Engine, EngineView
-from parrot.serve.execution.executor import Executor
+from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.fleet import Connect, Fleet, http_connect
 from parrot.serve.execution.frees import FreeSender
+from parrot.serve.execution.grace import Grace
 from parrot.serve.execution.prefetch import EagerCounts, EagerFiller
-from parrot.serve.execution.queue import Queue
-from parrot.serve.execution.result_cache import Reuse
-from parrot.serve.execution.run import Attempt, Outcome
-from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.execution.result_cache import ResultCache, reused
+from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
+from parrot.serve.execution.run_table import RunEvents, RunTable
+from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.predictor import Estimates
-from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.scheduler import Models, Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
@@ -41,6 +41,9 @@ from parrot.utils.timers import Timer, TimerQueue
 logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
+
+
+_DEFECT = InternalError("internal error of the scheduler")
 
 
 class Dispatcher:
@@ -70,7 +73,7 @@ class Dispatcher:
         )
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
         self.estimates = Estimates(self._scheduler.seconds_alone)
-        self._eager = EagerFiller(
+        self._prefetch = EagerFiller(
             self._ledger,
             tokenizers,
             self._preview,
@@ -79,25 +82,19 @@ class Dispatcher:
             self._wake,
         )
         if config.global_scheduler.eager_fill:
-            self.anticipation.listen(self._eager)
-        self._queue = Queue(
+            self.anticipation.listen(self._prefetch)
+        self._runs = RunTable(
             clock,
             self._ledger,
             self._scheduler,
-            self._timers,
-            config.engine_heartbeat_timeout,
-            self._give_up_unserved,
-            self._wake,
+            Exchange(self._ledger, tokenizers),
+            self._prefetch,
+            RunEvents(
+                self._on_queued, self._on_done, self._on_failed, self._fleet.liveness.answers
+            ),
         )
-        self._attempts = Attempts(
-            clock,
-            self._ledger,
-            self._scheduler,
-            Executor(self._ledger, tokenizers),
-            self._eager,
-            Ends(self._done, self._queue.enter, self._give_up, self._fleet.liveness.answers),
-        )
-        self._reuse = Reuse(config.global_scheduler, clock)
+        self._results = ResultCache(config.global_scheduler, clock)
+        self._grace = Grace(self._timers, config.engine_heartbeat_timeout, self._fail_unserved)
         self._frees = FreeSender(clock)
         self._expiry: Timer | None = None
         self._alarm: Timer | None = None  # for the scheduler's next change
@@ -107,30 +104,49 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return self._runs.num_queued
 
     @property
     def queued_by_tenant(self) -> QueuedByTenant:
-        return self._queue.by_tenant
+        return self._runs.queued_by_tenant
 
     @property
     def num_running(self) -> int:
-        return len(self._attempts)
+        return self._runs.num_placed
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
         and its objective is set."""
         self._learn_pause(completion)
         segments, keys = self.anticipation.prompt(completion)
-        result_key = self._reuse.key(completion, keys)
-        if result_key is not None and self._share(completion, result_key):
-            self._eager.forgo(completion)
+        result_key = self._results.key(completion, keys)
+        if result_key is not None and self._answer(completion, result_key):
             return
-        task = self._make_task(completion, segments, keys)
-        task.result_key = result_key
-        self._reuse.lead(task)
-        self._scheduler.add(task)
-        self._queue.enter(task)
+        if self._runs.join(completion, result_key):
+            self._wake()
+            return
+        run = Run(
+            completion,
+            segments,
+            keys,
+            self._clock.now(),
+            self.estimates.output_tokens(completion),
+            self.estimates.tokens_per_char(completion.options.models),
+            waiters=[completion],
+            result_key=result_key,
+            stats=completion.stats,
+        )
+        self._runs.add(run)
+
+    def _answer(self, completion: Completion, result_key: bytes) -> bool:
+        """Settle it with a result that is there; False if there is none."""
+        result = self._results.get(completion.options.tenant, result_key)
+        if result is None:
+            return False
+        self._runs.forget(completion)
+        self._prefetch.forgo(completion)
+        self._set(completion, result.text, result.tokenized, reused(result.made))
+        return True
 
     def _make_task(
         self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
@@ -164,68 +180,34 @@ class Dispatcher:
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
-        task = self._queue.find(self._reuse.leader_of(completion))
-        if task is not None:
-            self._scheduler.update(task)
+        run = self._runs.find(completion)
+        if run is not None:
+            self._runs.update(run)
             self._wake()
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        if self._drop(completion) or not completion.state.is_final:
+        self._prefetch.forgo(completion)
+        if self._runs.leave(completion) or not completion.state.is_final:
             self._settle(completion, CompletionState.CANCELLED, error)
 
     def withdraw(self, completion: Completion) -> None:
-        """Stop it without settling its output: nobody reads that any more. It may be submitted
-        again, and then begins anew. Safe in any state."""
-        if self._drop(completion):
+        """Stop it without settling its output: nobody reads that any more. If it is submitted
+        again it goes on behind the text that it has, or begins anew. Safe in any state."""
+        self._prefetch.forgo(completion)
+        if self._runs.leave(completion, comes_back=True):
             completion.state = CompletionState.IDLE
             self._wake()
-
-    def _drop(self, completion: Completion) -> bool:
-        """Nobody wants it any more: forget all work on it, unless that goes on for an identical
-        one; False if there is none."""
-        self._eager.forgo(completion)
-        if self._reuse.leave(completion):
-            return True
-        if (task := self._queue.find(completion)) is not None:
-            self._drop_queued(task)
-        elif (task := self._attempts.find(completion)) is not None:
-            self._drop_running(task)
-        else:
-            return False
-        return True
-
-    def _drop_queued(self, task: CompletionTask) -> None:
-        if (heir := self._reuse.promote(task)) is None:
-            self._queue.remove(task)
-            self._reuse.ended(task)
-        else:
-            self._queue.hand_over(task, heir)
-
-    def _drop_running(self, task: CompletionTask) -> None:
-        if (heir := self._reuse.promote(task)) is None:
-            self._reuse.ended(task)
-            self._attempts.drop(task)
-        else:
-            self._attempts.hand_over(task, heir)
-
-    def _share(self, completion: Completion, result_key: bytes) -> bool:
-        """Let it have the result of an identical one; False if there is none."""
-        if self._reuse.answer(completion, result_key):
-            return True
-        task = self._reuse.follow(completion, result_key)
-        if task is not None:
-            self.reprioritise(task.completion)
-        return task is not None
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         """See `graph.links.Runner`."""
         self._scheduler.progressed(session_id, remaining_s)
 
-    def release_session(self, session_id: int, heir: str | None = None) -> None:
+    def release_session(self, session_id: int) -> None:
         """Free every context of the session, those in use when their run ends. Contexts of its
-        tenant stay. With an `heir`, a tenant, leave them to it instead, as cache."""
-        self._ledger.release_session(session_id, heir)
+        tenant stay."""
+        self._runs.forget_session(session_id)
+        self._ledger.release_session(session_id)
         self._scheduler.forget_session(session_id)
 
     # Engines
@@ -258,7 +240,7 @@ class Dispatcher:
         return self._ledger.log.total
 
     def eager_counts(self) -> EagerCounts:
-        return self._eager.counts
+        return self._prefetch.counts
 
     def models(self) -> ModelsResponse:
         return self._fleet.registry.models()
@@ -267,33 +249,28 @@ class Dispatcher:
 
     def check_integrity(self) -> None:
         """Recount contexts, users and loads. Raises AssertionError with what differs."""
-        users = self._attempts.users() + self._eager.users()
-        self._eager.check_integrity()
-        self._reuse.check_integrity(self._tasks())
+        self._runs.check_integrity()
+        self._prefetch.check_integrity()
+        self._results.check_integrity()
         expected = self.anticipation.check_integrity()
-        for task in self._queue.tasks():
-            expected.update(task.keys)
-        self._ledger.check_integrity(users, expected)
+        for run in self._runs.queued():
+            expected.update(run.keys)
+        self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), expected)
         self._scheduler.check_integrity()
-        assert self._scheduler.num_queued == len(self._queue), self._queue.tasks()
-        assert self._queue.by_tenant.total() == len(self._queue), self._queue.by_tenant
         placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)
-        assert placed == len(self._attempts), (placed, self._attempts.tasks())
+        assert placed == self._runs.num_placed, (placed, list(self._runs))
 
     async def close(self) -> None:
         """Fail what is unfinished with `Unavailable` and stop."""
         error = Unavailable("ServeCore is shutting down")
-        for task in self._tasks():
-            for completion in (*task.followers, task.completion):
+        for run in self._runs:
+            for completion in list(run.waiters):
                 self.cancel(completion, error)
-        await self._eager.close()
-        await self._attempts.close()
+        await self._prefetch.close()
+        await self._runs.close()
         await self._timers.close()
         await self._frees.close()
         await self._fleet.close()
-
-    def _tasks(self) -> list[CompletionTask]:
-        return [*self._queue.tasks(), *self._attempts.tasks()]
 
     # The pump: one for all that happened in a turn of the event loop
 
@@ -308,26 +285,24 @@ class Dispatcher:
             self._advance()
         except Exception:
             logger.exception("the scheduler failed; what is queued is given up")
-            for task in self._queue.tasks():
+            for run in self._runs.queued():
                 with suppress(Exception):  # it may have gone half the way to an engine
-                    self._scheduler.remove(task)
-                self._queue.leave(task)
-                self._give_up(task, InternalError("internal error of the scheduler"))
+                    self._scheduler.remove(run)
+                self._runs.fail(run, _DEFECT, is_scheduled=False)
 
     def _advance(self) -> None:
         for placement in self._scheduler.schedule():
             engine = self._fleet.registry.get(placement.engine_id)
             assert engine is not None, placement
-            self._queue.leave(placement.task)
-            self._attempts.start(placement, engine)
+            self._runs.place(placement, engine)
         for task in self._scheduler.take_failed():
-            self._queue.leave(task)
-            self._give_up(task, InternalError("internal error of the scheduler"))
+            assert isinstance(task, Run), task
+            self._runs.fail(task, _DEFECT, is_scheduled=False)
         for engine_id, context_ids in self._ledger.take_frees().items():
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
                 self._frees.send(engine, context_ids)
-        self._eager.pump()
+        self._prefetch.pump()
         self._wake_at(self._scheduler.next_change())
         expiry = self._ledger.next_expiry()
         if self._expiry is None and expiry is not None:
@@ -350,35 +325,62 @@ class Dispatcher:
         self._ledger.expire()
         self._wake()
 
-    # What becomes of attempts
+    # What happens to runs
 
-    def _done(self, attempt: Attempt, outcome: Outcome) -> None:
-        task = attempt.task
-        if not attempt.delivered:
-            self.estimates.learn(task.completion, task.num_chars, outcome.response.usage)
+    def _on_queued(self, run: Run) -> None:
+        if not self._scheduler.is_served(run.models):
+            self._grace.give(run.models, self._clock.now())
+        self._wake()
+
+    def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
+        """Everybody who waits gets the result, and it is kept for those to come."""
+        if not attempt.resumed:
+            self.estimates.learn(run.completion, run.num_chars, outcome.response.usage)
         tokenized = None
         if outcome.ids is not None and attempt.tokenizer is not None:
             tokenized = TokenizedText(attempt.tokenizer.tokenizer_id, outcome.ids)
         self._wake()
-        self._reuse.finish(task, outcome.text, tokenized)
+        made = run.stats
+        if run.result_key is not None:
+            tenant = run.completion.options.tenant
+            self._results.put(tenant, run.result_key, outcome.text, tokenized, made)
+        for number, waiter in enumerate(self._runs.take_waiters(run)):
+            self._set(waiter, outcome.text, tokenized, reused(made) if number else made)
 
-    def _give_up(self, task: CompletionTask, error: ParrotError) -> None:
-        """It failed for all who wait for it."""
-        self._reuse.ended(task)
-        self._settle(task.completion, CompletionState.FAILED, error)
-        for follower in self._reuse.take_followers(task):
-            self._settle(follower, CompletionState.FAILED, error)
+    def _on_failed(self, run: Run, error: ParrotError) -> None:
+        for waiter in self._runs.take_waiters(run):
+            self._prefetch.forgo(waiter)
+            self._settle(waiter, CompletionState.FAILED, error)
 
-    def _give_up_unserved(self, task: CompletionTask) -> None:
-        self._give_up(task, self._fleet.registry.unserved(task.models))
+    def _set(
+        self, completion: Completion, text: str, tokenized: TokenizedText | None, stats: RunStats
+    ) -> None:
+        self._ledger.pauses.ended(completion.session_id, Source.of(completion))
+        completion.stats = stats
+        completion.state = CompletionState.DONE
+        completion.times.finished = self._clock.now()
+        completion.output.set(text, tokenized)
 
     def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
         completion.state = state
         completion.times.finished = self._clock.now()
-        self._eager.forgo(completion)
         self._wake()
         if not completion.output.is_settled:
             completion.output.fail(error)
+
+    def _fail_unserved(self, models: Models, since: float) -> float | None:
+        """Nobody came to serve these models since then. Returns when the next run that wants one
+        of them was queued."""
+        later: list[float] = []
+        for task in self._scheduler.queued(models):
+            assert isinstance(task, Run), task
+            if task.state is not RunState.QUEUED:
+                continue  # withdrawn when one before it failed
+            if task.arrived > since:
+                later.append(task.arrived)
+            else:
+                self._runs.fail(task, self._fleet.registry.unserved(models))
+        return min(later, default=None)
 
     # Engines that come and go
 
@@ -389,13 +391,15 @@ class Dispatcher:
         self._scheduler.add_engine(
             engine.id, info.model, info.tasks_capacity, info.tokens_capacity, info.max_seq_len
         )
-        self._queue.engine_joined()
+        self._grace.end(self._scheduler.is_served)
+        self._wake()
 
     def _on_lost(self, engine: Engine) -> None:
-        given_up = self._attempts.leave(engine)
-        self._eager.forget_engine(engine.id)
+        given_up = self._runs.lose(engine)
+        self._prefetch.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.remove_engine(engine.id)
-        self._queue.engine_lost(engine.last_seen)
-        for task in given_up:
-            self._give_up(task, EngineFailed("every engine that ran the completion was lost"))
+        for models in self._scheduler.unserved():
+            self._grace.give(models, engine.last_seen)
+        for run in given_up:
+            self._on_failed(run, EngineFailed("every engine that ran the completion was lost"))

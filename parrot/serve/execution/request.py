@@ -19,21 +19,19 @@ from parrot.serve.prompts.encode import Units, join
 
 
 def open_request(
-    ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]
+    ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units], owner: Owner
 ) -> GenerateRequest | None:
     """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
-    per segment. None: nothing may be generated any more. Raises `PromptTooLong`."""
-    task, engine = attempt.task, attempt.engine
-    completion = task.completion
+    per segment. None if nothing may be generated any more. Raises `PromptTooLong`."""
+    engine, completion = attempt.engine, attempt.task.completion
     prompt = _Prompt(ledger, attempt, parts)
     room = prompt.limit_output()
     if room == 0:
         return None
-    completion.stats.recomputed_tokens = ledger.note_use(engine.id, prompt.length, prompt.missing())
+    missing = prompt.missing()
+    attempt.recomputed_tokens = ledger.note_use(engine.id, prompt.length, missing)
     prompt.extend_constant()
-    context = attempt.context = prompt.extend(
-        completion.session_id, len(parts), attempt.resumed, room
-    )
+    context = attempt.context = prompt.extend(owner, reserved=room)
     ledger.pin(context)
     ledger.make_room(engine.id)
     return GenerateRequest.model_construct(
@@ -48,12 +46,12 @@ def open_request(
 
 
 def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
-    """The same for the beginning of a prompt, behind which nothing is generated. Nothing is to be
-    filled and no context is opened if the engine has it all."""
+    """Do the same for the beginning of a prompt, behind which nothing is generated. Nothing is to
+    be filled and no context is opened if the engine has it all."""
     prompt = _Prompt(ledger, attempt, parts)
     prompt.extend_constant()
     if any(parts[prompt.covered :]):
-        prompt.extend(attempt.task.completion.session_id, len(parts))
+        prompt.extend(attempt.task.completion.session_id)
     if attempt.opened:
         attempt.context = attempt.opened[-1]
         ledger.pin(attempt.context)
@@ -62,12 +60,13 @@ def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -
 
 @dataclass(slots=True)
 class _Prompt:
-    """How far the prompt is there: `parent` has its first `covered` segments, `length` units, of
-    which `last` is the last."""
+    """How far the prompt is there: `parent` has its first `covered` parts, `length` units, of which
+    `last` is the last. What was delivered of the output is its last part."""
 
     ledger: ContextLedger
     attempt: Attempt
     parts: Sequence[Units]
+    keys: Sequence[bytes] = ()
     covered: int = 0
     parent: Context | None = None
     length: int = 0
@@ -75,7 +74,11 @@ class _Prompt:
     fills: list[FillPiece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        match = self.ledger.index.match(self.attempt.engine.id, self.attempt.task.keys)
+        self.keys = self.attempt.task.keys
+        if self.attempt.resumed:
+            self.parts = [*self.parts, self.attempt.resumed]
+            self.keys = [*self.keys, self.attempt.resumed_key]
+        match = self.ledger.index.match(self.attempt.engine.id, self.keys)
         if match is not None:
             self.covered, self.parent = match.num_covered, match.context
             _, self.length, self.last = match.boundary
@@ -84,22 +87,25 @@ class _Prompt:
         """The key and length of each beginning that is not there."""
         ends = accumulate(map(len, self.parts[self.covered :]), initial=self.length)
         next(ends)
-        return list(zip(self.attempt.task.keys[self.covered :], ends, strict=True))
+        return list(zip(self.keys[self.covered :], ends, strict=True))
 
     def limit_output(self) -> int:
         """How much room the output needs, in the engine's units; limits the attempt's sampling to
         it. Engines with text know their limits themselves, so there it is only a guess."""
         attempt, info = self.attempt, self.attempt.engine.info
-        wanted = attempt.task.completion.sampling.max_gen_length - len(attempt.resumed)
-        prompt_len = self.length + sum(map(len, self.parts[self.covered :]))
-        if not prompt_len:
+        room = attempt.sampling.max_gen_length - attempt.num_delivered
+        length = self.length + sum(map(len, self.parts[self.covered :]))
+        if not length:
             raise InvalidRequest("the prompt is empty")
-        if attempt.tokenizer is None:
-            return max(1, wanted)
-        limit = min(info.max_seq_len, info.tokens_capacity)
-        room = max(0, min(wanted, limit - prompt_len - len(attempt.resumed)))
-        if prompt_len >= limit or (room < wanted and not attempt.is_longest):
-            raise PromptTooLong(f"the prompt has {prompt_len} tokens; the limit is {limit - 1}")
+        if attempt.tokenizer is not None:
+            limit = min(info.max_seq_len, info.tokens_capacity)
+            prompt_len = length - len(attempt.resumed)
+            is_cut = room > limit - length and not attempt.is_longest
+            if prompt_len >= limit or is_cut:
+                message = f"the prompt has {prompt_len} tokens; the limit is {limit - 1}"
+                raise PromptTooLong(message)
+            room = min(room, limit - length)
+        room = max(0, room)
         if room and room != attempt.sampling.max_gen_length:
             attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
         return room
@@ -113,12 +119,10 @@ class _Prompt:
         if sum(map(len, self.parts[:num_constant])) >= self.attempt.engine.info.block_size:
             self.extend(options.tenant, num_constant)
 
-    def extend(self, owner: Owner, stop: int, more: Units = (), reserved: int = 0) -> Context:
-        """Fork: a context with the segments up to `stop` and `more` after them."""
-        parts = (
-            [*self.parts[self.covered : stop], more] if more else self.parts[self.covered : stop]
-        )
-        units = join(parts)
+    def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> Context:
+        """Fork: a context with the parts up to `stop`, by default all."""
+        stop = len(self.parts) if stop is None else stop
+        units = join(self.parts[self.covered : stop])
         boundaries = self._boundaries(stop)
         if not units:
             # An engine generates after a unit that the context itself was given.
@@ -148,14 +152,12 @@ class _Prompt:
         return context
 
     def _boundaries(self, stop: int) -> list[Boundary]:
-        """Where the segments up to `stop` end. Empty ones end where their predecessor does."""
+        """Where the parts up to `stop` end. Empty ones end where their predecessor does."""
         parts = self.parts[self.covered : stop]
         ends = accumulate(map(len, parts), initial=self.length)
         next(ends)
         last, boundaries = self.last, []
-        for key, end, part in zip(
-            self.attempt.task.keys[self.covered :], ends, parts, strict=False
-        ):
+        for key, end, part in zip(self.keys[self.covered :], ends, parts, strict=False):
             last = part[-1] if part else last
             if end:
                 boundaries.append(Boundary(key, end, last))

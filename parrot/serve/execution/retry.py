@@ -15,7 +15,7 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.serve.execution.engines import Engine
-from parrot.serve.execution.run import Attempt
+from parrot.serve.execution.run import Attempt, Run
 
 
 class Verdict(Enum):
@@ -31,31 +31,31 @@ def is_broken(error: ParrotError) -> bool:
     return isinstance(error, Unavailable) and not isinstance(error, OutOfMemory)
 
 
-def judge(attempt: Attempt, error: ParrotError) -> Verdict:
-    """Counts the error against the task, which is given up after a few."""
-    task, engine = attempt.task, attempt.engine
+def judge(run: Run, attempt: Attempt, error: ParrotError) -> Verdict:
+    """Counts the error against the run, which is given up after a few."""
+    engine = attempt.engine
     match error:
         case PromptTooLong() if not attempt.is_longest:
             limit = min(engine.info.max_seq_len, engine.info.tokens_capacity)
-            task.wanted_len = max(task.wanted_len, limit + 1)
+            run.wanted_len = max(run.wanted_len, limit + 1)
             return Verdict.RUNS_AGAIN
         case ModelNumerics() | InvalidRequest():
             return Verdict.FAILS
         case OutOfMemory():
             verdict = Verdict.NEEDS_MEMORY
-            task.num_refused += 1
+            run.num_refused += 1
         case QuotaExceeded():
             verdict = Verdict.RUNS_AGAIN
-            task.num_refused += 1
-            task.avoided.add(engine.id)
+            run.num_refused += 1
+            run.avoided.add(engine.id)
         case NotFound():
             verdict = Verdict.CONTEXT_IS_LOST
-            task.num_refused += 1
+            run.num_refused += 1
         case _:
             verdict = Verdict.RUNS_AGAIN
-            task.num_lost += 1
-            task.avoided.add(engine.id)
-    return verdict if task.may_run_again else Verdict.FAILS
+            run.num_lost += 1
+            run.avoided.add(engine.id)
+    return verdict if run.may_run_again else Verdict.FAILS
 
 
 def final_error(engine: Engine, error: ParrotError) -> ParrotError:

@@ -1,34 +1,58 @@
-"""One run of a task on an engine, and what came of it."""
+"""What runs: the work that makes one result, and its attempts on engines.
+
+    completion --.              .-- attempt on an engine that is lost
+    completion ---> Run --------+
+    completion --'              `-- attempt on another ---> result, for all who wait
+
+Identical deterministic completions wait for one run, as equals: whoever leaves takes nothing away
+from the others."""
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.index import Context, Owner
 from parrot.serve.execution.engines import Engine
+from parrot.serve.graph.nodes import Completion, Objective, RunStats
+from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.prompts.encode import Units
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
 from parrot.serve.scheduling.task import CompletionTask
 
+_MAX_LOST = 3
+_MAX_REFUSED = 5
+
+
+class RunState(Enum):
+    NEW = auto()
+    QUEUED = auto()  # in the scheduler's queue
+    PLACED = auto()  # on an engine, where its attempt is under way
+    WITHDRAWN = auto()  # nobody waits for it; what it has generated is kept
+    ENDED = auto()
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """Owned by the dispatcher; the executor fills in what it opens.
+    """A prompt on one engine, for a run or ahead of it.
 
-    `delivered` is the text that earlier attempts have streamed to readers, and `resumed` the same
-    in the engine's units: the end of this attempt's prompt. `opened`: the contexts it created, the
-    one it generates on (`context`, which it pins) last. `is_longest`: no live engine takes longer
-    sequences, so an output for which there is no room is cut, not sent elsewhere."""
+    `is_longest`: no live engine takes longer sequences, so an output for which there is no room is
+    cut, not sent elsewhere. `sampling` has the length for which there is room. `resumed`: the text
+    that earlier attempts have delivered, in the engine's units, which goes behind the prompt, and
+    `resumed_key` the prefix key of both; `num_delivered`: its tokens. `opened`: the contexts that
+    were created, the one that it pins (`context`) last."""
 
     task: CompletionTask
     engine: Engine
     priority: int = 0
     is_longest: bool = True
     tokenizer: ModelTokenizer | None = None
-    sampling: SamplingConfig = field(init=False)  # with the length that there is room for
-    delivered: str = ""
+    sampling: SamplingConfig = field(init=False)
     resumed: Units = ()
+    resumed_key: bytes = b""
+    num_delivered: int = 0
+    recomputed_tokens: int = 0
     context: Context | None = None
     opened: list[Context] = field(default_factory=list)
 
@@ -44,3 +68,63 @@ class Outcome(NamedTuple):
     ids: Ids | None
     num_units: int
     response: GenerateResponse
+
+
+@dataclass(slots=True, eq=False)
+class Run(CompletionTask):
+    """The work for one result, which all `waiters` get.
+
+    `result_key`: equal for identical runs; None if it is not shared. `text` was delivered to the
+    waiters so far, `ids` are its tokens by the tokenizer of `tokenizer_id`, and `num_streamed` its
+    tokens where ids are unknown. `num_lost` counts engines that died or failed with it, and
+    `num_refused` refusals for want of memory or of a context."""
+
+    waiters: list[Completion] = field(default_factory=list)
+    result_key: bytes | None = None
+    stats: RunStats = field(default_factory=RunStats)
+    state: RunState = RunState.NEW
+    attempt: Attempt | None = None
+    num_lost: int = 0
+    num_refused: int = 0
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    tokenizer_id: str | None = None
+    num_streamed: int = 0
+
+    @property
+    def objective(self) -> Objective | None:
+        """The strictest of all who wait for it."""
+        objective = None
+        for waiter in self.waiters:
+            objective = strictest_objective(objective, waiter.objective)
+        return objective
+
+    @property
+    def wants_stream(self) -> bool:
+        return any(waiter.wants_stream for waiter in self.waiters)
+
+    @property
+    def owner(self) -> Owner:
+        """Whose its context will be: the tenant's where sessions share it."""
+        first = self.waiters[0].session_id
+        if all(waiter.session_id == first for waiter in self.waiters):
+            return first
+        return self.completion.options.tenant
+
+    @property
+    def may_run_again(self) -> bool:
+        return self.num_lost < _MAX_LOST and self.num_refused < _MAX_REFUSED
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it can go on behind its text. What constrains an output, or penalises repetition
+        in it, depends on what was generated before, which another attempt takes for its prompt."""
+        sampling = self.completion.sampling
+        is_constrained = sampling.regex is not None or sampling.json_schema is not None
+        return bool(self.text) and not is_constrained and not sampling.adjusts_logits
+
+    def append(self, text: str) -> None:
+        """Some more of the output was generated."""
+        self.text += text
+        for waiter in self.waiters:
+            waiter.output.append(text)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from parrot.protocol.engine_api import Usage
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.graph.nodes import Completion
 from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.cost import CostModel, ModelCosts
 from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex
@@ -149,13 +148,6 @@ class Scheduler:
         task.refresh()
         self._order.updated(task)
         self._push(task)
-
-    def hand_over(self, task: CompletionTask, engine_id: int, heir: Completion) -> None:
-        """A placed task goes on for another completion."""
-        self._order.ended(task)
-        task.completion = heir
-        self._order.arrived(task)
-        self._order.placed(task, engine_id, 0.0)
 
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)

@@ -4,21 +4,15 @@ from dataclasses import dataclass, field
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, Objective
-from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.prompts.segments import Segment, SegmentKind
-
-_MAX_LOST = 3
-_MAX_REFUSED = 5
 
 
 @dataclass(slots=True, eq=False)
 class CompletionTask:
-    """A completion whose inputs are ready, from its submission until its output is settled.
+    """What is to be run: the prompt, and how, of the completion that asked for it first.
 
     `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
-    of that segment's tokens. `expected_output`: tokens that the output is predicted to have. The
-    counters say how often it was run in vain. `followers`: identical completions that wait for the
-    same result, which is known as `result_key` (None: it is not shared)."""
+    of that segment's tokens. `expected_output`: tokens that the output is predicted to have."""
 
     completion: Completion
     segments: list[Segment]
@@ -26,15 +20,9 @@ class CompletionTask:
     arrived: float
     expected_output: int
     tokens_per_char: float = 0.25  # of the text whose tokens are not known
-    num_lost: int = 0  # engines that died or failed with it
-    num_refused: int = 0  # times an engine had no memory, or had lost its parent context
     avoided: set[int] = field(default_factory=set)  # engines that failed with it
     num_passed: int = 0  # times the scheduler placed later tasks before it
     wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
-    streamed_ids: list[int] = field(default_factory=list)  # of the text already delivered
-    streamed_by: str | None = None  # the tokenizer_id of `streamed_ids`
-    result_key: bytes | None = None
-    followers: list[Completion] = field(default_factory=list)
     models: tuple[str, ...] = field(init=False)
     max_output: int = field(init=False)
     lengths: tuple[int, ...] = field(init=False)
@@ -60,27 +48,14 @@ class CompletionTask:
 
     @property
     def objective(self) -> Objective | None:
-        """What is asked of it: the strictest of all who wait for it."""
-        objective = self.completion.objective
-        for follower in self.followers:
-            objective = strictest_objective(objective, follower.objective)
-        return objective
+        return self.completion.objective
 
     @property
     def wants_stream(self) -> bool:
-        return self.completion.wants_stream or any(c.wants_stream for c in self.followers)
-
-    def append(self, text: str) -> None:
-        """Some more of the output was generated."""
-        for completion in (self.completion, *self.followers):
-            completion.output.append(text)
-
-    @property
-    def may_run_again(self) -> bool:
-        return self.num_lost < _MAX_LOST and self.num_refused < _MAX_REFUSED
+        return self.completion.wants_stream
 
     def refresh(self) -> None:
-        """Read the completion's objective anew. Only while no queue or engine counts the task."""
+        """Read the objective anew. Only while no queue or engine counts the task."""
         objective = self.objective
         self.is_latency = (
             objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT

@@ -83,9 +83,14 @@ class Histories(RuleBasedStateMachine):
             self.book.retire_chain(context)
         self.book.unpin(context)
 
-    @rule(session=st.sampled_from([1, 2, 3]), heir=st.sampled_from([None, None, "acme"]))
-    def release(self, session: int, heir: str | None) -> None:
-        self.book.release_session(session, heir)
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tenant=st.sampled_from(["acme", "rival"]))
+    def share(self, data: st.DataObject, tenant: str) -> None:
+        self.book.share(data.draw(st.sampled_from(self.running)), tenant)
+
+    @rule(session=st.sampled_from([1, 2, 3]))
+    def release(self, session: int) -> None:
+        self.book.release_session(session)
         left = self.book._by_session.get(session, {}).values()
         assert all(context.retired for context in left)
 

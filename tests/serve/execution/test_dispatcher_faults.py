@@ -137,6 +137,7 @@ class History:
         else:
             self.withdrawn.add(completion.id)
             self.dispatcher.withdraw(completion)
+            completion.output.restart()
             assert completion.state is CompletionState.IDLE
 
     async def run(self) -> None:

@@ -354,13 +354,18 @@ async def test_a_failing_call_of_a_follower_stops_what_it_feeds_only(world: Worl
 STATS = RunStats("e0", "m")
 
 
+def small_cache(num_bytes: int, clock: ManualClock) -> ResultCache:
+    config = GlobalSchedulerConfig(reuse_cache_size=num_bytes, reuse_timeout=10.0)
+    return ResultCache(config, clock)
+
+
 def put(cache: ResultCache, tenant: str, key: bytes, text: str = "x" * 100) -> None:
     cache.put(tenant, key, text, TokenizedText("t", (1, 2, 3)), STATS)
     cache.check_integrity()
 
 
 def test_the_least_recently_used_of_the_largest_tenant_goes() -> None:
-    cache = ResultCache(561 * 6, 10.0, ManualClock())
+    cache = small_cache(561 * 6, ManualClock())
     put(cache, "small", b"s")
     for number in range(5):
         put(cache, "large", bytes([number]))
@@ -377,7 +382,7 @@ def test_the_least_recently_used_of_the_largest_tenant_goes() -> None:
 
 
 def test_tenants_see_nothing_of_each_other_and_giants_are_not_kept() -> None:
-    cache = ResultCache(2000, 10.0, ManualClock())
+    cache = small_cache(2000, ManualClock())
     put(cache, "a", b"key")
     assert cache.get("b", b"key") is None
     put(cache, "a", b"giant", "x" * 2000)
@@ -387,7 +392,7 @@ def test_tenants_see_nothing_of_each_other_and_giants_are_not_kept() -> None:
 
 async def test_results_grow_old() -> None:
     clock = ManualClock()
-    cache = ResultCache(2000, 10.0, clock)
+    cache = small_cache(2000, clock)
     put(cache, "a", b"key")
     await clock.advance(9.9)
     assert cache.get("a", b"key") is not None

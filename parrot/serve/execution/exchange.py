@@ -1,0 +1,174 @@
+"""One exchange with an engine: from a placed run to its outcome, and what becomes of the contexts
+that were opened for it."""
+
+from contextlib import aclosing
+
+from parrot.protocol.engine_api import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    StreamChunk,
+    Usage,
+)
+from parrot.protocol.errors import EngineFailed
+from parrot.serve.contexts.index import Boundary
+from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.contexts.think_time import Source
+from parrot.serve.execution.request import open_request
+from parrot.serve.execution.run import Attempt, Outcome, Run
+from parrot.serve.prompts.encode import Units, encode_prompt, encode_text
+from parrot.serve.prompts.segments import extend_key, output_segment
+from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer, TokenizerRegistry
+
+_MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
+
+
+class Exchange:
+    """`run` opens contexts in the ledger and pins one. Exactly one of `keep`, `keep_partial` and
+    `abandon` must follow, also after it was cancelled, unless the engine is lost."""
+
+    def __init__(self, ledger: ContextLedger, tokenizers: TokenizerRegistry) -> None:
+        self._ledger = ledger
+        self._tokenizers = tokenizers
+
+    async def run(self, run: Run, attempt: Attempt) -> Outcome:
+        """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
+        What is streamed is given to those who wait for the run on the way."""
+        info = attempt.engine.info
+        if info.tokenizer_id is not None:
+            attempt.tokenizer = self._tokenizers.get(info.model, info.tokenizer_id)
+        chat = run.completion.options.chat
+        parts = await encode_prompt(run.segments, chat, attempt.tokenizer)
+        if run.text:
+            await _resume(run, attempt)
+        request = open_request(self._ledger, attempt, parts, run.owner)
+        if request is None:
+            return Outcome(run.text, None, 0, _nothing_more())
+        run.stats.recomputed_tokens = attempt.recomputed_tokens
+        delivered = run.text
+        if run.wants_stream:
+            response = await self._stream(run, attempt, request)
+        else:
+            response = await attempt.engine.client.generate(request)
+        return _outcome(run, attempt, delivered, response)
+
+    def keep(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
+        """Keep the context with the output, for whoever continues it."""
+        clean: Units | None = outcome.text if attempt.tokenizer is None else outcome.ids
+        source = Source.of(run.completion)
+        self._settle(run, attempt, outcome.text, clean, outcome.num_units, source)
+
+    def keep_partial(self, run: Run, attempt: Attempt) -> None:
+        """Keep the context with what was delivered of the output, for when it is wanted again."""
+        text_ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
+        clean: Units | None = run.text if attempt.tokenizer is None else text_ids
+        num_units = len(run.text if attempt.tokenizer is None else run.ids)
+        self._settle(run, attempt, run.text, clean, num_units - len(attempt.resumed), None)
+
+    def _settle(
+        self,
+        run: Run,
+        attempt: Attempt,
+        text: str,
+        clean: Units | None,
+        num_units: int,
+        source: Source | None,
+    ) -> None:
+        """The context has `num_units` more than it was given. `clean` stands for exactly `text`."""
+        context, attempt.context = attempt.context, None
+        if context is None:
+            return
+        boundary = None
+        if clean:
+            end = context.length - len(attempt.resumed) + len(clean)
+            boundary = Boundary(_output_key(run, text), end, clean[-1])
+        self._ledger.settle(context, context.length + num_units, boundary, source)
+        self._ledger.unpin(context)
+
+    def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> None:
+        """Let nobody else begin with what it opened, as far as that is not known to be computed, or
+        with anything that its context was forked from. Those who did already go on."""
+        own, attempt.context = attempt.context, None
+        if own is None:
+            return
+        for context in attempt.opened:
+            if context is own or not context.is_computed:
+                self._ledger.retire(context)
+        if with_parents:
+            self._ledger.retire_chain(own)
+        self._ledger.unpin(own)
+
+    async def _stream(
+        self, run: Run, attempt: Attempt, request: GenerateRequest
+    ) -> GenerateResponse:
+        run.tokenizer_id = attempt.tokenizer.tokenizer_id if attempt.tokenizer else None
+        run.ids = [unit for unit in attempt.resumed if isinstance(unit, int)]
+        run.num_streamed = attempt.num_delivered
+        async with aclosing(attempt.engine.client.generate_stream(request)) as events:
+            async for event in events:
+                if not isinstance(event, StreamChunk):
+                    return event
+                if attempt.context is not None:
+                    self._ledger.mark_computed(attempt.context)
+                run.ids.extend(event.ids)
+                run.num_streamed += max(len(event.ids), 1)
+                run.append(event.text)
+        raise EngineFailed("the engine's stream ended without a result")
+
+
+async def _resume(run: Run, attempt: Attempt) -> None:
+    """Go on behind the text that was delivered. Raises `EngineFailed` for a constrained output: the
+    engine would have to know how far its grammar has come."""
+    if attempt.sampling.regex is not None or attempt.sampling.json_schema is not None:
+        raise EngineFailed("the engine was lost while it streamed a constrained output")
+    ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
+    attempt.resumed = ids or await encode_text(run.text, attempt.tokenizer)
+    is_text = attempt.tokenizer is None
+    attempt.num_delivered = run.num_streamed if is_text else len(attempt.resumed)
+    attempt.resumed_key = _output_key(run, run.text)
+
+
+def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
+    """The streamed ids that stand for exactly the text that was delivered, if there are such."""
+    if run.tokenizer_id != tokenizer.tokenizer_id:
+        return None
+    ids = run.ids
+    for end in range(len(ids), max(0, len(ids) - _MAX_HELD_BACK), -1):
+        if tokenizer.encoder.decode(ids[:end]) == run.text:
+            return tuple(ids[:end])
+    return None
+
+
+def _output_key(run: Run, text: str) -> bytes:
+    return extend_key(run.keys[-1], output_segment(text, None))
+
+
+def _outcome(run: Run, attempt: Attempt, delivered: str, response: GenerateResponse) -> Outcome:
+    text = delivered + response.generated_text
+    if not text.startswith(run.text):
+        raise EngineFailed("the engine's result contradicts what it streamed")
+    if attempt.tokenizer is None:
+        return Outcome(text, None, len(response.generated_text), response)
+    ids = _clean_ids(attempt, attempt.tokenizer, response)
+    return Outcome(text, ids, len(response.generated_ids), response)
+
+
+def _clean_ids(
+    attempt: Attempt, tokenizer: ModelTokenizer, response: GenerateResponse
+) -> Ids | None:
+    """The ids of the whole text, if they are known."""
+    stop_ids = set(attempt.sampling.stop_token_ids)
+    if not attempt.sampling.ignore_tokenizer_eos:
+        stop_ids |= tokenizer.eos
+    stopped = response.finish_reason is FinishReason.STOP
+    ids = tokenizer.clean_output(response.generated_ids, stop_ids, stopped)
+    if ids is None or (response.generated_text and not ids):
+        return None
+    resumed = attempt.resumed
+    return None if isinstance(resumed, str) else (*resumed, *ids)
+
+
+def _nothing_more() -> GenerateResponse:
+    return GenerateResponse(
+        generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
+    )
