@@ -14,6 +14,10 @@ OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 
 
+def warn(message: str) -> None:
+    ERR.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+
+
 def fail(message: str, code: int = 1) -> NoReturn:
     ERR.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
     sys.exit(code)

@@ -6,13 +6,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from parrot.cli.cluster_configs import read_configs
-from parrot.cli.console import ERR, OUT, fail, orderly_exit
+from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cluster import Cluster, ClusterError
 from parrot.utils.config import ConfigError
 
 
 def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) -> None:
-    """Runs until a signal comes or a process dies; ends by `SystemExit`."""
+    """Run until a signal comes or ServeCore dies, and end by `SystemExit`. An engine that dies is
+    started again."""
     try:
         core, engines = read_configs(paths)
     except ConfigError as error:
@@ -23,8 +24,7 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
             start_visibly(cluster)
             OUT.print(_table(cluster))
             OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
-            if (dead := cluster.wait_death()) is not None:
-                fail(dead.death_message())
+            fail(cluster.supervise(warn).death_message())
         except ClusterError as error:
             fail(str(error))
         finally:

@@ -6,7 +6,7 @@ import queue
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +21,7 @@ from parrot.utils.ids import new_token
 
 Config = Mapping[str, Any]
 CORE = "core"
+_STABLE_S = 60.0  # an engine that ran for so long starts again after the first pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 
 
@@ -37,6 +38,7 @@ class Cluster:
 
     CORE_MODULE: ClassVar = "parrot.serve.http_server"
     ENGINE_MODULE: ClassVar = "parrot.engine.http_server"
+    RESTART_PAUSES_S: ClassVar = (1.0, 60.0)
 
     def __init__(
         self,
@@ -139,6 +141,32 @@ class Cluster:
         except queue.Empty:
             return None
         return dead
+
+    def supervise(self, tell: Callable[[str], None]) -> ServerProcess:
+        """Start engines again that ended by themselves, each after a pause that doubles until the
+        engine has run for a minute; `tell` hears of every death. Returns ServeCore's process once
+        that has ended."""
+        first_s, longest_s = self.RESTART_PAUSES_S
+        started = dict.fromkeys(self.engine_names, time.monotonic())
+        pauses = dict.fromkeys(self.engine_names, first_s)
+        due: dict[str, float] = {}
+        while True:
+            next_due = min(due.values(), default=None)
+            dead = self.wait_death(next_due and max(0.0, next_due - time.monotonic()))
+            now = time.monotonic()
+            if dead is not None:
+                name = dead.name
+                if name == CORE:
+                    return dead
+                if now - started[name] > _STABLE_S:
+                    pauses[name] = first_s
+                due[name] = now + pauses[name]
+                tell(f"{dead.death_message()}\n{name} starts again in {pauses[name]:g} s.")
+                pauses[name] = min(2 * pauses[name], longest_s)
+            for name in [name for name, when in due.items() if when <= now]:
+                del due[name]
+                self.restart(name)
+                started[name] = time.monotonic()
 
     def dead(self, patience_s: float = 0.1) -> ServerProcess | None:
         """A process that does not run (any more), if there is one. Deaths are noticed a moment

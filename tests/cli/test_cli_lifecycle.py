@@ -183,10 +183,15 @@ def test_launch_until_a_signal(
     }
 
 
-def test_launch_ends_when_a_process_dies(
+def test_launch_restarts_engines_and_ends_with_servecore(
     mark: dict[str, str], tmp_path: Path, configs: tuple[list[str], int]
 ) -> None:
     launch = start_launch(mark, tmp_path, configs[0])
+    engines = pids_of("parrot.engine.http_server", mark)
+    os.kill(engines[0], signal.SIGKILL)
+    launch.read_until("starts again in 1 s")
+    assert eventually(lambda: len(pids_of("parrot.engine.http_server", mark)) == 2)
+    assert engines[1] in pids_of("parrot.engine.http_server", mark)
     os.kill(pids_of("parrot.serve.http_server", mark)[0], signal.SIGKILL)
     assert launch.end() == 1
     assert "core ended with signal 9" in launch.output

@@ -23,6 +23,7 @@ ENV = {"PYTHONPATH": str(HERE)}
 
 class FakeCluster(Cluster):
     CORE_MODULE = ENGINE_MODULE = "fake_server"
+    RESTART_PAUSES_S = (0.05, 0.2)
 
 
 def make(engines: list[dict[str, Any]] | None = None, **options: Any) -> FakeCluster:
@@ -136,6 +137,29 @@ def test_a_death_that_nobody_asked_for_is_reported() -> None:
         dead = cluster.wait_death(timeout_s=20)
         assert dead is cluster.process("engine-0")
         assert "engine-0 ended with exit code 7" in dead.death_message()
+
+
+def test_an_engine_that_dies_is_started_again_and_the_others_go_on() -> None:
+    told: list[str] = []
+    cluster = make([{"exit_code": 7}, {}])
+    try:
+        cluster.start()
+        healthy, core = cluster.process("engine-1").pid, cluster.process("core")
+
+        def tell(message: str) -> None:
+            told.append(message)
+            if len(told) == 4:
+                os.kill(core.pid, signal.SIGKILL)
+
+        assert cluster.supervise(tell) is core
+        assert cluster.process("engine-1").pid == healthy
+        assert cluster.process("engine-1").is_alive
+        assert cluster.log("engine-0").count("argv") == 4
+    finally:
+        cluster.stop()
+    pauses = [message.rpartition(" in ")[2] for message in told]
+    assert pauses == ["0.05 s.", "0.1 s.", "0.2 s.", "0.2 s."]
+    assert all("engine-0 ended with exit code 7" in message for message in told)
 
 
 def test_a_stubborn_server_is_killed_with_its_children() -> None:
