@@ -31,12 +31,12 @@ from benchmark.engine.gpu_cases import (
     DECODES,
     MIXED,
     PREFILLS,
-    VLLM,
     Decode,
     Sequences,
     Shape,
     load_256,
 )
+from benchmark.engine.vllm import vllm_ms
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
@@ -201,14 +201,14 @@ def bench_model(model: str, parts: list[str], shares: bool, rows: list[Row]) -> 
     if "decode" in parts:
         for case in DECODES[model]:
             row = {"model": model, "case": case.name, "floor_ms": shape.decode_floor_ms(case)}
-            row |= {"vllm_ms": VLLM.get(f"{model} {case.name}")} | bench_decode(loaded, case)
+            row |= {"vllm_ms": vllm_ms(model, case.name)} | bench_decode(loaded, case)
             show(rows, row | {"over_floor": row["ms"] / row["floor_ms"]})
     if "prefill" in parts:
         for tokens, chunk in PREFILLS[model]:
             row = {"model": model, "case": f"prefill {tokens}", "chunk": chunk}
             row |= {"floor_ms": shape.prefill_floor_ms(tokens)}
             row |= bench_prefill(loaded, tokens, chunk)
-            show(rows, row | {"vllm_ms": VLLM.get(f"{model} prefill {tokens}")})
+            show(rows, row | {"vllm_ms": vllm_ms(model, f"prefill {tokens}")})
     if "mixed" in parts and CROWD in DECODES[model]:
         for chunk in MIXED:
             row = {"model": model, "case": f"{CROWD.name} + {chunk}"}

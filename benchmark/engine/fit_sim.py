@@ -1,16 +1,19 @@
-"""Fits the `sim` engine's cost model to what the builtin engine measured on an H200, and writes
-sample_configs/engine/sim_*.json.
+"""Fit the `sim` engine's cost model to what the builtin engine measured on an H200.
 
-    python -m benchmark.engine.fit_sim
+    python -m benchmark.engine.fit_sim --output benchmark/results/sim_fit.json [--write]
 
-Steps alone are fitted; the load `256`, a whole run of many, then shows how good that is."""
+`--write` renews sample_configs/engine/sim_*.json. Steps alone are fitted; the load `256`, a whole
+run of many, then shows how good that is.
+"""
 
+import argparse
 import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +27,13 @@ from benchmark.engine.gpu_cases import (
     Shape,
     load_256,
 )
+from benchmark.results import ROOT, Report, load, run
 from parrot.engine.config import SimConfig, load_engine_config
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import LoopClock, run_virtual
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmark" / "results"
 CONFIGS = ROOT / "sample_configs" / "engine"
 DEVICE_BYTES = 139 * 2**30
 CACHE_SHARE = 0.9  # of the memory that the weights leave
@@ -42,6 +44,7 @@ SHARED_STEP = Decode("B=64, 6144 shared + 500", 64, 500, shared=6144)  # of the 
 PAIRS_OF = {"llama-2-7b": "llama-3.1-8b"}  # one prompt length was measured; same heads and layers
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
 MIXED_PROMPT = 8192
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,13 @@ def mixed_point(chunk: int, ms: float) -> Point:
 
 def measured(model: str) -> tuple[list[Point], list[Point]]:
     """Decodes (over HTTP where that was measured, as in a cluster), and prompts."""
-    rows = json.loads((RESULTS / f"engine_gpu_{model}.json").read_text())["rows"]
+    rows = load(f"engine_gpu_{model}.json")["rows"]
     ms = {row["case"]: row["ms"] for row in rows if "ms" in row and "chunk" not in row}
     decodes = [
         decode_point(case, ms.get(f"HTTP {case.name}", ms[case.name])) for case in DECODES[model]
     ]
     if model == "llama-3.1-8b":
-        steps = json.loads((RESULTS / "kernels_step_h200.json").read_text())["steps"]
+        steps = load("kernels_step_h200.json")["steps"]
         alone = {row["case"]: row["ms"] for row in steps if row["model"] == "Llama-3.1-8B"}
         around = ms["HTTP decode B=64 ctx 2k"] - alone["B=64, 2k"]
         decodes.append(decode_point(SHARED_STEP, alone[SHARED_STEP.name] + around))
@@ -126,7 +129,7 @@ def fit(points: Sequence[Point], columns: Sequence[int], known: Sequence[float])
     return best[1]
 
 
-def fit_model(model: str, found: dict[str, Costs]) -> Costs:
+def fit_model(model: str, found: dict[str, Costs], rows: list[Row]) -> Costs:
     decodes, prefills = measured(model)
     # Contexts of one length cannot tell sequences from their tokens: KV takes as long as its bytes.
     read_s = Shape.of(model).token_bytes / MEMORY_RATE
@@ -138,11 +141,8 @@ def fit_model(model: str, found: dict[str, Costs]) -> Costs:
         costs = fit(prefills, (3, 4), costs)
     for point in (*decodes, *prefills):
         predicted = float(np.dot(point.counts, costs))
-        error = predicted / point.seconds - 1
-        print(
-            f"{model:14}{point.name:28}{point.seconds * 1e3:9.2f} ms{predicted * 1e3:9.2f}"
-            f"{error:+8.1%}"
-        )
+        row = {"model": model, "case": point.name, "measured_ms": point.seconds * 1e3}
+        rows.append(row | {"error": predicted / point.seconds - 1})
     return Costs(*costs)
 
 
@@ -165,15 +165,18 @@ async def run_256(path: Path) -> float:
     return sum(request.output for request in load) / LoopClock().now()
 
 
-def check_256(model: str, path: Path) -> None:
-    rows = json.loads((RESULTS / f"engine_gpu_{model}.json").read_text())["rows"]
+def check_256(model: str, path: Path) -> Row | None:
+    """How far the load `256`, simulated, is from what was measured over HTTP, if it was."""
+    rows = load(f"engine_gpu_{model}.json")["rows"]
     rates = {row["case"]: row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
-    if (rate := rates.get("HTTP 256")) is not None:
-        simulated = run_virtual(run_256(path))
-        print(f"{model:14}{'256':28}{rate:9.0f} /s{simulated:9.0f}{simulated / rate - 1:+8.1%}")
+    if (rate := rates.get("HTTP 256")) is None:
+        return None
+    simulated = run_virtual(run_256(path))
+    row = {"model": model, "measured_tokens_per_s": rate, "simulated_tokens_per_s": simulated}
+    return row | {"error": simulated / rate - 1}
 
 
-def write_config(model: str, costs: Costs) -> Path:
+def config_of(model: str, costs: Costs) -> Row:
     shape = Shape.of(model)
     room = CACHE_SHARE * (DEVICE_BYTES - shape.weight_bytes)
     instance = {
@@ -182,24 +185,30 @@ def write_config(model: str, costs: Costs) -> Path:
         "max_seq_len": MAX_SEQ_LEN,
         **{key: float(f"{value:.3g}") for key, value in asdict(costs).items()},
     }
-    config = {
+    return {
         "engine_type": "sim",
         "model": model,
         "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
         "instance": instance,
     }
-    name = model.replace("-", "_").replace(".", "_")
-    path = CONFIGS / f"sim_{name}.json"
-    path.write_text(json.dumps(config, indent=2) + "\n")
-    return path
 
 
-def main() -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write", action="store_true", help="renew the sample configs")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     found: dict[str, Costs] = {}
+    report |= {"points": [], "load_256": []}
     for model in MODELS:
-        found[model] = fit_model(model, found)
-        check_256(model, write_config(model, found[model]))
+        found[model] = fit_model(model, found, report["points"])
+        path = CONFIGS / f"sim_{model.replace('-', '_').replace('.', '_')}.json"
+        if args.write:
+            path.write_text(json.dumps(config_of(model, found[model]), indent=2) + "\n")
+        report.uses(path.name, path)
+        if (row := check_256(model, path)) is not None:
+            report["load_256"].append(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(__name__)

@@ -1,4 +1,4 @@
-"""The loads of `bench_gpu`, their floors on an H200, and vLLM 0.25.1's figures for the same."""
+"""The loads of `bench_gpu`, and their floors on an H200."""
 
 import random
 from array import array
@@ -54,27 +54,6 @@ PREFILLS = {
 }
 MIXED = (256, 512, 1024, 2048, 4096)
 """Prompt tokens in a step beside `CROWD`."""
-VLLM = {
-    "qwen3-0.6b decode B=1 ctx 2k": 1.72,
-    "qwen3-0.6b decode B=8 ctx 2k": 1.97,
-    "qwen3-0.6b decode B=64 ctx 2k": 5.08,
-    "llama-3.1-8b decode B=1 ctx 2k": 4.98,
-    "llama-3.1-8b decode B=8 ctx 2k": 5.51,
-    "llama-3.1-8b decode B=64 ctx 2k": 9.43,
-    "llama-3.1-8b prefill 2048": 50.3,
-    "llama-3.1-8b prefill 8192": 210.8,
-    "llama-2-7b decode B=1 ctx 2k": 4.85,
-    "llama-2-7b decode B=8 ctx 2k": 6.71,
-    "llama-2-7b decode B=64 ctx 2k": 21.9,
-    "llama-2-7b copilot B=8": 8.2,
-    "llama-2-7b copilot B=16": 9.0,
-    "llama-2-7b copilot B=32": 13.0,
-    "llama-2-7b copilot B=64": 15.9,
-    "llama-2-7b roots4 B=64": 51.5,
-    "llama-2-13b decode B=1 ctx 2k": 8.46,
-    "llama-2-13b decode B=8 ctx 2k": 11.5,
-}
-"""Milliseconds, offline, its cascade attention switched on where that is faster."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,233 @@
+"""Tables of engines and kernels."""
+
+from statistics import median
+
+from benchmark.engine.vllm import vllm_ms, vllm_tokens_per_s
+from benchmark.results import load
+from benchmark.tables.markdown import Row, table
+
+HTTP_FILES = {
+    "llama-3.1-8b": "engine_gpu_llama-3.1-8b_http.json",
+    "qwen3-0.6b": "engine_gpu_qwen3-0.6b.json",
+    "llama-2-7b": "engine_gpu_llama-2-7b_decode.json",
+    "llama-2-13b": "engine_gpu_llama-2-13b.json",
+}
+
+
+def gpu() -> str:
+    """The builtin engine over HTTP, against the floor and vLLM."""
+    rows = []
+    for model, name in HTTP_FILES.items():
+        floors = {
+            row["case"]: row["floor_ms"]
+            for row in load(f"engine_gpu_{model}.json")["rows"]
+            if "floor_ms" in row
+        }
+        for row in load(name)["rows"]:
+            case = row["case"].removeprefix("HTTP ")
+            if not row["case"].startswith("HTTP ") or case == "ready":
+                continue
+            if "tokens_per_s" in row:
+                rate, theirs = f"{row['tokens_per_s']:,.0f}/s", vllm_tokens_per_s(model)
+                rows.append([model, f"`{case}`", "", rate, "", f"{theirs:,.0f}/s"])
+                continue
+            floor = floors.get(case)
+            over = f"{row['ms'] / floor:.2f}" if floor else ""
+            rows.append([model, case, floor, row["ms"], over, vllm_ms(model, case)])
+    return table(["model", "case", "floor, ms", "measured, ms", "/ floor", "vLLM, ms"], rows)
+
+
+SIDES = {
+    "Llama-3.1-8B": (("vllm_8b", "vllm_8b_again"), "parrot_8b"),
+    "Qwen3-0.6B": (("vllm_06b",), "parrot_06b"),
+    "Llama-2-7B": (("vllm_7b_cascade",), "parrot_7b"),
+    "Llama-2-13B": (("vllm_13b",), "parrot_13b"),
+}
+
+
+def side_by_side() -> str:
+    """vLLM and our engine on one card on one afternoon; above 1: ours is faster."""
+    found, rows = load("baseline_side_by_side_h200.json"), []
+    for model, (theirs, ours) in SIDES.items():
+        for key, value in found[ours].items():
+            other = [found[side][key] for side in theirs if key in found[side]]
+            if not other or not isinstance(value, float) or key == "start_s":
+                continue
+            mean = sum(other) / len(other)
+            over = value / mean if key.endswith("tok_s") else mean / value
+            rows.append([model, _name(key), mean, value, f"{over:.2f}"])
+    return table(["model", "case", "vLLM 0.25.1", "Parrot", "ratio"], rows)
+
+
+def _name(key: str) -> str:
+    units = {"_tok_s": "output tokens/s", "_ms_per_step": "ms a step", "_ms": "ms", "_s": "s"}
+    ending = next(ending for ending in units if key.endswith(ending))
+    what = key.removesuffix(ending).replace("_b", " B=").replace("_", " ")
+    return f"{what}, {units[ending]}"
+
+
+def sampling() -> str:
+    """Milliseconds per step by how tokens are chosen, decodes at 1k tokens launched ahead."""
+    found, rows = load("engine_gpu_steps.json"), []
+    names = ("greedy", "temperature", "min_p", "top_p", "top_k, top_p")
+    for model in ("qwen3-0.6b", "llama-3.1-8b"):
+        for case, row in found[model].items():
+            if case.startswith("sampled"):
+                cells = [row[name]["ms"] for name in names]
+                rows.append(
+                    [model, case.removeprefix("sampled "), *cells, row["greedy"]["host_ms"]]
+                )
+    return table(["model", "batch", *names, "of the host, greedy"], rows)
+
+
+def prompts_among_decodes() -> str:
+    """32 decodes and a prompt in one step, as a graph and kernel by kernel."""
+    found, rows = load("engine_gpu_steps.json"), []
+    for model in ("qwen3-0.6b", "llama-3.1-8b"):
+        for case, row in found[model].items():
+            if case.startswith("mixed"):
+                rows.append([model, case.removeprefix("mixed "), row["graph"], row["eager"]])
+    return table(["model", "prompt tokens", "as a graph, ms", "eagerly, ms"], rows)
+
+
+def mixed_steps() -> str:
+    """25 decodes at 2200 tokens and a part of a prompt in one step."""
+    rows = [
+        [row["case"].rpartition(" ")[2], row["ms"]]
+        for row in load("engine_gpu_llama-2-13b.json")["rows"]
+        if row["case"].startswith("25 at 2200 +")
+    ]
+    return table(["prompt tokens beside 25 decodes, Llama-2-13B", "ms"], rows)
+
+
+KERNELS = {  # names of kernels, or of their beginnings
+    "matrix products": ("one_row_linear", "nvjet", "few_rows", "gemm", "cutlass"),
+    "attention": ("attend", "merge", "cudnn", "flash"),
+}
+
+
+def profile() -> str:
+    """Where a step's time goes: the twelve longest kernels, by what they do."""
+    found = load("profile_gpu_llama-3.1-8b.json")
+    cases = {
+        key: value for key, value in found.items() if isinstance(value, dict) and "top" in value
+    }
+    rows: list[list[str | float]] = []
+    for what, names in KERNELS.items():
+        rows.append([what, *(_sum(case["top"], names) for case in cases.values())])
+    named = tuple(name for names in KERNELS.values() for name in names)
+    others = [case["kernels_ms"] - _sum(case["top"], named) for case in cases.values()]
+    rows += [["all others", *others], ["all kernels", *(c["kernels_ms"] for c in cases.values())]]
+    return table(["ms per step", *cases], rows)
+
+
+def _sum(top: list[Row], names: tuple[str, ...]) -> float:
+    return sum(row["ms"] for row in top if row["kernel"].startswith(names))
+
+
+def cpu() -> str:
+    """Decode on two CPU cores: tokens a second, the median of the rounds and their spread."""
+    found = load("engine_cpu.json")
+    rows = [
+        [name.replace("_", " "), rate, f"{low:g} to {high:g}"]
+        for (name, rate), (low, high) in zip(
+            found["tokens_per_s"].items(), found["spread"].values(), strict=True
+        )
+    ]
+    return table(["arm, batch", "tokens/s", "spread"], rows)
+
+
+def cpu_ratios() -> str:
+    return table(["ratio", "measured"], list(load("engine_cpu.json")["ratios"].items()))
+
+
+def cells() -> str:
+    """One shared prompt of 6144 tokens, against FlashInfer; microseconds."""
+    rows = []
+    for row in load("kernels_h200.json")["cells"]:
+        heads, batch, suffix = (part.lstrip("hkvbs") for part in row["cell"].split("_"))
+        over, faster = f"{row['over_floor']:.2f}x", f"{row['over_flashinfer']:.2f}x"
+        what = f"{heads} x {batch}, {suffix}"
+        rows.append([what, row["floor_us"], row["us"], over, row["flashinfer_us"], faster])
+    heads = ["kv heads x batch, suffix", "floor", "measured", "/ floor", "FlashInfer", "faster"]
+    return table(heads, rows)
+
+
+def trees() -> str:
+    """Trees of prompts, and batches with nothing to share; microseconds."""
+    rows = [
+        [r["case"], r["floor_us"], r["us"], f"{r['over_floor']:.2f}x", r["unique_tb_s"]]
+        for r in load("kernels_h200.json")["trees"]
+    ]
+    return table(["case", "floor", "measured", "/ floor", "unique TB/s"], rows)
+
+
+def gate() -> str:
+    """Time without over time with sharing, by length of the shared prompt."""
+    found = load("kernels_h200.json")["gate"]
+    prefixes = sorted({row["prefix"] for row in found})
+    rows = []
+    for heads, batch in dict.fromkeys((row["kv_heads"], row["batch"]) for row in found):
+        mine = {r["prefix"]: r for r in found if (r["kv_heads"], r["batch"]) == (heads, batch)}
+        cells = [
+            f"{mine[p]['alone_us'] / mine[p]['shared_us']:.2f}"
+            + ("" if mine[p]["gate_shares"] else " off")
+            for p in prefixes
+        ]
+        rows.append([str(heads), str(batch), *cells])
+    return table(["kv heads", "batch", *map(str, prefixes)], rows)
+
+
+def fills() -> str:
+    """Prompts; TFLOP/s count the causal arithmetic."""
+    rows = []
+    for row in load("kernels_h200.json")["fills"]:
+        what = f"{row['sequences']} x {row['tokens']} after {row['cached']}"
+        times = [row.get(key) for key in ("cudnn_us", "torch_us")]
+        rows.append([what, str(row["kv_heads"]), row["us"], row["tflop_s"], *times])
+    return table(["tokens", "kv heads", "us", "TFLOP/s", "cuDNN, us", "torch, us"], rows)
+
+
+def whole_step() -> str:
+    """A decode step in one graph, embedding to greedy token; milliseconds."""
+    rows = []
+    for row in load("kernels_step_h200.json")["steps"]:
+        times = [row["floor_ms"], row["ms"], f"{row['over_floor']:.2f}x"]
+        rows.append([f"{row['model']}, {row['case']}", *times, row.get("sharing_off_ms")])
+    return table(["step", "floor", "measured", "/ floor", "sharing off"], rows)
+
+
+def layers() -> str:
+    """The products of a layer with what lies between them, by rows; microseconds, ours / cuBLAS."""
+    found = load("kernels_layers_h200.json")["layers"]
+    counts = sorted({row["rows"] for row in found})
+    rows = []
+    for model in dict.fromkeys(row["model"] for row in found):
+        mine = {row["rows"]: row for row in found if row["model"] == model}
+        times = [f"{mine[n]['us']:.1f} / {mine[n]['cublas_us']:.1f}" for n in counts]
+        rows.append([model, mine[counts[0]]["floor_us"], *times])
+    return table(["layer", "floor", *(f"{count} rows" for count in counts)], rows)
+
+
+def planner() -> str:
+    """Microseconds of a fresh plan on the host."""
+    found = load("kernels_h200.json")["planner"]
+    rows = []
+    for batch in dict.fromkeys(row["batch"] for row in found):
+        times = [row["us"] for row in found if row["batch"] == batch]
+        rows.append([str(batch), *times])
+    return table(["batch", "one root", "4 roots", "nothing shared"], rows)
+
+
+def kernel_table() -> str:
+    """The whole grid in one line for each batch: over all prompts and suffixes."""
+    found = load("kernels_table_h200.json")["grid"]
+    rows = []
+    for heads, batch in dict.fromkeys((row["kv_heads"], row["batch"]) for row in found):
+        mine = [row for row in found if (row["kv_heads"], row["batch"]) == (heads, batch)]
+        speed = [row["speedup"] for row in mine]
+        over = [row["over_floor"] for row in mine]
+        cells = [f"{median(over):.2f}x", f"{min(speed):.2f}x", f"{max(speed):.1f}x"]
+        rows.append([str(heads), str(batch), str(len(mine)), *cells])
+    heads = ["kv heads", "batch", "cases", "median / floor", "least gain by sharing", "largest"]
+    return table(heads, rows)

@@ -1,0 +1,128 @@
+"""The figures of README.md."""
+
+from benchmark.results import load
+from benchmark.tables.markdown import Row, digits, spread, table
+
+
+def figures() -> str:
+    """What was measured in a sentence each, with the files that show it."""
+    rows = [_service(), _features(), _placement(), _cpu(), *_side_by_side(), _distance()]
+    return table(["what", "measured", "file"], rows)
+
+
+def _files(*names: str) -> str:
+    return ", ".join(f"[{name}](benchmark/results/{name}.json)" for name in names)
+
+
+def _service() -> list[str]:
+    calls = load("serve_calls.json")
+    at, idle = calls["latency"], calls["idle_cpu_fraction"]["core"]
+    measured = (
+        f"{spread([round(rate, -1) for rate in calls['calls_per_s']])} a second, "
+        f"{calls['core_cpu_ms_per_call']:.2f} ms of CPU each; one call alone "
+        f"{at['through_p50_ms']:.1f} ms at the median and {at['through_p99_ms']:.1f} at p99, "
+        f"{at['direct_p50_ms']:.1f} straight to the engine; idle {idle:.1%} of a core"
+    )
+    what = "ServeCore on one core, `sim` engine of no cost: calls from submit to value"
+    return [what, measured, _files("serve_calls")]
+
+
+def _features() -> list[str]:
+    rows = load("serve_features.json")["rows"]
+    parts = []
+    for engines in sorted({row["engines"] for row in rows}):
+        ratios = [row["ratio"] for row in rows if row["engines"] == engines]
+        parts.append(f"{min(ratios):.2f} to {max(ratios):.2f} on {engines}")
+    error = max(row["ratio_error"] for row in rows)
+    what = "the same, application features on over all off: CPU per call, by number of engines"
+    return [
+        what,
+        f"{', '.join(parts)} (standard errors up to {error:.2f})",
+        _files("serve_features"),
+    ]
+
+
+def _placement() -> list[str]:
+    found = load("scheduler_10000x512.json")
+    later, first = (found[phase]["us_each"] / 1e3 for phase in ("later_rounds", "first_round"))
+    what = f"a placement with {found['tasks']:,} queued tasks and {found['engines']} engines"
+    measured = f"{later:.2f} ms of CPU; {first:.2f} ms in the first round, on idle engines"
+    return [what, measured, _files("scheduler_10000x512")]
+
+
+def _cpu() -> list[str]:
+    found = load("engine_cpu.json")
+    rates = [f"{found['tokens_per_s'][f'parrot_bfloat16_b{batch}']:.0f}" for batch in (1, 8, 16)]
+    over = [
+        found["ratios"][f"{t}: parrot / transformers, batch 1"] for t in ("bfloat16", "float32")
+    ]
+    measured = (
+        f"{rates[0]}, {rates[1]} and {rates[2]} tokens/s; {over[0]:.1f} times transformers' "
+        f"`generate` on the same weights ({over[1]:.1f} in float32)"
+    )
+    return ["embedded model, 2 CPU cores, bfloat16: batch 1, 8, 16", measured, _files("engine_cpu")]
+
+
+def _side_by_side() -> list[list[str]]:
+    """Both sides on one card on one afternoon, greedy."""
+    found = load("baseline_side_by_side_h200.json")
+    large, small, agents = found["parrot_8b"], found["parrot_06b"], found["parrot_13b"]
+    theirs = {key: [found["vllm_8b"][key]] for key in found["vllm_8b"]}
+    for key, value in found["vllm_8b_again"].items():
+        theirs[key].append(value)
+    keys = [f"decode_b{batch}_ms" for batch in (1, 8, 64)]
+    steps = _list([f"{large[key]:.2f}" for key in keys])
+    vllm_steps = _list([f"{sum(theirs[key]) / len(theirs[key]):.2f}" for key in keys])
+    rates = _list([f"{side['256_tok_s']:,.0f}" for side in (large, small)])
+    vllm_rates = _list([f"{found[s]['256_tok_s']:,.0f}" for s in ("vllm_8b", "vllm_06b")])
+    roots = found["parrot_7b"]["roots4_b64_ms_per_step"]
+    vllm_roots = found["vllm_7b_cascade"]["roots4_b64_ms_per_step"]
+    apps = ("chain_step_s", "map_reduce_s", "agents16_s")
+    shown = {
+        side: _list([digits(found[side][key]) for key in apps])
+        for side in ("parrot_13b", "vllm_13b")
+    }
+    assert agents["temperature"] == large["temperature"] == small["temperature"] == 0.0
+    file = _files("baseline_side_by_side_h200")
+    rows = [
+        (
+            "Llama-3.1-8B shape: decode step at context 2k, batch 1, 8 and 64",
+            f"{steps} ms (vLLM: {vllm_steps})",
+        ),
+        (
+            "256 requests of U(100, 1024) tokens in and out, greedy: Llama-3.1-8B and Qwen3-0.6B",
+            f"{rates} output tokens/s (vLLM: {vllm_rates})",
+        ),
+        (
+            "Llama-2-7B shape, 64 requests under four shared prompts of 5k tokens: decode step",
+            f"{roots:.1f} ms (vLLM with cascade attention: {vllm_roots:.1f})",
+        ),
+        (
+            "Llama-2-13B shape: a step of a chain of summaries; 20 maps and a reduce; 16 agents, "
+            "7 rounds",
+            f"{shown['parrot_13b']} s (vLLM: {shown['vllm_13b']})",
+        ),
+    ]
+    return [[what, measured, file] for what, measured in rows]
+
+
+def _distance() -> list[str]:
+    """The first two at a distance; a chain has so many steps as a document has chunks."""
+    runs: list[Row] = load("apps_h200_13b_wan.json")["runs"]
+    times = {}
+    for run in runs:
+        parameters, (mean,) = run["parameters"], run["figures"]["jct_s"].values()
+        is_chain = run["workload"] == "chain"
+        steps = -(-parameters["document_tokens"] // parameters["chunk"]) if is_chain else 1
+        times[run["workload"], run["style"]] = mean["mean"] / steps
+    shown = [
+        " and ".join(f"{times[workload, style]:.2f}" for workload in ("chain", "map_reduce"))
+        for style in ("parrot", "requests")
+    ]
+    what = "the first two through ServeCore, from a distance (round trips of 240 ms)"
+    measured = f"{shown[0]} s; the same engine asked call by call: {shown[1]}"
+    return [what, measured, _files("apps_h200_13b_wan")]
+
+
+def _list(texts: list[str]) -> str:
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"

@@ -1,0 +1,40 @@
+"""Where the figures come from."""
+
+from benchmark.results import UNKNOWN, load, names
+from benchmark.tables.markdown import Row, table
+
+
+def origins() -> str:
+    """Every result file: the code, the time and the machine, and whether it is history."""
+    rows = []
+    for name in names():
+        origin = load(name)["provenance"]
+        told = origin.get("source") or origin.get("historical", "")
+        rows.append([f"[{name}]({name})", _commit(origin), _when(origin), _device(origin), told])
+    return table(["file", "commit", "when", "device", "to know"], rows)
+
+
+def commands() -> str:
+    """The command that measures each file's figures today."""
+    lines = []
+    for name in names():
+        origin = load(name)["provenance"]
+        if "source" not in origin:
+            lines.append(f"- `{origin.get('again', origin['command'])}`\n")
+    return "".join(lines)
+
+
+def _commit(origin: Row) -> str:
+    if "source" in origin:
+        return ""
+    if origin["commit"] == UNKNOWN:
+        return f"unknown; at most {origin['changed_in']}"
+    return f"{origin['commit']}{' with changes' if origin.get('dirty') else ''}"
+
+
+def _when(origin: Row) -> str:
+    return "" if "source" in origin else str(origin["when"])
+
+
+def _device(origin: Row) -> str:
+    return "" if "source" in origin else str(origin["device"])

@@ -1,0 +1,343 @@
+"""Tables of whole applications and of ServeCore."""
+
+from statistics import fmean
+
+from benchmark.results import load
+from benchmark.tables.markdown import Row, digits, ratio, table
+
+
+def apps(name: str) -> str:
+    """A run of benchmark.apps: times of the first setting, and of the others over it."""
+    report = load(name)
+    heads = ["case", "setting", "runs", "mean JCT, s", "over the first", "p99 JCT over the first"]
+    heads += ["tokens/s", "recomputed", "bystanders' TPOT p99 over the first"]
+    lines = []
+    for case in dict.fromkeys(run["case"] for run in report["runs"]):
+        mine = [run for run in report["runs"] if run["case"] == case]
+        for setting in dict.fromkeys(run["setting"] for run in mine):
+            chosen = [run["figures"] for run in mine if run["setting"] == setting]
+            lines += _apps_lines(case, setting, chosen, _ratios(report, case, setting))
+    return table(heads, lines)
+
+
+def _ratios(report: Row, case: str, setting: str) -> Row:
+    found = (r for r in report["ratios"] if (r["case"], r["setting"]) == (case, setting))
+    return next(found, {})
+
+
+def _apps_lines(case: str, setting: str, figures: list[Row], over: Row) -> list[list[str]]:
+    """One line for each kind of job; what is not of a kind stands in the first."""
+    kinds = list(dict.fromkeys(kind for f in figures for kind in f["jct_s"]))
+    lines = []
+    for kind in kinds:
+        means = [f["jct_s"][kind]["mean"] for f in figures if kind in f["jct_s"]]
+        lines.append(
+            [
+                case if len(kinds) == 1 else f"{case}, {kind}",
+                setting,
+                str(len(means)),
+                f"{fmean(means):.3g}",
+                ratio(over.get(f"jct_{kind}_mean")),
+                ratio(over.get(f"jct_{kind}_p99")),
+                *("", "", ""),
+            ]
+        )
+    known = [f["tokens"]["recomputed"] for f in figures if f["tokens"]["recomputed"] is not None]
+    lines[0][6:] = [
+        f"{fmean(f['output_tokens_per_s'] for f in figures):.0f}",
+        f"{fmean(max(0, count) for count in known):.0f}" if known else "",
+        ratio(over.get("bystander_tpot_s")),
+    ]
+    return lines
+
+
+def features() -> str:
+    """What each feature is worth by itself: mean JCT without it over that with it, in brackets the
+    bystanders' TPOT p99; a dot where both are 1.00."""
+    report = load("apps_sim_13b_features.json")
+    cases = list(dict.fromkeys(row["case"] for row in report["ratios"]))
+    rows = []
+    for setting in dict.fromkeys(row["setting"] for row in report["ratios"]):
+        cells = []
+        for case in cases:
+            over = _ratios(report, case, setting)
+            means = [
+                f"{over[key][0]:.2f}"
+                for key in over
+                if key.startswith("jct_") and key.endswith("_mean")
+            ]
+            harm = f"{over['bystander_tpot_s'][0]:.2f}"
+            is_plain = {*means, harm} == {"1.00"}
+            cells.append("·" if is_plain else f"{' / '.join(means)} ({harm})")
+        rows.append([f"`{setting.removeprefix('parrot:-')}`", *cells])
+    return table(["without", *(f"`{case.partition(':')[0]}`" for case in cases)], rows)
+
+
+POLICIES = ("critical_path", "las", "app_fifo", "fcfs")
+MIXES = {
+    "8": "policies_mixed_8.json",
+    "16": "policies_mixed_16.json",
+    "as many as KV holds": "policies_mixed_256.json",
+    "8, outputs that end by chance": "policies_mixed_8_unknown.json",
+}
+CHAINS = {
+    "16": "policies_chain_many_16.json",
+    "256": "policies_chain_many_256.json",
+    "256, prompts not bounded": "policies_chain_many_256_unbounded.json",
+}
+
+
+def policies() -> str:
+    """The mix of applications: mean and p99 over all jobs, and the mean's ratio to the first."""
+    rows = []
+    for slots, name in MIXES.items():
+        report, cells = load(name), []
+        for policy in POLICIES:
+            if policy not in report["jct_s"]:
+                cells.append("")
+                continue
+            found, over = report["jct_s"][policy]["all"], report["mean_vs_first_by_seed"][policy]
+            text = f"{found['mean']:.2f} ({found['p99']:.1f})"
+            is_first = policy == POLICIES[0]
+            cells.append(text if is_first else f"{text}, {min(over):.2f}x to {max(over):.2f}x")
+        rows.append([slots, *cells])
+    return table(["calls at once per engine", *(f"`{policy}`" for policy in POLICIES)], rows)
+
+
+def policies_by_kind() -> str:
+    """Mean and p99 of each kind of job at 8 calls an engine."""
+    jct = load(MIXES["8"])["jct_s"]
+    kinds = [kind for kind in jct[POLICIES[0]] if kind != "all"]
+    rows = [
+        [kind, *(f"{jct[p][kind]['mean']:.1f} ({jct[p][kind]['p99']:.1f})" for p in POLICIES)]
+        for kind in kinds
+    ]
+    return table(["", *(f"`{policy}`" for policy in POLICIES)], rows)
+
+
+def policies_chains() -> str:
+    """25 chains at once: mean and p99."""
+    rows = []
+    for slots, name in CHAINS.items():
+        jct = load(name)["jct_s"]
+        cells = [f"{jct[p]['all']['mean']:.1f} ({jct[p]['all']['p99']:.1f})" for p in POLICIES]
+        rows.append([slots, *cells])
+    return table(["calls at once", *(f"`{policy}`" for policy in POLICIES)], rows)
+
+
+def gpts(name: str) -> str:
+    """Requests a second at equal milliseconds per token, and the ratio to the prefix router's."""
+    rows = []
+    for row in load(name)["rate_at_equal_ms_per_token"]:
+        by_hand = [row[key] for key in row if key.startswith("fixed") and row[key]]
+        over = row.get("over_prefix_aware")
+        text = f"{over['mean']:.2f}x ({over['least']:.2f}-{over['most']:.2f})" if over else ""
+        rates = [row["predicted"], row["prefix_aware"], text, max(by_hand, default=None)]
+        rows.append([str(row["ms_per_token"]), *rates, row["round_robin"]])
+    heads = ["ms/token", "predicted", "prefix_aware", "ratio", "by hand", "round_robin"]
+    return table(heads, rows)
+
+
+def fanout(name: str) -> str:
+    """The time of 32 siblings over that of the best of all splits."""
+    found = load(name)
+    rows = [
+        [what, *(found[f"{p} read={reads}"]["over_best"] for p in PLACERS)]
+        for what, reads in (("each call is read", "each"), ("one call joins them", "join"))
+    ]
+    return table(["", *PLACERS], rows)
+
+
+PLACERS = ("predicted", "prefix_aware", "round_robin")
+
+
+def mixed(name: str) -> str:
+    """Chats beside map-reduces that begin anew: each placement, and what prediction gains on it."""
+    found, rows = load(name), []
+    for key, row in found.items():
+        if not isinstance(row, dict) or "chat_tpot_ms" not in row:
+            continue
+        tpot, ttft, jct = (row[k] for k in ("chat_tpot_ms", "chat_ttft_ms", "map_reduce_jct_ms"))
+        gains = found.get(f"over_{key}", {}).values()
+        rows.append(
+            [
+                key.replace("fixed,", "by hand, maps beside the chats:"),
+                f"{fmean(tpot['p99']):.1f} ({fmean(tpot['mean']):.1f})",
+                f"{fmean(ttft['p99']) / 1e3:.2f}",
+                f"{fmean(jct['mean']) / 1e3:.2f}",
+                *(f"{g['mean']:.2f}x ({g['least']:.2f}-{g['most']:.2f})" for g in gains),
+                *([""] * (3 - len(gains))),
+            ]
+        )
+    heads = ["placement", "chat TPOT p99 (mean), ms", "chat TTFT p99, s", "map-reduce JCT, s"]
+    gained = ["gain: chat p99 TPOT", "chat mean TPOT", "map-reduce JCT"]
+    return table([*heads, *gained], rows)
+
+
+def tool_pause() -> str:
+    """Chats that pause: tokens computed again by each rule, each seed for itself."""
+    runs, rows = load("kv_tool_pause.json")["runs"], []
+    for tools in dict.fromkeys(run["setup"]["tools"] for run in runs):
+        mine = [run for run in runs if run["setup"]["tools"] == tools]
+        rows.append(
+            [
+                {"five": "five tools", "two": "two tools", "one": "nothing tells"}[tools],
+                *(_thousands([run[rule]["recomputed_tokens"] for run in mine]) for rule in RULES),
+                ", ".join(f"{run['next_use_over_lru']:.2f}" for run in mine),
+                ", ".join(f"{run['next_use']['vs_belady']:.2f}" for run in mine),
+            ]
+        )
+    return table(["pauses", "LRU", "next use", "of LRU's", "of Belady's"], rows)
+
+
+RULES = ("lru", "next_use")
+
+
+def dag() -> str:
+    """Documents that are read twice: tokens computed again, and job completion times."""
+    runs, rows = load("kv_dag.json")["runs"], []
+    for factor in dict.fromkeys(run["setup"]["oversubscription"] for run in runs):
+        mine = [run for run in runs if run["setup"]["oversubscription"] == factor]
+        rows.append(
+            [
+                f"{factor:g}x",
+                *(_thousands([run[rule]["recomputed_tokens"] for run in mine]) for rule in RULES),
+                ", ".join(f"{run['next_use_over_lru']:.2f}" for run in mine),
+                *(", ".join(f"{run[rule]['jct_s']:.1f}" for run in mine) for rule in RULES),
+            ]
+        )
+    heads = ["documents over memory", "LRU", "next use", "of LRU's", "JCT with LRU, s"]
+    return table([*heads, "JCT with next use, s"], rows)
+
+
+def _thousands(counts: list[int]) -> str:
+    return ", ".join(f"{count / 1e3:,.{0 if count > 1e3 else 1}f}k" for count in counts)
+
+
+def eager() -> str:
+    """Questions that come late, by the traffic beside them: times in milliseconds."""
+    rows = load("serve_eager.json")["rows"]
+    cases: dict[tuple[int, float, float], list[Row]] = {}
+    for row in rows:
+        case = row["num_bystanders"], row["delay_s"], row["withdrawn"]
+        cases.setdefault(case, []).append(row)
+    lines = []
+    for (streams, delay_s, withdrawn), found in cases.items():
+        off = next(row for row in found if not row["eager_fill"])
+        on = {row["background_share"]: row for row in found if row["eager_fill"]}
+        most = on[max(on)]
+        lines.append(
+            [
+                str(streams),
+                f"{delay_s:g} s",
+                f"{withdrawn:.0%}",
+                *(_ms(row, "ttft_s_mean") for row in (off, on.get(0.02), most)),
+                _ms(most, "later_ttft_s_mean"),
+                *(_ms(row, "bystander_tpot_s_p99", 2) for row in (off, most)),
+                *(_ms(row, "bystander_ttft_s_p99") for row in (off, most)),
+                *(f"{most['eager_tokens'][key] / 1e3:.0f}k" for key in ("filled", "wasted")),
+            ]
+        )
+    heads = ["streams", "question after", "withdrawn", "TTFT off", "2 %", "on", "second half"]
+    heads += ["their TPOT p99 off", "on", "their TTFT p99 off", "on", "tokens filled", "wasted"]
+    return table(heads, lines)
+
+
+def _ms(row: Row | None, key: str, places: int = 0) -> str:
+    return "" if row is None or key not in row else f"{row[key] * 1e3:.{places}f}"
+
+
+def reuse() -> str:
+    """Stopping losers, and taking results over."""
+    found = load("reuse.json")
+    jobs, waste = found["best_of_n"]["job_seconds"], found["best_of_n"]["wasted_steps_per_loser"]
+    rows = [
+        ["a job that reads all 16 candidates", f"{jobs['all']['mean']:.2f} s"],
+        ["the first 4, the others run on", f"{jobs['keep']['mean']:.2f} s"],
+        ["the first 4, the others are stopped", f"{jobs['first']['mean']:.2f} s"],
+    ]
+    for engines, steps in waste.items():
+        text = f"{steps['mean']:.2f} (at most {steps['max']:g})"
+        rows.append([f"steps wasted for each loser, engines: {engines}", text])
+    for what, off, on in zip(
+        ("at first", "again", "again, one part changed"),
+        found["rerun"]["off"],
+        found["rerun"]["on"],
+        strict=True,
+    ):
+        counts = f"{on['calls_run']} (without reuse {off['calls_run']})"
+        rows.append([f"calls run of a map-reduce of {on['calls']} calls, {what}", counts])
+    look = found["lookup"]
+    over = f"{look['ratio']:.2f} times ({look['on_us']:.0f} and {look['off_us']:.0f} us)"
+    return table(["what", "measured"], [*rows, ["CPU of a call that finds nothing", over]])
+
+
+def service() -> str:
+    """ServeCore's features, on over off, by engines and programs at once."""
+    rows = [
+        [
+            str(row["engines"]),
+            str(row["concurrency"]),
+            row["on_ms"],
+            row["off_ms"],
+            f"{row['ratio']:.2f} ± {row['ratio_error']:.2f}",
+        ]
+        for row in load("serve_features.json")["rows"]
+    ]
+    return table(["engines", "programs", "CPU ms a call, on", "off", "on / off"], rows)
+
+
+def placement_cost() -> str:
+    """Microseconds of CPU for a placement, by queued tasks and by engines."""
+    curves, rows = load("scheduler_curves.json"), []
+    for row in [*curves["by_tasks"], *curves["by_engines"]]:
+        first, later = row["first_round"], row["later_rounds"]
+        cells = [first["us_each"], later["us_each"] if later["placed"] else None]
+        rows.append([f"{row['tasks']:,}", str(row["engines"]), *cells, later["p99_us"]])
+    return table(["tasks", "engines", "first round", "later rounds", "their p99"], rows)
+
+
+def simulation() -> str:
+    """How fast a cluster is simulated."""
+    row = load("simulation_10000x512.json")["row"]
+    rows = [
+        ["engines, calls", f"{row['engines']}, {row['tasks']:,}"],
+        ["CPU seconds of the run, and of recounting the books", _cpu_of(row)],
+        ["calls a CPU second", digits(row["tasks_per_cpu_s"])],
+        ["generated tokens a CPU second", digits(row["output_tokens_per_cpu_s"])],
+        ["prompt tokens, generated tokens", f"{row['prompt_tokens']:,}, {row['output_tokens']:,}"],
+    ]
+    return table(["what", "measured"], rows)
+
+
+def _cpu_of(row: Row) -> str:
+    return f"{row['cpu_run_s']:.0f}, {row['cpu_check_integrity_s']:.1f}"
+
+
+def fit() -> str:
+    """Residuals of the simulated engines' costs: the two largest of the fitted points, and the
+    load `256`, which was not fitted."""
+    report, rows = load("sim_fit.json"), []
+    loads = {row["model"]: row["error"] for row in report["load_256"]}
+    for model in dict.fromkeys(row["model"] for row in report["points"]):
+        points = [row for row in report["points"] if row["model"] == model]
+        worst = sorted(points, key=lambda row: -abs(row["error"]))[:2]
+        texts = ", ".join(f"{row['error']:+.1%} ({row['case']})" for row in worst)
+        beyond = f"{loads[model]:+.1%}" if model in loads else ""
+        rows.append([model, str(len(points)), texts, beyond])
+    return table(["model", "fitted points", "largest residuals", "`256`, not fitted"], rows)
+
+
+def caching() -> str:
+    """What finding common beginnings costs the engine's control half, and what it saves."""
+    rows = [
+        [
+            f"{row['shared']} + {row['own']}",
+            row["extra_us_per_request"],
+            f"{row['off']['computed_tokens']:,}",
+            f"{row['on']['computed_tokens']:,}",
+        ]
+        for row in load("prefix_caching.json")["rows"]
+    ]
+    heads = ["tokens in common + own", "CPU us a request more", "computed without", "with"]
+    return table(heads, rows)

@@ -1,0 +1,71 @@
+"""Pages show what the result files say, and README claims nothing else."""
+
+import re
+
+import pytest
+
+from benchmark.results import RESULTS, ROOT, names
+from benchmark.tables.__main__ import PAGES, TABLES
+from benchmark.tables.markdown import digits, filled, spread, table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_shows_what_the_result_files_say(page):
+    text = page.read_text()
+    assert filled(text, TABLES) == text, "run: python -m benchmark.tables"
+
+
+def test_every_table_is_on_a_page():
+    shown = {name.split()[0] for page in PAGES for name in marked(page.read_text())}
+    assert shown == TABLES.keys()
+
+
+def marked(text: str) -> list[str]:
+    return re.findall(r"<!-- table: ([^>]*?) -->", text)
+
+
+def test_the_measured_figures_of_readme_are_generated():
+    """What README says of speed stands in its generated table, and each row names its file."""
+    text = (ROOT / "README.md").read_text()
+    (generated,) = re.findall(r"<!-- table: figures -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    rows = generated.splitlines()[2:]
+    for row in rows:
+        files = re.findall(r"\(benchmark/results/(\S+?\.json)\)", row)
+        assert files, row
+        assert set(files) <= set(names())
+    unit = re.compile(r"\d\S* (ms|tokens/s|s|a second|times)\b|\dx\b")
+    claims = [line for line in text.replace(generated, "").splitlines() if unit.search(line)]
+    assert claims == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_a_docs_page_has_no_results_but_generated_ones(page):
+    """Tables of figures belong to benchmark/results; those of docs/ define things."""
+    text = re.sub(r"<!-- (table|fields).*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    measured = [row for row in rows if len(re.findall(r"\| *\*{0,2}\d[\d.,]*\S* ", row)) >= 2]
+    assert measured == []
+
+
+def test_the_result_pages_name_every_file():
+    index = (RESULTS / "README.md").read_text()
+    assert all(f"({name})" in index for name in names())
+
+
+def test_numbers_keep_three_digits():
+    assert [digits(value) for value in (0.0123, 0.5, 9.82, 14.5, 167.02, 10278.0)] == [
+        "0.0123",
+        "0.500",
+        "9.82",
+        "14.5",
+        "167",
+        "10,278",
+    ]
+    assert spread([2.0, 1.0], " s") == "1.00 to 2.00 s"
+    assert table(["a", "b"], [[1, None]]) == "| a | b |\n| --- | --- |\n| 1 |  |\n"
+
+
+def test_filling_renews_what_is_between_the_markers_and_nothing_else():
+    page = "a\n<!-- table: t x -->\nold\n<!-- end -->\nb\n"
+    once = filled(page, {"t": lambda name: f"new {name}\n"})
+    assert once == "a\n<!-- table: t x -->\nnew x\n<!-- end -->\nb\n"
