@@ -8,7 +8,7 @@ makes docs/configuration.md, and in docs/rest.md and docs/engine_api.md fills wh
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,28 @@ _BLOCK = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
 
+# Keys by the sections of the page; those that are named nowhere come under "the rest".
+OPERATOR_CORE = (
+    "host",
+    "port",
+    "api_keys",
+    "cluster_token",
+    "session_life_span",
+    "engine_heartbeat_timeout",
+)
+OPERATOR_ENGINE = (
+    "engine_type",
+    "model",
+    "host",
+    "port",
+    "device",
+    "cluster_token",
+    "serve_core",
+)
+CORE_LIMITS = ("max_queue_size", "reuse_cache_size", "reuse_timeout")  # of `global_scheduler`
+ENGINE_SWITCHES = ("policy", "prefix_caching", "background_share", "background_chunk_size")
+INSTANCE_SWITCHES = ("attn_func", "load_format", "shared_prefix")
+
 CONFIGURATION = """\
 # Configuration
 
@@ -39,9 +61,25 @@ Each server reads one JSON object, `--config_path FILE`; options of the command 
 keys. A key that does not exist or a value of the wrong type stops the server at its start, with the
 file, the key and what is allowed. `sample_configs/` has files to begin with.
 
-## ServeCore
+## What an operator sets
+
+All other keys have defaults that are meant to stay. Durations are in seconds.
+
+ServeCore:
+
+{operator_core}
+
+An engine:
+
+{operator_engine}
+
+## ServeCore: limits and times
 
 {core}
+
+### `global_scheduler`
+
+{core_limits}
 
 ### `session_quota`
 
@@ -51,15 +89,9 @@ file, the key and what is allowed. `sample_configs/` has files to begin with.
 
 {tenant_quota}
 
-### `global_scheduler`
+## Engines: the rest
 
-{global_scheduler}
-
-## Engines
-
-`engine_type` says which kind of engine it is, and so what `instance` may hold. All kinds share:
-
-{engine}
+`engine_type` says which kind of engine it is, and so what `instance` may hold. {engine}
 
 ### `serve_core`
 
@@ -84,23 +116,46 @@ file, the key and what is allowed. `sample_configs/` has files to begin with.
 ### `instance` of `sim`
 
 {sim}
+
+## Switches for measurement
+
+Each turns off, or replaces by something simpler, a part that pays for itself: to measure what it
+brings, and to look for a defect. They change when and where calls run, not what they answer.
+
+ServeCore's `global_scheduler`:
+
+{core_switches}
+
+An engine's `scheduler`:
+
+{engine_switches}
+
+The `instance` of `builtin`:
+
+{instance_switches}
 """
 
 
 def configuration_page() -> str:
+    types = {
+        "engine_type": {"enum": list(engine_config.CONFIG_TYPES), "default": "builtin"},
+    }
+    engine = engine_config.BuiltinConfig
+    scheduler, instance = engine_config.SchedulerConfig, engine_config.BuiltinInstance
     return CONFIGURATION.format(
-        core=section(CoreConfig),
+        operator_core=table(CoreConfig, OPERATOR_CORE),
+        operator_engine=table(engine, OPERATOR_ENGINE, **types),
+        core=section(CoreConfig, without=OPERATOR_CORE),
+        core_limits=table(GlobalSchedulerConfig, CORE_LIMITS),
+        core_switches=section(GlobalSchedulerConfig, without=CORE_LIMITS),
         session_quota=section(SessionQuota),
         tenant_quota=section(TenantQuota),
-        global_scheduler=section(GlobalSchedulerConfig),
-        engine=section(
-            engine_config.BuiltinConfig,
-            doc=engine_config.EngineConfig,
-            engine_type={"enum": list(engine_config.CONFIG_TYPES), "default": "builtin"},
-        ),
+        engine=section(engine, doc=engine_config.EngineConfig, without=OPERATOR_ENGINE),
         serve_core=section(engine_config.ServeCoreAddress),
-        scheduler=section(engine_config.SchedulerConfig),
-        builtin=section(engine_config.BuiltinInstance),
+        scheduler=section(scheduler, without=ENGINE_SWITCHES),
+        engine_switches=table(scheduler, ENGINE_SWITCHES),
+        builtin=section(instance, without=INSTANCE_SWITCHES),
+        instance_switches=table(instance, INSTANCE_SWITCHES),
         openai=section(engine_config.OpenAIInstance),
         huggingface=section(engine_config.HuggingFaceInstance),
         sim=section(engine_config.SimInstance),
@@ -112,15 +167,26 @@ def filled(page: str) -> str:
     return _BLOCK.sub(lambda match: match[1] + section(MODELS[match[2]]) + "\n" + match[3], page)
 
 
-def section(model: type[BaseModel], doc: type[BaseModel] | None = None, **changes: Any) -> str:
-    """What the class (or `doc`) says of itself, and a table of its fields; `changes` replace the
-    JSON schemas of single fields."""
-    schema = model.model_json_schema()
-    schema.get("properties", {}).update(changes)
+def section(
+    model: type[BaseModel], doc: type[BaseModel] | None = None, without: Sequence[str] = ()
+) -> str:
+    """What the class (or `doc`) says of itself, and a table of its other fields."""
     text = _own_doc(doc or model)
-    rows = [_row(name, prop, schema) for name, prop in schema.get("properties", {}).items()]
-    table = ["| key | type | default | |", "| --- | --- | --- | --- |", *rows]
-    return "\n".join([*([text, ""] if text else []), *(table if rows else ["No fields."])])
+    unknown = set(without) - set(model.model_fields)
+    if unknown:
+        raise KeyError(f"{model.__name__} has no {unknown}")
+    keys = [name for name in model.model_fields if name not in without]
+    return "\n".join([*([text, ""] if text else []), table(model, keys)])
+
+
+def table(model: type[BaseModel], keys: Sequence[str], **changes: Any) -> str:
+    """A table of some fields; `changes` replace the JSON schemas of single ones."""
+    schema = model.model_json_schema()
+    fields = schema.get("properties", {}) | changes
+    if not keys:
+        return "No fields."
+    rows = [_row(key, fields[key], schema) for key in keys]
+    return "\n".join(["| key | type | default | |", "| --- | --- | --- | --- |", *rows])
 
 
 def _own_doc(model: type[BaseModel]) -> str:

@@ -104,7 +104,12 @@ class CoreConfig(_Section):
         600.0, description="A session ends after this long without activity or an open read."
     )
     engine_heartbeat_timeout: Seconds = Field(
-        30.0, description="An engine silent for this long is down; also the grace for engines."
+        30.0, description="An engine that is silent for this long is lost: its calls run elsewhere."
+    )
+    no_engine_timeout: Seconds | None = Field(
+        None,
+        description="A call whose models no engine serves fails after this long; null: after "
+        "`engine_heartbeat_timeout`.",
     )
     constant_prefix_var_timeout: Seconds = Field(
         600.0, description="An unused constant-prefix context is freed after this long."
@@ -132,3 +137,9 @@ class CoreConfig(_Section):
         min_length=1,
         description="If set, what programs ask is recorded in this file, for `parrot simulate`.",
     )
+
+    @property
+    def unserved_timeout_s(self) -> float:
+        if self.no_engine_timeout is None:
+            return self.engine_heartbeat_timeout
+        return self.no_engine_timeout

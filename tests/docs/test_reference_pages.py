@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 
 import parrot.protocol.errors as errors
+from parrot.engine.config import BuiltinConfig, SchedulerConfig
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -34,6 +36,21 @@ def test_every_key_is_in_the_configuration_page(generator: ModuleType) -> None:
     for key in ("max_queue_size", "cluster_token", "num_kv_cache_blocks", "azure_endpoint"):
         assert f"| `{key}` |" in page
     assert "| `port` | integer ≥ 1, ≤ 65535 | `9001` |" in page
+    for model in (CoreConfig, GlobalSchedulerConfig, BuiltinConfig, SchedulerConfig):
+        for key in model.model_fields:
+            assert f"| `{key}` |" in page, (model, key)
+
+
+def test_the_configuration_page_begins_with_the_few_keys_that_an_operator_sets(
+    generator: ModuleType,
+) -> None:
+    sections = re.split(r"^## ", generator.configuration_page(), flags=re.MULTILINE)
+    assert sections[1].startswith("What an operator sets")
+    keys = set(re.findall(r"^\| `(\w+)` \|", sections[1], flags=re.MULTILINE))
+    assert {"api_keys", "model", "serve_core"} <= keys
+    assert len(keys) <= 12
+    assert "`eager_fill`" in sections[-1]
+    assert sections[-1].startswith("Switches for measurement")
 
 
 def test_filling_is_repeatable_and_keeps_the_rest(generator: ModuleType) -> None:

@@ -19,6 +19,7 @@ def test_defaults() -> None:
     assert (config.max_sessions_num, config.max_engines_num) == (2048, 2048)
     assert (config.session_life_span, config.engine_heartbeat_timeout) == (600, 30)
     assert config.constant_prefix_var_timeout == 600
+    assert config.unserved_timeout_s == 30
     scheduler = config.global_scheduler
     assert scheduler.app_fifo
     assert scheduler.graph_group
@@ -27,6 +28,12 @@ def test_defaults() -> None:
     assert scheduler.max_queue_size == 1024
     with pytest.raises(ValidationError):
         config.port = 1  # type: ignore[misc]
+
+
+def test_the_heartbeat_timeout_is_also_that_of_unserved_calls_unless_they_have_their_own() -> None:
+    assert CoreConfig(engine_heartbeat_timeout=5).unserved_timeout_s == 5
+    config = CoreConfig(engine_heartbeat_timeout=5, no_engine_timeout=90)
+    assert (config.engine_heartbeat_timeout, config.unserved_timeout_s) == (5, 90)
 
 
 def test_a_config_of_the_original_loads_unchanged(tmp_path: Path) -> None:

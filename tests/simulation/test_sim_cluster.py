@@ -10,7 +10,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
-from parrot.protocol.errors import EngineFailed, NotFound, Unavailable
+from parrot.protocol.errors import EngineFailed, NoEngine, NotFound, Unavailable
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.simulation import SimClient, SimCluster, fixed, run_virtual, wan
@@ -65,6 +65,26 @@ def simulate(
             return result
 
     return run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "fails_after"),
+    [
+        ({"engine_heartbeat_timeout": 5}, 5),
+        ({"engine_heartbeat_timeout": 5, "no_engine_timeout": 40}, 40),
+        ({"engine_heartbeat_timeout": 40, "no_engine_timeout": 5}, 5),
+    ],
+)
+def test_a_call_that_nobody_serves_fails_after_its_own_timeout(
+    timeouts: dict[str, float], fails_after: float
+):
+    async def body(cluster: SimCluster, program: Program) -> float:
+        with pytest.raises(NoEngine):
+            await program.read(await program.call("x"))
+        return cluster.clock.now()
+
+    core = CoreConfig.model_validate(timeouts)
+    assert simulate(body, 0, core=core) == pytest.approx(fails_after, abs=0.1)
 
 
 def test_a_call_takes_what_its_steps_cost():

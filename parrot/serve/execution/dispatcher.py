@@ -94,7 +94,7 @@ class Dispatcher:
             ),
         )
         self._results = ResultCache(config.global_scheduler, clock)
-        self._grace = Grace(self._timers, config.engine_heartbeat_timeout, self._fail_unserved)
+        self._grace = Grace(self._timers, config.unserved_timeout_s, self._fail_unserved)
         self._frees = FreeSender(clock)
         self._expiry: Timer | None = None
         self._alarm: Timer | None = None  # for the scheduler's next change
