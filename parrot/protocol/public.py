@@ -142,8 +142,20 @@ class VarGetRequest(ReadOptions):
     pass
 
 
+class TokenUsage(BaseModel):
+    """Tokens of the one run that generated a text."""
+
+    prompt_tokens: int
+    cached_tokens: int = Field(description="of the prompt's: they were in memory already")
+    output_tokens: int
+
+
 class VarGetResponse(BaseModel):
     content: str
+    finish_reason: Literal["stop", "length"] | None = Field(
+        None, description="`length`: cut at `max_gen_length`, or for want of room; null: given."
+    )
+    usage: TokenUsage | None = Field(None, description="null: the text was not generated")
 
 
 class FirstVarsRequest(ReadOptions):
@@ -162,9 +174,8 @@ class FirstVarsRequest(ReadOptions):
         return self
 
 
-class VarValue(BaseModel):
+class VarValue(VarGetResponse):
     var_id: str
-    content: str
 
 
 class FirstVarsResponse(BaseModel):
@@ -222,6 +233,7 @@ class CompletionInfo(BaseModel):
     computed_tokens: int = 0
     recomputed_tokens: int = Field(0, description="of the computed: some context had them once")
     output_tokens: int = 0
+    finish_reason: str | None = Field(None, description="`stop` or `length`, once it has ended")
     reused: bool = Field(
         False, description="took the result of an identical call: nothing was computed"
     )
@@ -297,8 +309,6 @@ class StreamDelta(BaseModel):
     text: str
 
 
-class StreamDone(BaseModel):
+class StreamDone(VarGetResponse):
     """Data of the final SSE event `done`: the whole value. The other final event is `error`, whose
     data is an error payload."""
-
-    content: str

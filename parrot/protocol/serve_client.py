@@ -1,6 +1,6 @@
 """Async client of ServeCore: the REST API for programs, registration for engines."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -22,7 +22,9 @@ from parrot.protocol.public import (
     SemanticCallRequest,
     SessionCreateResponse,
     SessionInfo,
+    StreamDone,
     VarCreateResponse,
+    VarGetResponse,
     VarInfo,
     VarListResponse,
     VarValue,
@@ -103,6 +105,21 @@ class ServeClient:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
     ) -> str:
+        """The text alone of what `read_var` gives."""
+        value = await self.read_var(
+            session_id, session_auth, var_id, criteria, timeout_s, deadline_s
+        )
+        return value.content
+
+    async def read_var(
+        self,
+        session_id: int,
+        session_auth: str,
+        var_id: str,
+        criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> VarGetResponse:
         """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
         read at the server."""
         answer = await self._http.request(
@@ -111,8 +128,7 @@ class ServeClient:
             params=_read_query(session_id, session_auth, criteria, timeout_s, deadline_s),
             timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
         )
-        content: str = answer["content"]
-        return content
+        return VarGetResponse.model_validate(answer)
 
     async def first_vars(
         self,
@@ -149,8 +165,10 @@ class ServeClient:
         criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
         timeout_s: float | None = None,
         deadline_s: float | None = None,
+        on_done: Callable[[StreamDone], None] | None = None,
     ) -> AsyncIterator[str]:
-        """Deltas of the value. Ends normally only after the server's `done` event."""
+        """Deltas of the value. Ends normally only after the server's `done` event, of which
+        `on_done` is told."""
         async for event, data in self._http.stream(
             "GET",
             f"/v1/semantic_var/{var_id}/stream",
@@ -159,6 +177,8 @@ class ServeClient:
             if event == "delta":
                 yield data["text"]
             elif event == "done":
+                if on_done is not None:
+                    on_done(StreamDone.model_validate(data))
                 return
             elif event == "error":
                 raise error_from_payload(data, 500)

@@ -42,7 +42,7 @@ from parrot.serve.observers import Observer, Observers
 from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionExpiry, SessionRegistry, tenant_labels, tenant_of
-from parrot.serve.views import engine_view, session_view, variables_view
+from parrot.serve.views import engine_view, session_view, value_view, variables_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.ids import IdCounter
 from parrot.utils.timers import TimerQueue
@@ -181,6 +181,10 @@ class ServeCore:
         session.graph.cancel_variable(var_id)
         self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
 
+    def node(self, request: VarGetRequest, var_id: str) -> VariableNode:
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        return session.graph.node(var_id)
+
     def settled(self, request: VarGetRequest, var_id: str) -> str | None:
         """The value if it is there, None if it has yet to come. Raises the variable's error."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
@@ -210,8 +214,12 @@ class ServeCore:
             self._require_room(session)
         with self._observers.reading(session, request, request.var_ids, k=request.k):
             winners = await self._reads.first(session, nodes, request)
+        by_id = {node.variable.id: node for node in nodes}
         return FirstVarsResponse(
-            values=[VarValue(var_id=winner.id, content=winner.text) for winner in winners]
+            values=[
+                VarValue(var_id=winner.id, **dict(value_view(by_id[winner.id])))
+                for winner in winners
+            ]
         )
 
     def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:

@@ -7,6 +7,8 @@ from parrot.protocol.public import (
     EngineStatus,
     GraphEdge,
     SessionInfo,
+    TokenUsage,
+    VarGetResponse,
     VarInfo,
 )
 from parrot.serve.execution.engines import EngineView
@@ -46,6 +48,23 @@ def engine_view(engine: EngineView) -> EngineStatus:
         hit_tokens=engine.kv.hit,
         recomputed_tokens=engine.kv.recomputed.total(),
         evicted_tokens=engine.kv.evicted,
+    )
+
+
+def value_view(node: VariableNode) -> VarGetResponse:
+    """What a reader gets of a ready variable."""
+    task = None if node.producer is None else node.producer.task
+    if not isinstance(task, Completion) or task.stats.finish_reason is None:
+        return VarGetResponse(content=node.variable.text)
+    stats = task.stats
+    return VarGetResponse(
+        content=node.variable.text,
+        finish_reason=task.stats.finish_reason.value,
+        usage=TokenUsage(
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            output_tokens=stats.output_tokens,
+        ),
     )
 
 
@@ -90,6 +109,7 @@ def _task_view(node: TaskNode, began: float) -> CompletionInfo:
         computed_tokens=stats.computed_tokens,
         recomputed_tokens=stats.recomputed_tokens,
         output_tokens=stats.output_tokens,
+        finish_reason=stats.finish_reason,
         reused=stats.is_reused,
         **_seconds(task.times, began),
     )

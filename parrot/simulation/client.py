@@ -1,7 +1,7 @@
 """A program's client of a ServeCore in the same process, at any distance."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -15,12 +15,15 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     SessionCreateResponse,
     SessionInfo,
+    StreamDone,
     VarGetRequest,
+    VarGetResponse,
     VarInfo,
     VarValue,
 )
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.core import ServeCore
+from parrot.serve.views import value_view
 from parrot.simulation.links import Latency
 from parrot.utils.tasks import TaskSet
 
@@ -78,7 +81,7 @@ class SimClient(ServeClient):
         async with self._exchange():
             self._core.set_var(session_id, session_auth, var_id, content)
 
-    async def get_var(
+    async def read_var(
         self,
         session_id: int,
         session_auth: str,
@@ -86,10 +89,12 @@ class SimClient(ServeClient):
         criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
         timeout_s: float | None = None,
         deadline_s: float | None = None,
-    ) -> str:
+    ) -> VarGetResponse:
         request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
         async with self._exchange():
-            return await self._core.read(request, var_id)
+            node = self._core.node(request, var_id)
+            await self._core.read(request, var_id)
+            return value_view(node)
 
     async def first_vars(
         self,
@@ -121,10 +126,12 @@ class SimClient(ServeClient):
         criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
         timeout_s: float | None = None,
         deadline_s: float | None = None,
+        on_done: Callable[[StreamDone], None] | None = None,
     ) -> AsyncIterator[str]:
         way_s = self._latency() / 2
         await asyncio.sleep(way_s)
         request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
+        node = self._core.node(request, var_id)
         loop = asyncio.get_running_loop()
         arriving: asyncio.Queue[tuple[float, str | Exception | None]] = asyncio.Queue()
 
@@ -147,6 +154,8 @@ class SimClient(ServeClient):
                 if isinstance(event, Exception):
                     raise event
                 if event is None:
+                    if on_done is not None:
+                        on_done(StreamDone(**dict(value_view(node))))
                     return
                 yield event
         finally:

@@ -173,3 +173,63 @@ def test_a_cancelled_variable_outside_a_session() -> None:
 def test_only_text_can_be_set() -> None:
     with pytest.raises(TypeError, match="int"):
         P.variable().set(3)
+
+
+@P.semantic_function(sep=" | ")
+def join(parts: P.Input, parts_1: P.Input, y: P.Output):
+    """All of {{parts}} and {{parts_1}}: {{y}}"""
+
+
+def test_a_list_of_variables_becomes_inputs_with_a_separator_between() -> None:
+    known, loose = P.variable(content="one"), P.variable(content="two")
+    payload = join([known, "text", 3, loose], "x").to_request_payload()
+    assert payload["template"] == (
+        "All of {{parts_0}} | {{parts_1_}} | {{parts_2}} | {{parts_3}} and {{parts_1}}: {{y}}"
+    )
+    values = [(p["name"], p.get("value")) for p in payload["parameters"]]
+    assert values == [
+        ("parts_0", "one"),
+        ("parts_1_", "text"),
+        ("parts_2", "3"),
+        ("parts_3", "two"),
+        ("parts_1", "x"),
+        ("y", None),
+    ]
+    SemanticCallRequest(session_id=0, **payload)
+    payload = f((known, loose), [], 3).to_request_payload()
+    assert payload["template"] == "A {{a_0}}\n{{a_1}} b {{b}} n {{n}} {{y}} then {{z}}"
+    assert [p.get("value") for p in payload["parameters"]][:3] == ["one", "two", "[]"]
+
+
+@pytest.mark.parametrize("wrap", [lambda v: {"x": v}, lambda v: {v}, lambda v: [[v]]])
+def test_other_collections_of_variables_are_refused(wrap: Any) -> None:
+    with pytest.raises(TypeError, match=r"join\(\): `parts` takes a variable, or a list"):
+        join(wrap(P.variable("v")), "x")
+
+
+def test_native_functions_take_no_list_of_variables() -> None:
+    @P.native_function()
+    def shout(text: P.Input, loud: P.Output):
+        loud.set(text.upper())
+
+    with pytest.raises(TypeError, match="takes a variable, not a list with variables"):
+        shout([P.variable("v")])
+
+
+def test_a_variable_without_a_value_is_no_text() -> None:
+    unread = P.variable("unread")
+    for make_text in (str, "{}".format, lambda v: f"{v:>10}", lambda v: f"a {v}"):
+        with pytest.raises(TypeError, match="`unread` has no value here yet"):
+            make_text(unread)
+    assert "unread" in f"{unread!r}"
+    read = P.variable("read", content="text")
+    assert f"{read}, {read:>6}, {str(read)!r}" == "text,   text, 'text'"
+
+
+@pytest.mark.parametrize(("sep", "error"), [(3, TypeError), ("{{x}}", ValueError)])
+def test_separators_are_checked(sep: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="`sep`"):
+
+        @P.semantic_function(sep=sep)
+        def wrong(y: P.Output):
+            """x {{y}}"""

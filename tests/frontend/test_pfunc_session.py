@@ -225,11 +225,11 @@ class TestStreams:
         whole = ServeClient.stream_var
         num_calls = 0
 
-        async def breaking(self: ServeClient, *args: object) -> object:
+        async def breaking(self: ServeClient, *args: object, **options: object) -> object:
             nonlocal num_calls
             num_calls += 1
             num_left = 2 * num_calls if num_calls < 3 else None
-            async for piece in whole(self, *args):
+            async for piece in whole(self, *args, **options):
                 if num_left == 0:
                     raise Unavailable("broken")
                 if num_left is not None:

@@ -29,7 +29,7 @@ async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings
             body = scope | {"var_name": "v", "content": content}
             ids.append(client.post("/v1/semantic_var", json=body).json()["var_id"])
         answer = client.get(f"/v1/semantic_var/{ids[2]}", params=scope)
-        assert answer.json() == {"content": "b"}
+        assert answer.json()["content"] == "b"
         key = {"idempotency_key": "once"}
         call = scope | {"template": "{{x}} {{y}}", "parameters": []} | key
         call["parameters"] = [{"name": "x", "value": "b"}, {"name": "y", "is_output": True}]

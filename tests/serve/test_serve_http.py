@@ -90,6 +90,11 @@ async def guarded() -> AsyncIterator[Site]:
         yield site
 
 
+def value(text: str) -> dict[str, Any]:
+    """The answer to a read of a text that no engine made."""
+    return {"content": text, "finish_reason": None, "usage": None}
+
+
 async def test_the_journey_of_a_program(site: Site) -> None:
     scope = await site.session()
     x = (await site.post("/v1/semantic_var", scope | {"var_name": "x"}))["var_id"]
@@ -105,7 +110,7 @@ async def test_the_journey_of_a_program(site: Site) -> None:
     assert await site.post(f"/v1/semantic_var/{x}", scope | {"content": "text"}) == {}
     await site.started()
     site.dispatcher.finish(site.dispatcher.started[0], "value \u00e9\U0001f99c")
-    assert await reading == {"content": "value \u00e9\U0001f99c"}
+    assert await reading == value("value \u00e9\U0001f99c")
     variables = (await site.get("/v1/semantic_var", **scope))["vars"]
     assert {v["var_name"]: v["state"] for v in variables} == dict.fromkeys("axy", "ready")
     info = await site.get(f"/v1/session/{scope['session_id']}", session_auth=scope["session_auth"])
@@ -124,7 +129,7 @@ async def test_get_takes_a_body_a_query_and_a_bearer(site: Site) -> None:
     path = f"/v1/semantic_var/{x['var_id']}"
     bearer = {"Authorization": f"Bearer {scope['session_auth']}"}
     query = {"session_id": scope["session_id"]}
-    expected = (200, {"content": "1"})
+    expected = (200, value("1"))
     assert await site.send("GET", path, params=scope) == expected
     assert await site.send("GET", path, json=scope) == expected
     assert await site.send("GET", path, params=query, headers=bearer) == expected
@@ -144,7 +149,7 @@ async def test_a_native_call_over_http(site: Site) -> None:
     }
     answer = await site.post("/v1/py_native_call", body)
     out = answer["param_info"][1]["var_id"]
-    assert await site.get(f"/v1/semantic_var/{out}", **scope) == {"content": "HEY"}
+    assert await site.get(f"/v1/semantic_var/{out}", **scope) == value("HEY")
 
 
 ERRORS: list[tuple[str, str, dict[str, Any], int, str]] = [
@@ -387,7 +392,7 @@ async def test_a_client_that_disconnects_takes_its_work_along(site: Site, suffix
     await site.started(1)
     site.dispatcher.finish(site.dispatcher.started[0])
     site.dispatcher.finish(site.dispatcher.started[0], "again")
-    assert await reading == (200, {"content": "again"})
+    assert await reading == (200, value("again"))
 
 
 async def read_events(response: aiohttp.ClientResponse) -> list[tuple[str, Any]]:
@@ -410,11 +415,11 @@ async def test_a_stream_ends_with_done_for_early_and_late_readers(site: Site) ->
         assert b"one " in await early.content.readuntil(b"\n\n")
         site.dispatcher.finish(site.dispatcher.started[0], "one {{two}}\n")
         events = await read_events(early)
-    assert events == [("delta", {"text": "{{two}}\n"}), ("done", {"content": "one {{two}}\n"})]
+    assert events == [("delta", {"text": "{{two}}\n"}), ("done", value("one {{two}}\n"))]
     async with site.http.get(path, params=scope) as late:
         events = await read_events(late)
     assert [name for name, _ in events] == ["delta", "done"]
-    assert events[1][1] == {"content": "one {{two}}\n"}
+    assert events[1][1] == value("one {{two}}\n")
 
 
 async def test_a_stream_ends_with_an_error(site: Site) -> None:

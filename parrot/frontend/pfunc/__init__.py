@@ -1,6 +1,5 @@
 """PFunc, the Python front end: `from parrot import P`. See docs/pfunc.md."""
 
-from parrot.frontend.pfunc.first import aany_of, afirst_k, any_of, first_k
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.interface import (
     Input,
@@ -8,6 +7,16 @@ from parrot.frontend.pfunc.interface import (
     native_function,
     semantic_function,
     variable,
+)
+from parrot.frontend.pfunc.many import (
+    aany_of,
+    aas_completed,
+    afirst_k,
+    agather,
+    any_of,
+    as_completed,
+    first_k,
+    gather,
 )
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.frontend.pfunc.transforms.conversation_template import chat_template, vicuna_template
@@ -30,12 +39,16 @@ __all__ = [
     "SemanticVariable",
     "VirtualMachine",
     "aany_of",
+    "aas_completed",
     "afirst_k",
+    "agather",
     "allowing_newline",
     "any_of",
+    "as_completed",
     "chat_template",
     "errors",
     "first_k",
+    "gather",
     "native_function",
     "semantic_function",
     "standard_formatter",

@@ -4,21 +4,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parrot.frontend.pfunc.function_body import Parameter, ParameterLoc
+from parrot.frontend.pfunc.function_body import (
+    Constant,
+    FuncBodyPiece,
+    Parameter,
+    ParameterLoc,
+)
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
     from parrot.frontend.pfunc.session import Session
 
-Value = str | SemanticVariable
+Single = str | SemanticVariable
+Value = Single | tuple[Single, ...]
 Returned = SemanticVariable | tuple[SemanticVariable, ...]
 
 
 class BasicCall(ABC):
     """Raises `ValueError` for too many positional arguments, and `TypeError` naming an argument
-    that is unknown, missing, given twice, or no variable where an output is to go."""
+    that is unknown, missing, given twice, no variable where an output is to go, or a collection
+    with variables in it that is no list of them."""
+
+    joins_lists = False  # whether a list of variables can be an input
 
     def __init__(
         self, func: "BasicFunction", args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -59,21 +69,37 @@ class BasicCall(ABC):
         """The variables that the caller brought."""
         for param in self.func.params:
             value = self.bindings[param.name]
-            if isinstance(value, SemanticVariable) and param not in self.new_outputs:
-                yield param, value
+            if param not in self.new_outputs:
+                parts = value if isinstance(value, tuple) else (value,)
+                yield from ((param, part) for part in parts if isinstance(part, SemanticVariable))
 
     @abstractmethod
     def to_request_payload(self) -> dict[str, Any]:
         """The body of the request, without the session."""
 
     def parameters(self, session: "Session | None", names: set[str]) -> list[dict[str, Any]]:
-        return [
-            _output_payload(param, self.bindings[param.name], session)
-            if param.is_output
-            else _input_payload(param.name, self.bindings[param.name], session)
-            for param in self.func.params
-            if param.name in names
-        ]
+        payloads = []
+        for param in self.func.params:
+            if param.name not in names:
+                continue
+            if param.is_output:
+                payloads.append(_output_payload(param, self.bindings[param.name], session))
+            else:
+                for name, value in self.inputs_of(param):
+                    payloads.append(_input_payload(name, value, session))
+        return payloads
+
+    def inputs_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
+        """The inputs that the parameter becomes: one, by its own name, or each part of its list."""
+        value = self.bindings[param.name]
+        if not isinstance(value, tuple):
+            yield param.name, value
+            return
+        for number, part in enumerate(value):
+            name = f"{param.name}_{number}"
+            while name in self.func.params_map:
+                name += "_"
+            yield name, part
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         func = self.func
@@ -83,18 +109,38 @@ class BasicCall(ABC):
                 f"({len(args)} given); outputs are given by keyword"
             )
         for param, value in zip(func.inputs, args, strict=False):
-            self.bindings[param.name] = _bound(param, value)
+            self.bindings[param.name] = self._bound(param, value)
         for name, value in kwargs.items():
             if name not in func.params_map:
                 raise TypeError(f"{func.name}() has no parameter `{name}`")
             if name in self.bindings:
                 raise TypeError(f"{func.name}() got two values for `{name}`")
-            self.bindings[name] = _bound(func.params_map[name], value)
+            self.bindings[name] = self._bound(func.params_map[name], value)
         for param in func.inputs:
             if param.name not in self.bindings:
                 if param.is_required:
                     raise TypeError(f"{func.name}() misses a value for `{param.name}`")
-                self.bindings[param.name] = _bound(param, param.default)
+                self.bindings[param.name] = self._bound(param, param.default)
+
+    def _bound(self, param: Parameter, value: Any) -> Value:
+        if isinstance(value, SemanticVariable):
+            return value
+        if param.is_output:
+            raise TypeError(
+                f"output `{param.name}` takes a SemanticVariable, not {type(value).__name__}"
+            )
+        if not _holds_variable(value):
+            return str(value)
+        parts = value if isinstance(value, list | tuple) else ()
+        if not (parts and self.joins_lists) or any(
+            _holds_variable(part) and not isinstance(part, SemanticVariable) for part in parts
+        ):
+            raise TypeError(
+                f"{self.func.name}(): `{param.name}` takes a variable"
+                + (", or a list of variables" if self.joins_lists else "")
+                + f", not a {type(value).__name__} with variables somewhere in it"
+            )
+        return tuple(part if isinstance(part, SemanticVariable) else str(part) for part in parts)
 
     def _check_outputs(self) -> None:
         if len(set(map(id, self.output_vars))) < len(self.func.outputs):
@@ -103,14 +149,22 @@ class BasicCall(ABC):
 
 class SemanticCall(BasicCall):
     func: "SemanticFunction"
+    joins_lists = True
 
     def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
         names = {piece.param.name for piece in self.func.body if isinstance(piece, ParameterLoc)}
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
-            "template": self.func.to_template_str(),
+            "template": "".join(map(self._render, self.func.body)),
             "parameters": self.parameters(session, names),
         }
+
+    def _render(self, piece: FuncBodyPiece) -> str:
+        if isinstance(piece, Constant):
+            return piece.text
+        assert isinstance(piece, ParameterLoc), piece
+        separator = self.func.metadata.sep
+        return separator.join(placeholder(name) for name, _ in self.inputs_of(piece.param))
 
 
 class PyNativeCall(BasicCall):
@@ -124,17 +178,16 @@ class PyNativeCall(BasicCall):
         }
 
 
-def _bound(param: Parameter, value: Any) -> Value:
-    if isinstance(value, SemanticVariable):
-        return value
-    if param.is_output:
-        raise TypeError(
-            f"output `{param.name}` takes a SemanticVariable, not {type(value).__name__}"
-        )
-    return str(value)
+def _holds_variable(value: Any) -> bool:
+    """Whether `str(value)` would be the representation of variables, and not their values."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_variable, value))
+    return isinstance(value, SemanticVariable)
 
 
-def _input_payload(name: str, value: Value, session: "Session | None") -> dict[str, Any]:
+def _input_payload(name: str, value: Single, session: "Session | None") -> dict[str, Any]:
     """A variable of another session can only give its value, if that is known."""
     payload: dict[str, Any] = {"name": name, "is_output": False}
     if isinstance(value, str):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.template import Text, parse_template
 
 MAX_NATIVE_TIMEOUT_S = 60
 _FLAGS = ("remove_pure_fill", "cache_prefix", "fuse_fill", "reuse", "on_demand")
@@ -17,8 +18,9 @@ class SemanticFuncMetadata:
     `remove_pure_fill`: drop the text after the last output. `cache_prefix`: let other calls reuse
     the KV of the constant beginning. `output_criteria`: run at once, as if a reader wanted the last
     output so. `on_demand`: only a reader makes its calls run (None: as the session says).
-    `fuse_fill`: a hint. `reuse`: when greedy or seeded, the result of an identical call may be
-    taken. `chat` and its `system` message: set by `chat_template`."""
+    `sep`: text between the parts of a list of variables. `fuse_fill`: a hint. `reuse`: when greedy
+    or seeded, the result of an identical call may be taken. `chat` and its `system` message: set by
+    `chat_template`."""
 
     models: tuple[str, ...] = ()
     model_type: str = "token_id"
@@ -30,9 +32,10 @@ class SemanticFuncMetadata:
     reuse: bool = True
     chat: bool = False
     system: str | None = None
+    sep: str = "\n"
 
     def to_payload(self) -> dict[str, Any]:
-        payload = {field.name: getattr(self, field.name) for field in fields(self)}
+        payload = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sep"}
         return payload | {"models": list(self.models)}
 
 
@@ -70,11 +73,19 @@ def parse_metadata(options: Mapping[str, Any]) -> SemanticFuncMetadata:
     checked = dict(options)
     if "models" in checked:
         checked["models"] = _parse_models(checked["models"])
+    _check_separator(checked.get("sep", ""))
     if checked.get("model_type", "token_id") not in MODEL_TYPES:
         raise ValueError(f"option `model_type` must be one of {', '.join(MODEL_TYPES)}")
     if checked.get("output_criteria") is not None:
         checked["output_criteria"] = parse_criteria(checked["output_criteria"])
     return SemanticFuncMetadata(**checked)
+
+
+def _check_separator(sep: object) -> None:
+    if not isinstance(sep, str):
+        raise TypeError(f"option `sep` must be a text, not {sep!r}")
+    if not all(isinstance(piece, Text) for piece in parse_template(sep)):
+        raise ValueError("option `sep` must not contain a placeholder")
 
 
 def _parse_models(models: Sequence[str]) -> tuple[str, ...]:

@@ -1,21 +1,36 @@
 """A program's handle of a semantic variable: text that is there now or will be later."""
 
-import queue
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from parrot.frontend.pfunc.metadata import parse_criteria
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest
 
 if TYPE_CHECKING:
-    from parrot.frontend.pfunc.session import Session
+    from parrot.frontend.pfunc.session import Producer, Session
+    from parrot.protocol.public import TokenUsage, VarGetResponse
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
+
+
+class ReadOptions(TypedDict):
+    """How a value is wanted."""
+
+    criteria: PerformanceCriteria
+    timeout_s: float | None
+    deadline_s: float | None
+
+
+def read_options(
+    criteria: PerformanceCriteria | str, timeout: float | None, deadline: float | None
+) -> ReadOptions:
+    """Raises `ValueError` that lists the criteria."""
+    return {"criteria": parse_criteria(criteria), "timeout_s": timeout, "deadline_s": deadline}
 
 
 class CurrentSession:
@@ -53,7 +68,7 @@ class SemanticVariable:
     after `timeout` seconds, `SessionGone` once its session has ended. `deadline`: in how many
     seconds the value is wanted, for the service to order its work by; the read goes on after it."""
 
-    __slots__ = ("_content", "_id", "_is_cancelled", "_session", "name")
+    __slots__ = ("_content", "_id", "_is_cancelled", "_session", "finish_reason", "name", "usage")
 
     def __init__(self, name: str | None = None, content: str | None = None) -> None:
         self.name = name if name is not None else f"var_{secrets.token_hex(4)}"
@@ -61,10 +76,28 @@ class SemanticVariable:
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
+        self.finish_reason: Literal["stop", "length"] | None = None
+        """Known with the value: why generating it ended. `length`: it was cut at `max_gen_length`,
+        or for want of room. None for a text that was not generated."""
+        self.usage: TokenUsage | None = None
+        """Known with the value: the tokens that generating it took."""
 
     def __repr__(self) -> str:
         content = "" if self._content is None else f", content={self._content!r}"
         return f"SemanticVariable(name={self.name!r}, id={self._id!r}{content})"
+
+    def __str__(self) -> str:
+        """The value, for text that the program makes. Raises `TypeError` if it is not known here:
+        such a text would be wrong, silently."""
+        if self._content is None:
+            raise TypeError(
+                f"variable `{self.name}` has no value here yet, so it cannot be made part of a "
+                "text: give it to a call as an argument of its own, or read it first, with get()"
+            )
+        return self._content
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
     @property
     def id(self) -> str | None:
@@ -95,9 +128,10 @@ class SemanticVariable:
         self._session = session
         self._id = var_id
 
-    def settle(self, content: str) -> None:
+    def settle(self, value: "VarGetResponse") -> None:
         """For the session that read it."""
-        self._content = content
+        self.finish_reason, self.usage = value.finish_reason, value.usage
+        self._content = value.content
 
     def set(self, content: str) -> None:
         """Give it its value. Raises `AlreadySet` if it has one or a call produces it."""
@@ -119,7 +153,7 @@ class SemanticVariable:
         if self._content is not None:
             return self._content
         session = self.live_session()
-        return session.run(session.read(self, parse_criteria(criteria), timeout, deadline))
+        return session.run(session.read(self, read_options(criteria, timeout, deadline)))
 
     async def aget(
         self,
@@ -131,7 +165,7 @@ class SemanticVariable:
         if self._content is not None:
             return self._content
         session = self.live_session()
-        return await session.arun(session.read(self, parse_criteria(criteria), timeout, deadline))
+        return await session.arun(session.read(self, read_options(criteria, timeout, deadline)))
 
     def stream(
         self,
@@ -145,17 +179,8 @@ class SemanticVariable:
             yield from (self._content,) if self._content else ()
             return
         session = self.live_session()
-        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        future = session.start(
-            session.stream(self, parse_criteria(criteria), timeout, deadline, pieces.put)
-        )
-        future.add_done_callback(lambda _: pieces.put(None))
-        try:
-            while (piece := pieces.get()) is not None:
-                yield piece
-            session.result(future)
-        finally:
-            future.cancel()
+        options = read_options(criteria, timeout, deadline)
+        yield from session.items(self._streamer(session, options))
 
     async def astream(
         self,
@@ -168,21 +193,11 @@ class SemanticVariable:
             if self._content:
                 yield self._content
             return
-        import asyncio
-
         session = self.live_session()
-        pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        put = _from_other_thread(pieces.put_nowait)
-        future = session.start(
-            session.stream(self, parse_criteria(criteria), timeout, deadline, put)
-        )
-        future.add_done_callback(lambda _: put(None))
-        try:
-            while (piece := await pieces.get()) is not None:
+        options = read_options(criteria, timeout, deadline)
+        async with aclosing(session.aitems(self._streamer(session, options))) as pieces:
+            async for piece in pieces:
                 yield piece
-            session.result(future)
-        finally:
-            future.cancel()
 
     def cancel(self) -> None:
         """Stop producing it; all its readers, here and elsewhere, get `Cancelled`. Does nothing to
@@ -203,17 +218,5 @@ class SemanticVariable:
             )
         return self._session
 
-
-def _from_other_thread(
-    put: Callable[[str | None], None],
-) -> Callable[[str | None], None]:
-    """`put`, to be called from outside the running event loop."""
-    from asyncio import get_running_loop
-
-    loop = get_running_loop()
-
-    def put_threadsafe(piece: str | None) -> None:
-        with suppress(RuntimeError):  # the reader's loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(put, piece)
-
-    return put_threadsafe
+    def _streamer(self, session: "Session", options: ReadOptions) -> "Producer[str]":
+        return lambda emit: session.stream(self, options, emit)

@@ -3,9 +3,19 @@
 import asyncio
 import atexit
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+import queue
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import CancelledError, Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,8 +23,7 @@ from pydantic import ValidationError
 from parrot.frontend.pfunc.background import BackgroundLoop, cancel_others
 from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall
 from parrot.frontend.pfunc.liveness import LivenessProbe
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.frontend.pfunc.semantic_variable import ReadOptions, SemanticVariable
 from parrot.protocol.errors import (
     ParrotError,
     QueueFull,
@@ -29,6 +38,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
     SessionInfo,
+    VarGetResponse,
     VarValue,
 )
 from parrot.protocol.serve_client import ServeClient
@@ -40,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("parrot.frontend.pfunc")
 
 T = TypeVar("T")
+Producer = Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]
 Request = TypeVar("Request", SemanticCallRequest, NativeCallRequest)
 
 _NUM_CALL_CONNECTIONS = 32
@@ -50,6 +61,12 @@ _MAX_ROOM_PAUSE_S = 1.0
 _READ_MARGIN_S = 1.0  # the server ends a read at its timeout; after this we do
 _CLOSE_TIMEOUT_S = 5.0
 _LIVENESS_INTERVAL_S = 30.0
+
+
+class _End(Enum):
+    """Comes after the last item."""
+
+    END = 0
 
 
 class Session:
@@ -140,6 +157,37 @@ class Session:
         except CancelledError:
             raise SessionGone(f"session {self.session_id} has ended") from None
 
+    def items(self, produce: Producer[T]) -> Iterator[T]:
+        """What the coroutine `produce(emit)` emits on the background loop, as it comes. Leaving the
+        loop early cancels the coroutine."""
+        emitted: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        future = self.start(produce(emitted.put))
+        future.add_done_callback(lambda _: emitted.put(_End.END))
+        try:
+            while (item := emitted.get()) is not _End.END:
+                yield item
+            self.result(future)
+        finally:
+            future.cancel()
+
+    async def aitems(self, produce: Producer[T]) -> AsyncGenerator[T]:
+        """As `items`, for a caller with an event loop: close it to cancel at a certain moment."""
+        emitted: asyncio.Queue[T | _End] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(item: T | _End) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(emitted.put_nowait, item)
+
+        future = self.start(produce(put))
+        future.add_done_callback(lambda _: put(_End.END))
+        try:
+            while (item := await emitted.get()) is not _End.END:
+                yield item
+            self.result(future)
+        finally:
+            future.cancel()
+
     async def submit_semantic(
         self, call: SemanticCall, *, successor_of: int | None = None, keep_tail: bool = False
     ) -> int:
@@ -174,51 +222,63 @@ class Session:
     async def read(
         self,
         var: SemanticVariable,
-        criteria: PerformanceCriteria,
-        timeout_s: float | None,
-        deadline_s: float | None,
+        options: ReadOptions,
     ) -> str:
         var_id = var.id
         assert var_id is not None, var
 
-        def get() -> Awaitable[str]:
-            read = self._reads.get_var(*self._scope, var_id, criteria, timeout_s, deadline_s)
-            return self._liveness.guard(read) if timeout_s is None else read
+        def get() -> Awaitable[VarGetResponse]:
+            read = self._reads.read_var(*self._scope, var_id, **options)
+            return self._liveness.guard(read) if options["timeout_s"] is None else read
 
-        async with _time_limit(f"no value of `{var.name}`", timeout_s):
-            content = await self._when_there_is_room(get)
-        var.settle(content)
-        return content
+        async with _time_limit(f"no value of `{var.name}`", options["timeout_s"]):
+            value = await self._when_there_is_room(get)
+        var.settle(value)
+        return value.content
+
+    async def read_each(
+        self,
+        variables: Sequence[SemanticVariable],
+        options: ReadOptions,
+        emit: Callable[[tuple[SemanticVariable, ParrotError | None]], None],
+    ) -> None:
+        """Read all at once, and emit each as soon as it is ready or failed (with its error)."""
+
+        async def read(var: SemanticVariable) -> None:
+            try:
+                await self.read(var, options)
+            except ParrotError as error:
+                emit((var, error))
+            else:
+                emit((var, None))
+
+        async with asyncio.TaskGroup() as group:
+            for var in variables:
+                group.create_task(read(var))
 
     async def read_first(
         self,
         variables: Sequence[SemanticVariable],
         k: int,
-        criteria: PerformanceCriteria,
-        timeout_s: float | None,
-        deadline_s: float | None,
+        options: ReadOptions,
     ) -> list[SemanticVariable]:
         """The first `k` to be ready, in that order. All are of this session."""
         by_id = {var.id: var for var in variables if var.id is not None}
 
         def get() -> Awaitable[list[VarValue]]:
-            read = self._reads.first_vars(
-                *self._scope, list(by_id), k, criteria, timeout_s, deadline_s
-            )
-            return self._liveness.guard(read) if timeout_s is None else read
+            read = self._reads.first_vars(*self._scope, list(by_id), k, **options)
+            return self._liveness.guard(read) if options["timeout_s"] is None else read
 
-        async with _time_limit(f"not {k} of {len(by_id)} values", timeout_s):
+        async with _time_limit(f"not {k} of {len(by_id)} values", options["timeout_s"]):
             values = await self._when_there_is_room(get)
         for value in values:
-            by_id[value.var_id].settle(value.content)
+            by_id[value.var_id].settle(value)
         return [by_id[value.var_id] for value in values]
 
     async def stream(
         self,
         var: SemanticVariable,
-        criteria: PerformanceCriteria,
-        timeout_s: float | None,
-        deadline_s: float | None,
+        options: ReadOptions,
         emit: Callable[[str], None],
     ) -> None:
         """Call `emit` with each piece. A broken stream is opened again and goes on where it was."""
@@ -229,16 +289,15 @@ class Session:
         async def attempt() -> None:
             nonlocal text
             end = 0
-            deltas = self._reads.stream_var(*self._scope, var_id, criteria, timeout_s, deadline_s)
+            deltas = self._reads.stream_var(*self._scope, var_id, **options, on_done=var.settle)
             async for delta in deltas:
                 end += len(delta)
                 if (num_new := end - len(text)) > 0:
                     text += delta[-num_new:]
                     emit(delta[-num_new:])
 
-        async with _time_limit(f"no value of `{var.name}`", timeout_s):
+        async with _time_limit(f"no value of `{var.name}`", options["timeout_s"]):
             await self._when_there_is_room(attempt)
-        var.settle(text)
 
     async def cancel(self, var: SemanticVariable) -> None:
         var_id = var.id

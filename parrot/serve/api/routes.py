@@ -38,6 +38,8 @@ from parrot.protocol.server import (
 )
 from parrot.serve.api.openapi import describe
 from parrot.serve.core import ServeCore
+from parrot.serve.graph.links import VariableNode
+from parrot.serve.views import value_view
 
 HOT_ROUTES = (("GET", "/v1/semantic_var/{var_id}"), ("POST", "/v1/semantic_call"))
 
@@ -47,7 +49,8 @@ _SUBMIT = (*_SCOPED, 409, 413, 429)
 _READ = (*_SCOPED, 409, 429, 499, 502, 503, 504)
 _EVENTS = (
     "Events `delta` with `{text}` from the first token on, whenever the reader came; then one final"
-    " event: `done` with `{content}`, or `error` with an error body. Comments keep it alive."
+    " event: `done` with `{content, finish_reason, usage}`, or `error` with an error body. Comments"
+    " keep it alive."
 )
 
 
@@ -217,10 +220,10 @@ def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def get_var(request: Request, var_id: str) -> Response:
         fields = parse_payload(VarGetRequest, await read_fields(request))
-        content = core.settled(fields, var_id)
-        if content is None:
-            content = await run_until_disconnect(request, core.read(fields, var_id))
-        return json_response(VarGetResponse(content=content))
+        node = core.node(fields, var_id)
+        if core.settled(fields, var_id) is None:
+            await run_until_disconnect(request, core.read(fields, var_id))
+        return json_response(value_view(node))
 
     @app.post(
         "/v1/semantic_vars/first",
@@ -243,16 +246,16 @@ def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def stream_var(request: Request, var_id: str) -> Response:
         fields = parse_payload(VarGetRequest, await read_fields(request))
-        return event_stream(_events(core.stream(fields, var_id)))
+        return event_stream(_events(core.stream(fields, var_id), core.node(fields, var_id)))
 
 
-async def _events(deltas: AsyncGenerator[str]) -> AsyncIterator[tuple[str, BaseModel]]:
-    content: list[str] = []
+async def _events(
+    deltas: AsyncGenerator[str], node: VariableNode
+) -> AsyncIterator[tuple[str, BaseModel]]:
     async with aclosing(deltas):  # a reader that goes is withdrawn now, not when collected
         async for text in deltas:
-            content.append(text)
             yield "delta", StreamDelta(text=text)
-    yield "done", StreamDone(content="".join(content))
+    yield "done", StreamDone(**dict(value_view(node)))
 
 
 async def read_fields(request: Request, *, bearer: str = "session_auth") -> Any:

@@ -6,6 +6,7 @@ chat flag and sampling, which is greedy or seeded."""
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from sys import getsizeof
 from typing import NamedTuple
 
@@ -106,7 +107,9 @@ class ResultCache:
 
 def reused(made: RunStats) -> RunStats:
     """The statistics of a call that takes the result which another one made."""
-    return RunStats(made.engine_name, made.model, output_tokens=made.output_tokens, is_reused=True)
+    return replace(
+        made, attempts=0, cached_tokens=0, computed_tokens=0, recomputed_tokens=0, is_reused=True
+    )
 
 
 def _num_bytes(result: Result) -> int:

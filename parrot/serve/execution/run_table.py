@@ -317,7 +317,10 @@ class RunTable:
         del self._runners[attempt]
         usage, stats = outcome.response.usage, run.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
-        stats.output_tokens = usage.output_tokens or outcome.num_units
+        num_resumed = 0 if attempt.tokenizer is None else len(attempt.resumed)
+        stats.prompt_tokens = usage.cached_tokens + usage.computed_tokens - num_resumed
+        stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
+        stats.finish_reason = outcome.response.finish_reason
         self._exchange.keep(run, attempt, outcome)
         self._set_state(run, RunState.ENDED, usage)
         self._events.done(run, attempt, outcome)

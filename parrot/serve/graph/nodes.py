@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable
 
@@ -90,7 +91,9 @@ class RunStats:
     cached_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # of these, those that some context has or had
+    prompt_tokens: int = 0
     output_tokens: int = 0
+    finish_reason: FinishReason | None = None  # why the text ends, once it does
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed
 
 

@@ -137,10 +137,10 @@ class SemanticVariable:
 
     def _settle(self, state: VariableState) -> None:
         self.state = state
+        self._wake()  # first, whatever a callback does
         callbacks, self._settled_callbacks = self._settled_callbacks, []
         for callback in callbacks:
             callback(self)
-        self._wake()
 
     def _wake(self) -> None:
         watchers, self._watchers = self._watchers, []
@@ -154,5 +154,5 @@ class SemanticVariable:
         try:
             await watcher
         finally:
-            if watcher.cancelled():
+            if watcher.cancelled() and watcher in self._watchers:  # nothing has changed meanwhile
                 self._watchers.remove(watcher)

@@ -1,0 +1,199 @@
+"""Reads of many variables against the real ServeCore, with a scripted engine behind it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from parrot import P
+from parrot.protocol.engine_api import FinishReason
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
+from parrot.testing.fake_serve import running_in_thread
+from parrot.utils.clock import MonotonicClock
+
+
+@P.semantic_function()
+def try_it(number: P.Input, answer: P.Output):
+    """Try {{number}}: {{answer}}"""
+
+
+def number_in(prompt: str) -> str:
+    return "".join(filter(str.isdigit, prompt))
+
+
+class PickyEngine(FakeEngine):
+    """Hangs for ever on odd numbers, and answers even ones with themselves."""
+
+    async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
+        if num_chunks == 0 and int(number_in(self.prompts[-1])) % 2:
+            await self.resume.wait()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    plain = fake_engine()
+    return PickyEngine(plain.info, plain.tokenizer_response, Script(text=number_in))
+
+
+@pytest.fixture
+def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
+    config, clock = CoreConfig(), MonotonicClock()
+    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
+
+    async def register(url: str) -> None:
+        async with HttpClient(url) as http:
+            await ServeClient(http).register_engine(engine.info)
+
+    with running_in_thread(create_app(core)) as url:
+        asyncio.run(register(url))
+        yield P.VirtualMachine(url)
+        core.check_integrity()
+
+
+def wait_for_states(vm: P.VirtualMachine, *states: str) -> None:
+    """A read that was left is withdrawn when its connection is closed: soon."""
+    end = time.monotonic() + 10
+    while tuple(call.state for call in vm.session_info().calls) != states:
+        assert time.monotonic() < end, vm.session_info().calls
+
+
+def test_the_first_win_and_the_losers_stop(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        answers = [try_it(number) for number in range(7)]
+        winners = P.first_k(answers, 4, timeout=20)
+        assert sorted(winner.content or "" for winner in winners) == ["0", "2", "4", "6"]
+        assert set(winners) == set(answers[::2])
+        assert all(answer.content is None for answer in answers[1::2])
+        states = {call.output_var_id: call.state for call in vm.session_info().calls}
+        assert [states[answer.id or ""] for answer in answers] == ["done", "idle"] * 3 + ["done"]
+        again = P.first_k([answers[1], answers[4], answers[2]], 2)
+        assert again == [answers[4], answers[2]]
+
+
+def test_any_of_and_the_twins_for_async_code(vm: P.VirtualMachine) -> None:
+    async def main() -> None:
+        answers = [await try_it.ainvoke(number) for number in range(4)]
+        first = await P.aany_of(answers[1:3])
+        assert first is answers[2]
+        assert await P.afirst_k(answers[:3], 2) == [answers[2], answers[0]]
+        with pytest.raises(P.errors.TimedOut):
+            await P.aany_of([answers[1], answers[3]], timeout=0.2)
+
+    with vm.running_scope():
+        asyncio.run(main())
+        given = P.variable(content="there")
+        assert P.any_of([try_it(1), given]) is given
+
+
+def test_deadlines_end_nothing(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        assert try_it(2).get(deadline=0.001) == "2"
+        assert "".join(try_it(4).stream(deadline=0.001)) != ""
+        assert P.any_of([try_it(6)], deadline=0.001).content == "6"
+
+
+def test_mistakes_are_told_before_anything_is_sent(vm: P.VirtualMachine) -> None:
+    x = P.variable("x")
+    with vm.running_scope():
+        for variables, k in (([x], 0), ([x], 2), ([], 1), ([x, x], 1)):
+            with pytest.raises(ValueError, match=r"k is|twice"):
+                P.first_k(variables, k)
+        with pytest.raises(P.errors.InvalidRequest):
+            P.first_k([x], 1)
+
+
+def test_gather_has_all_values_in_order_and_tells_its_progress(vm: P.VirtualMachine) -> None:
+    told: list[tuple[int, int]] = []
+    with vm.running_scope():
+        given = P.variable(content="there")
+        answers = [try_it(number) for number in (4, 2, 0)]
+        variables = [*answers, given, answers[1]]
+        assert P.gather(variables, progress=lambda *n: told.append(n)) == [
+            "4", "2", "0", "there", "2",
+        ]  # fmt: skip
+        assert P.gather([]) == []
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_gather_raises_the_first_error_at_once_and_stops_the_rest(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    with vm.running_scope():
+        hangs, fails = try_it(1), P.variable("fails")
+        threading.Timer(0.1, fails.cancel).start()
+        with pytest.raises(P.errors.Cancelled):
+            P.gather([hangs, fails])
+        wait_for_states(vm, "idle")
+
+
+def test_each_comes_as_it_is_completed_and_failed_ones_raise_when_read(
+    vm: P.VirtualMachine,
+) -> None:
+    told: list[tuple[int, int]] = []
+    with vm.running_scope():
+        fails = P.variable("fails")
+        answers = [try_it(1), try_it(2), fails]
+        fails.cancel()
+        completed = P.as_completed(answers, progress=lambda *n: told.append(n))
+        assert {next(completed), next(completed)} == set(answers[1:])
+        assert answers[1].content == "2"
+        with pytest.raises(P.errors.Cancelled):
+            fails.get()
+        completed.close()  # type: ignore[attr-defined]
+        wait_for_states(vm, "idle", "done")
+        with pytest.raises(P.errors.TimedOut):
+            list(P.as_completed(answers[:2], timeout=0.1))
+        with pytest.raises(ValueError, match="twice"):
+            next(iter(P.as_completed([fails, fails])))
+    assert told == [(1, 3), (2, 3)]
+
+
+def test_the_same_for_async_code(vm: P.VirtualMachine) -> None:
+    async def main() -> None:
+        answers = [await try_it.ainvoke(number) for number in (0, 2, 4)]
+        assert await P.agather(answers[:2]) == ["0", "2"]
+        assert {answer async for answer in P.aas_completed(answers)} == set(answers)
+        hangs = await try_it.ainvoke(1)
+        reading = asyncio.create_task(P.agather([hangs, answers[0]]))
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert hangs.content is None
+
+    with vm.running_scope():
+        asyncio.run(main())
+
+
+def test_a_variable_tells_why_its_text_ended_and_what_it_took(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    with vm.running_scope():
+        whole = try_it(2)
+        assert (whole.finish_reason, whole.usage) == (None, None)
+        whole.get()
+        assert whole.finish_reason == "stop"
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == len("Try 2: ")
+        assert whole.usage.output_tokens == 2  # with the stop token
+        engine.script = Script(text=number_in, finish_reason=FinishReason.LENGTH, stop_token=False)
+        streamed, raced, cut = try_it(4), try_it(6), try_it(8)
+        "".join(streamed.stream())
+        P.any_of([raced])
+        P.gather([cut])
+        assert [v.finish_reason for v in (streamed, raced, cut)] == ["length"] * 3
+        assert [v.usage.output_tokens for v in (streamed, raced, cut) if v.usage] == [1, 1, 1]
+        states = [call.finish_reason for call in vm.session_info().calls]
+        assert states == ["stop", "length", "length", "length"]
+        given = P.variable(content="there")
+        assert given.get() == "there"
+        assert given.finish_reason is None
