@@ -23,7 +23,8 @@ import transformers
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.runner.cpu import ModelRunner, load_runner
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.load import load_runner
 from parrot.testing.runner_driver import Driver
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

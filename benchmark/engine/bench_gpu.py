@@ -44,8 +44,8 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan
 from parrot.engine.models.shapes import KNOWN_SHAPES
-from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import (
     FillResponse,
     GenerateResponse,
@@ -99,7 +99,7 @@ def bench_decode(runner: CudaRunner, case: Decode) -> Row:
 
 
 def _graph_ms(runner: CudaRunner) -> float | None:
-    graphs, planned = runner._graphs, runner._planned
+    graphs, planned = runner.computer.graphs, runner._planned
     assert graphs is not None
     assert planned is not None
     captured = (graph for rooms in graphs._graphs.values() for graph in rooms.values())

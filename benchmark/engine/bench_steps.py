@@ -20,8 +20,8 @@ from benchmark.engine.bench_gpu import config_of
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
 from parrot.engine.core.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
-from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.load import load_runner
 from parrot.protocol.sampling import SamplingConfig
 
 CHOICES = {
@@ -84,9 +84,9 @@ def bench_mixed(runner: CudaRunner, prompt: int) -> dict[str, float]:
     sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
     fill = sequences.fill(prompt, prompt)[0]
     found = {}
-    graphs = runner._graphs
+    graphs = runner.computer.graphs
     for name in ("graph", "eager"):
-        runner._graphs = graphs if name == "graph" else None
+        runner.computer.graphs = graphs if name == "graph" else None
         times = []
         for _ in range(15):
             plan = StepPlan((*sequences.next_step(), fill))
@@ -94,23 +94,23 @@ def bench_mixed(runner: CudaRunner, prompt: int) -> dict[str, float]:
             runner.run(plan)
             times.append((time.perf_counter() - start) * 1e3)
         found[name] = round(statistics.median(times[3:]), 3)
-    runner._graphs = graphs
+    runner.computer.graphs = graphs
     return found
 
 
 def bench_capture(runner: CudaRunner) -> float:
-    graphs = runner._graphs
+    graphs = runner.computer.graphs
     assert graphs is not None
     size = graphs.sizes[3]
-    work = runner._synthetic.for_graphs(size)[0]
+    work = runner.computer._synthetic.for_graphs(size)[0]
     graphs._graphs[size].clear()
-    runner._stage_padding(size.rows, 0)
+    runner.computer._stage_padding(size.rows, 0)
     torch.cuda.synchronize()
     start = time.perf_counter()
     with torch.inference_mode():
         graphs.prepare(size, work)
     torch.cuda.synchronize()
-    runner._stage.sent()
+    runner.computer._stage.sent()
     return round((time.perf_counter() - start) * 1e3, 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parrot.engine.core.plan import SampleSpec, SequenceStep
-from parrot.engine.models.registry import spec_from_config
+from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.protocol.sampling import SamplingConfig
 

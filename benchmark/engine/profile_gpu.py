@@ -19,8 +19,8 @@ from benchmark.engine.bench_gpu import config_of
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
 from parrot.engine.core.plan import StepPlan
-from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.load import load_runner
 
 STEPS = 10
 TOP = 12

@@ -62,7 +62,7 @@ def _import_loader(
 ) -> Callable[[], tuple[Runner, TokenizerResponse]]:
     """Only the engine's own type is imported: importing torch alone takes seconds."""
     if isinstance(config, BuiltinConfig):
-        from parrot.engine.runner.cpu import load_runner
+        from parrot.engine.runner.load import load_runner
 
         return partial(load_runner, config)
     from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner

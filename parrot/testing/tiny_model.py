@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from parrot.engine.models.registry import spec_from_config
+from parrot.engine.models.families import spec_from_config
 from parrot.testing.byte_tokenizer import plain_byte_tokenizer
 
 _WEIGHT_STD = 0.2

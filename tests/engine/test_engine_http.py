@@ -439,7 +439,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path
 
 def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
     for name in [*sys.modules]:
-        if name.startswith(("parrot.engine.runner.cpu", "parrot.engine.huggingface")):
+        if name.startswith(("parrot.engine.runner.load", "parrot.engine.huggingface")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     for engine_type in (BuiltinConfig, HuggingFaceConfig):

@@ -19,8 +19,8 @@ from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan, StepResu
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.loader import load_decoder
 from parrot.engine.runner import cpu
-from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.errors import OutOfMemory, ParrotError
@@ -149,7 +149,7 @@ def test_out_of_memory_ends_the_step_and_not_the_runner(
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_forward", fail)
+        patch.setattr(runner.computer, "_forward", fail)
         with pytest.raises(OutOfMemory):
             driver.step([(driver.context([1, 2, 3]), 3)])
     assert driver.generate([driver.context([1, 2, 3])], 5) == want
@@ -164,14 +164,14 @@ def test_a_long_prompt_at_once_gives_the_logits_of_its_chunks(
     model = load_decoder(open_checkpoint(str(folder)), torch.bfloat16, torch.device("cuda"))
     runner = CudaRunner(model, 200, 64, CudaOptions(max_rows=4, max_tokens=8192))
     runner.warm_up()
-    forward, seen = runner._forward, []
+    forward, seen = runner.computer._forward, []
 
     def watched(token_ids: Any, attention: Any, plan: Any, rows: Any) -> torch.Tensor:
         logits = forward(token_ids, attention, plan, rows)
         seen.append((plan.work.dense, logits))
         return logits
 
-    monkeypatch.setattr(runner, "_forward", watched)
+    monkeypatch.setattr(runner.computer, "_forward", watched)
     driver = Driver(runner)
     [prompt] = random_prompts(length)
     for chunk in (length, 1000):
@@ -220,7 +220,7 @@ def embedded(device: str, dtype: str) -> Driver:
 def test_the_embedded_model_gives_the_tokens_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, roundings: int
 ) -> None:
-    """Where they part, the two best logits, in float32, are a few roundings apart, and the tokens
+    """If outputs differ, the two best logits, in float32, are a few roundings apart, and the tokens
     are these two."""
     prompts = random_prompts(10, 40, 200, 65)
     name = str(dtype).removeprefix("torch.")

@@ -144,7 +144,7 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
 )
 @pytest.mark.parametrize("num_rows", [1, 9, 16, 32, FEW_ROWS])
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, size: int, num_rows: int) -> None:
-    """As the product, the rotation and the write one after the other."""
+    """The kernel equals the product, the rotation and the write one after the other."""
     torch.manual_seed(heads)
     shape = AttentionShape(heads, kv_heads, dim, 64)
     num_out = (heads + 2 * kv_heads) * dim

@@ -53,8 +53,8 @@ def test_the_largest_logit(vocab_size: int, dtype: torch.dtype) -> None:
 def test_tokens_are_those_of_the_cpu(
     fields: dict[str, Any], vocab_size: int, dtype: torch.dtype
 ) -> None:
-    """But where two sums of score and noise, or a sum of weights and its limit, are a rounding
-    apart: seldom."""
+    """Few tokens differ: where two sums of score and noise, or a sum of weights and its limit, are
+    a rounding apart."""
     logits = normal(ROWS, vocab_size, dtype)
     specs = specs_of([SamplingConfig.model_validate(fields)] * ROWS)
     outputs = []

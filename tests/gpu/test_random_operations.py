@@ -17,8 +17,8 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import PENDING, LaunchedStep, StepPlan
-from parrot.engine.runner.cpu import load_runner
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.core_harness import Answer
@@ -125,7 +125,7 @@ class World:
 
 
 def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a greedy request got, penalized or not, is what an undisturbed runner gives."""
+    """A greedy request, penalized or not, gets the tokens of an undisturbed runner."""
     config = BuiltinConfig.model_validate(
         {
             "model": str(make_tiny_model(tmp_path, overrides=SIZES)),

@@ -1,4 +1,4 @@
-"""What the models need of attention, whatever computes it."""
+"""The interface through which models reach attention."""
 
 from typing import Generic, Protocol, TypeVar
 
@@ -8,8 +8,8 @@ PlanT = TypeVar("PlanT", contravariant=True)
 
 
 class AttentionBackend(Protocol, Generic[PlanT]):
-    """Writes the new KV of a step into the pool and attends over the contexts. `PlanT` is all that
-    is the same for all layers of a step, and made once for it."""
+    """Writes the new KV of a step into the pool and attends over the contexts. A plan (`PlanT`) is
+    made once for a step and serves all of its layers."""
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT

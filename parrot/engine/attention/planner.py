@@ -15,7 +15,7 @@ class WorkPlanner:
 
     A plan stays right as its contexts grow, since the device reads their positions; after
     `max_growth` tokens it is made again to keep the splits even. `num_plans` and
-    `num_shared_steps` count, so that sharing which is silently off shows."""
+    `num_shared_steps` count, to notice sharing that is off."""
 
     def __init__(
         self,

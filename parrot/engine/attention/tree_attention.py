@@ -22,8 +22,8 @@ _HOPPER = 9
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How one kernel is compiled. `block_keys` must divide the page size for tiles, and should for
-    items: a tile of keys that spans pages gathers its rows."""
+    """The compilation of one kernel. `block_keys` must divide the page size for tiles, and should
+    for items: a tile of keys that spans pages gathers its rows."""
 
     block_keys: int
     num_warps: int

@@ -11,8 +11,9 @@ from parrot.engine.kernels.kv_view import KVView, NewKV
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """What all layers of a step share, on the device. `table_rows` int32 [rows]: each row's row of
-    `tables`; negative for padding, whose KV goes nowhere and whose result is not defined."""
+    """The arrays that all layers of a step share, on the device. `table_rows` int32 [rows]: each
+    row's row of `tables`; negative for padding, whose KV goes nowhere and whose result is not
+    defined."""
 
     work: PlanBuffers
     tables: torch.Tensor
@@ -73,7 +74,7 @@ class TritonAttention:
         return self._kernels.run(q, view, plan.work, out, new=new, only_last=only_last).flatten(1)
 
     def prepare_dense(self, num_tokens: int) -> None:
-        """So that no prompt waits for it."""
+        """Let the library prepare itself for a length, so that no prompt waits for that."""
         shape = self.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         size = (num_tokens, sum(heads), shape.head_dim)

@@ -52,7 +52,7 @@ _SPLIT_ROUNDING = 0.4
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How spans are cut, chosen on an H200 (docs/kernels.md).
+    """The rules by which spans are cut, chosen on an H200 (docs/kernels.md).
 
     `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
     by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.
@@ -137,7 +137,7 @@ class WorkList:
         return len(self.slot_of)
 
     def with_table_rows(self, rows: IntArray) -> "WorkList":
-        """The same, with `rows[i]` in the place of row i of the block tables."""
+        """A copy with `rows[i]` in the place of row i of the block tables."""
 
         def mapped(items: IntArray) -> IntArray:
             changed = items.copy()
@@ -213,7 +213,7 @@ def _order_tokens(step: StepRows, order: IntArray) -> tuple[IntArray, LongArray]
 
 
 def _num_dense(step: StepRows, split: SplitConfig) -> LongArray:
-    """Of each request, the tokens that no item has to cover."""
+    """Number of leading tokens of each request that no item has to cover."""
     q_lens = step.q_lens.astype(np.int64)
     if split.dense is None:
         return np.zeros_like(q_lens)

@@ -283,7 +283,7 @@ def attend_tiles(
     UPCAST: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """As `attend_items`, for tall tiles over whole pages; BN divides PAGE.
+    """The work of `attend_items` for tall tiles over whole pages; BN divides PAGE.
 
     `k_rows`, `v_rows`: tensor descriptors [pages * kv_heads * PAGE, D] with blocks [BN, D]. A tile
     is one block, so a single thread asks for it: no pointers in registers, no index arithmetic,

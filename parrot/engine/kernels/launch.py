@@ -1,4 +1,4 @@
-"""How kernels may be launched on a device."""
+"""Launch options that depend on the device."""
 
 from functools import cache
 

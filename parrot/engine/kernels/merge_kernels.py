@@ -1,4 +1,4 @@
-"""What several items of attention found for one token, put together. `attention` launches it."""
+"""Merges the results of several attention items for one token. `tree_attention` launches it."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton

@@ -178,8 +178,8 @@ def _scores(base, first, largest, scale, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
-    """Of the scores above the pivot: their number, their weight, the least; and the largest of
-    the others that is not below `low`, else minus infinity."""
+    """Find, of the scores above the pivot, their number, their weight, the least; and the largest
+    of the others that is not below `low`, else minus infinity."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     least = tl.full([BLOCK], _INFINITY, dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""Where weights come from: a folder of safetensors, a GGUF file, or nowhere (random)."""
+"""Sources of weights: a folder of safetensors, a GGUF file, or a random generator."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from safetensors import SafetensorError, safe_open
 
+from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.gguf_file import GGUFFile
-from parrot.engine.models.registry import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.engine.models.tokenizers import folder_tokenizer, gguf_tokenizer, word_tokenizer

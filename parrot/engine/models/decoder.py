@@ -11,11 +11,9 @@ from parrot.engine.attention import AttentionBackend
 from parrot.engine.models.layers import (
     ACTIVATIONS,
     MLP,
-    GatedMLP,
     LayerNorm,
     Linear,
     Norm,
-    PlainMLP,
     RMSNorm,
     make_linear,
 )
@@ -27,19 +25,6 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """How the product of the merged q, k, v weight is cut into heads."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def num_rotated(self) -> int:
-        return self.num_heads + self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +43,13 @@ class Layer:
     """One layer's parts, and how they are run one after the other."""
 
     index: int
-    heads: _Heads
+    spec: DecoderSpec
     qkv: Linear
     out: Linear
     mlp: MLP
     attn_norm: Norm
     mlp_norm: Norm
     qk_norm: QKNorm | None
-    pre_norm: bool
 
     def __call__(
         self,
@@ -74,7 +58,7 @@ class Layer:
         attention: AttentionBackend[PlanT],
         plan: PlanT,
     ) -> torch.Tensor:
-        if self.pre_norm:
+        if self.spec.pre_norm:
             x = self.out(self._attend(self.attn_norm(x), angles, attention, plan), x)
             return self.mlp(self.mlp_norm(x), x)
         x = self.attn_norm(self.out(self._attend(x, angles, attention, plan), x))
@@ -87,14 +71,14 @@ class Layer:
         attention: AttentionBackend[PlanT],
         plan: PlanT,
     ) -> torch.Tensor:
-        cut = self.heads
-        heads = self.qkv(x).view(x.shape[0], -1, cut.head_dim)
-        rotated, v = heads[:, : cut.num_rotated], heads[:, cut.num_rotated :]
+        num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+        rotated, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated)
         if angles is not None:
             rotate_(rotated, *angles)
-        q, k = rotated[:, : cut.num_heads], rotated[:, cut.num_heads :]
+        q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         return attention.run(self.index, q, k, v, plan)
 
 
@@ -175,23 +159,17 @@ def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> Layer:
         biases = torch.cat([take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
         return make_linear(weight, biases)
 
-    activation = ACTIVATIONS[spec.activation]
-    down = linear(names.down, bias=spec.mlp_bias)
-    mlp: MLP
-    if spec.gated:
-        mlp = GatedMLP(linear(names.gate, names.up, bias=spec.mlp_bias), down, activation)
-    else:
-        mlp = PlainMLP(linear(names.up, bias=spec.mlp_bias), down, activation)
+    ups = (names.gate, names.up) if spec.gated else (names.up,)
+    up, down = linear(*ups, bias=spec.mlp_bias), linear(names.down, bias=spec.mlp_bias)
     return Layer(
         index=index,
-        heads=_Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+        spec=spec,
         qkv=linear(names.q, names.k, names.v, bias=spec.qkv_bias),
         out=linear(names.o, bias=spec.o_bias),
-        mlp=mlp,
+        mlp=MLP(up, down, ACTIVATIONS[spec.activation], gated=spec.gated),
         attn_norm=_build_norm(spec, take, f"{prefix}.{names.attn_norm}"),
         mlp_norm=_build_norm(spec, take, f"{prefix}.{names.mlp_norm}"),
         qk_norm=_build_qk_norm(spec, take, prefix) if spec.qk_norm else None,
-        pre_norm=spec.pre_norm,
     )
 
 

@@ -25,7 +25,7 @@ from parrot.engine.kernels.linear import (
     few_rows_qkv,
 )
 from parrot.engine.models.decoder import Decoder, Layer
-from parrot.engine.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
+from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm
 from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec
 
@@ -99,19 +99,18 @@ class _FusedLayer:
 
     @classmethod
     def of(cls, layer: Layer) -> "_FusedLayer":
-        mlp, attn_norm, mlp_norm = layer.mlp, layer.attn_norm, layer.mlp_norm
-        assert isinstance(mlp, GatedMLP)
+        attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         head_norm = None
         if layer.qk_norm is not None:
             weight = layer.qk_norm.weight
-            head_norm = HeadNorm(weight[0], weight[layer.heads.num_heads], layer.qk_norm.eps)
+            head_norm = HeadNorm(weight[0], weight[layer.spec.num_heads], layer.qk_norm.eps)
         return cls(
             qkv=_Weight.of(layer.qkv),
             out=_Weight.of(layer.out),
-            gate_up=_Weight.of(mlp.gate_up),
-            down=_Weight.of(mlp.down),
+            gate_up=_Weight.of(layer.mlp.up),
+            down=_Weight.of(layer.mlp.down),
             attn_norm=attn_norm,
             mlp_norm=mlp_norm,
             head_norm=head_norm,

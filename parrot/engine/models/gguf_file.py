@@ -142,7 +142,7 @@ class GGUFFile:
         return frozenset(n for n in candidates if _gguf_name(n) in self._tensors)
 
     def get(self, name: str, device: torch.device) -> torch.Tensor:
-        """On a device, in float32, in the layout of Hugging Face checkpoints."""
+        """A tensor on a device, in float32, in the layout of Hugging Face checkpoints."""
         tensor = self._dequantize(_gguf_name(name)).to(device)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         module = name.split(".")[-2]

@@ -30,7 +30,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """On a CPU: the weight is kept in oneDNN's blocked layout only, which is 2 to 4 times faster
+    """A product on a CPU. The weight is kept only in oneDNN's blocked layout, 2 to 4 times faster
     than `F.linear` for few rows (`F.linear` rearranges the weight in every call)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -90,29 +90,18 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
 
-class GatedMLP:
-    """down(act(gate) * up), gate and up in one product."""
+class MLP:
+    """down(act(gate) * up) with gate and up in one product, or down(act(up))."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
-        self.gate_up = gate_up
+    def __init__(self, up: Linear, down: Linear, activation: Activation, *, gated: bool) -> None:
+        """`up` gives [gate | up] if `gated`."""
+        self.up = up
         self.down = down
         self._activation = activation
+        self._gated = gated
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        if not self._gated:
+            return self.down(self._activation(self.up(x)), residual)
+        gate, up = self.up(x).chunk(2, dim=-1)
         return self.down(self._activation(gate).mul_(up), residual)
-
-
-class PlainMLP:
-    """down(act(up))."""
-
-    def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
-        self._up = up
-        self._down = down
-        self._activation = activation
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return self._down(self._activation(self._up(x)), residual)
-
-
-MLP = GatedMLP | PlainMLP

@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder on a device."""
+"""Builds the decoder of a checkpoint on a device."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What distinguishes one decoder from another, as values.
+"""The differences between decoders, as values.
 
 A model family is a function from its configuration to a `DecoderSpec`; `decoder.py` builds every
 one of them from the same parts."""

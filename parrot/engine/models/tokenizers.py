@@ -1,4 +1,5 @@
-"""The tokenizer of a model as ServeCore gets it: tokenizer.json and the facts around it."""
+"""The tokenizer of a model as ServeCore gets it: tokenizer.json with its special ids and
+template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ _WORD_LETTERS = 4
 
 
 def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerResponse:
-    """From tokenizer.json, or converted by transformers from what else the folder has."""
+    """Read tokenizer.json, or let transformers convert the other files of the folder."""
     path = folder / "tokenizer.json"
     text = path.read_text(encoding="utf-8") if path.exists() else _convert(folder)
     try:
@@ -106,8 +107,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerRespons
 
 
 def word_tokenizer(vocab_size: int) -> TokenizerResponse:
-    """For random weights, which have no tokenizer: every id of the vocabulary has a text of its
-    own, so that outputs can be read, chained and sent again like a real model's.
+    """Make up a tokenizer for random weights: every id of the vocabulary has a text of its own,
+    so that outputs can be read, chained and sent again like a real model's.
 
         ids   0 ...... 96 | 97 ...................... vocab_size - 1
         text  ASCII chars | " aaaa", " aaab", ... one word each

@@ -1,8 +1,8 @@
-"""How the logits of a step's rows are changed before a token is chosen (numpy only).
+"""Penalties and biases as lists for the device (numpy only).
 
-What changes a job's logits is a list of tokens, kept up to date from step to step; the whole list
-goes to the device. The token that the step before samples for the job is not on it yet: that one
-is `PENDING`, and the kernel finds it on the device."""
+Each job has a list of the tokens whose logits change, kept up to date from step to step; the whole
+list goes to the device. The token that the step before samples for the job is not on it yet: that
+one is `PENDING`, and the kernel finds it on the device."""
 
 from array import array
 from collections import Counter
@@ -31,7 +31,7 @@ IntArray = npt.NDArray[np.int32]
 
 
 class AdjustedTokens:
-    """The entries of one job. Keeping them up to date takes time for what is new only."""
+    """The entries of one job; updating them takes time for new tokens only."""
 
     def __init__(self, job_id: int, config: SamplingConfig) -> None:
         self.job_id = job_id

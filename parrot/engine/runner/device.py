@@ -1,4 +1,4 @@
-"""Telling a step that failed from a device that is gone."""
+"""Distinguishes a step that failed from a device that is lost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from parrot.engine.core.plan import DeviceLost
 @contextmanager
 def noticing_loss(device: torch.device) -> Iterator[None]:
     """Turn an error into `DeviceLost` if nothing can be done with the device any more. After an
-    illegal access, say, every call of the process to it fails, for ever."""
+    illegal access, for example, every call of the process to the device fails from then on."""
     try:
         yield
     except RuntimeError as error:

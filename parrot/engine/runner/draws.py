@@ -1,4 +1,4 @@
-"""What it takes to choose the tokens of a step on the device, beside the logits."""
+"""The settings by which the tokens of a step are chosen on the device (numpy only)."""
 
 import math
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from parrot.engine.runner.sampling import MIN_TEMPERATURE
 from parrot.protocol.sampling import SamplingConfig
 
 DRAWN, LIMITED, ADJUSTED = 1, 2, 4
-"""What a choice takes; 0: the largest logit. DRAWN: noise. LIMITED: top-k or top-p too. ADJUSTED:
-logits are changed before."""
+"""Bits of a choice; 0 takes the largest logit. DRAWN: noise is added. LIMITED: top-k or top-p
+apply. ADJUSTED: logits are changed before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """`choice`: what all samples of a step take together. `settings` int32 [samples, NUM_SETTINGS],
+    """`choice`: the bits of all samples of a step. `settings` int32 [samples, NUM_SETTINGS],
     empty unless some are drawn; `adjustments` None unless some are adjusted."""
 
     choice: int
@@ -44,7 +44,7 @@ class Draws:
 
 @dataclass(slots=True)
 class _Choice:
-    """What a configuration takes, and its entries for one job once logits are adjusted."""
+    """The bits of a configuration, and its entries for one job once logits are adjusted."""
 
     sampling: SamplingConfig
     takes: int
@@ -52,7 +52,8 @@ class _Choice:
 
 
 class DrawBuilder:
-    """Keeps what was found out about the last sample of each row of the block table."""
+    """Builds the draws of steps; remembers the last configuration of each row of the block
+    table."""
 
     def __init__(self, max_rows: int) -> None:
         self._settings = np.zeros((max_rows, NUM_SETTINGS), dtype=np.int32)
@@ -75,7 +76,7 @@ class DrawBuilder:
         return Draws(choice, settings, adjustments)
 
     def _choice(self, row: int, config: SamplingConfig) -> _Choice:
-        """Looked up once per row and configuration."""
+        """The choice for a row, worked out anew when its configuration changes."""
         choice = self._choices[row]
         if choice is None or choice.sampling is not config:
             choice = self._choices[row] = _Choice(config, _takes(config))

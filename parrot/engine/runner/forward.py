@@ -1,12 +1,26 @@
-"""From tokens to logits on the device: fused kernels where they fit the model, else plain torch."""
+"""Logits of a step on the device: by fused kernels where they fit the model, or plain torch."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
+from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import FusedDecoder, can_fuse
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Row by row: the token of the largest logit, or -1 where the logits are not finite."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def decode(logits: torch.Tensor) -> Decoded:
+    return Decoded(best_tokens(logits), logits)
 
 
 class Forward(Protocol):

@@ -17,8 +17,7 @@ from parrot.engine.attention.tree_attention import Capacity, KernelConfig, PlanB
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.sampling import best_tokens
-from parrot.engine.runner.forward import Forward
+from parrot.engine.runner.forward import Decoded, Forward, decode
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Where a step of some size finds its arrays."""
+    """The places of the arrays of a step of some size."""
 
     token_ids: torch.Tensor
     plan: TritonPlan
@@ -49,14 +48,6 @@ class Bound:
 
 
 Bind = Callable[[StepSize, PlanBuffers], Bound]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """Row by row: the token of the largest logit, or -1 where the logits are not finite."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -67,19 +58,19 @@ class Graph:
     work: WorkList | None
 
 
-def decode(logits: torch.Tensor) -> Decoded:
-    return Decoded(best_tokens(logits), logits)
-
-
 def bucket_list(max_rows: int) -> tuple[int, ...]:
-    """From 16 on multiples of 16, or products of few rows would be slower."""
+    """Numbers of rows of the graphs of decodes.
+
+    From 16 on they are multiples of 16, or products of few rows would be slower."""
     sizes = [1, 2, 4, 8, 16, 32, *range(48, 128, 16), *range(128, 513, 32)]
     return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
 
 
 def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[StepSize, ...]:
-    """For steps with prompts in them. Of large steps the device has more to do than the host, so
-    that padding would cost more than a graph saves: `layer_weights` (of one layer) tells when."""
+    """Sizes of the graphs of steps with prompts in them.
+
+    A large step takes the device longer than its launch takes the host, so that padding would cost
+    more than a graph saves: `layer_weights` (of one layer) tells when."""
     useful = int(_LAUNCH_S * _MATRIX_RATE / (2 * layer_weights))
     limit = min(max_tokens, _MAX_MIXED, useful)
     sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
@@ -87,7 +78,7 @@ def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[Ste
 
 
 class Rooms:
-    """The sizes in which room for plans comes."""
+    """The capacities for which graphs are captured."""
 
     def __init__(self, shape: AttentionShape, split: SplitConfig) -> None:
         assert len(split.tile_rows) == 1, "a graph has tiles of one height"
@@ -107,7 +98,7 @@ class Rooms:
         return Capacity(size.rows, narrow, tiles, tiles, slots)
 
     def of(self, size: StepSize, work: WorkList) -> Capacity | None:
-        """None: larger than any room, or with what no graph has."""
+        """The room for a plan; None if it is larger than any, or has parts that no graph runs."""
         largest = self.largest(size)
         if work.dense or not largest.holds(work):
             return None
@@ -150,7 +141,7 @@ class StepGraphs:
         self.num_replays = 0
 
     def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
-        """The smallest that holds a step."""
+        """The smallest size that holds a step; None if there is none."""
         for size in self.sizes:
             if (size.logits is None) == (num_logits is None) and size.rows >= num_rows:
                 return size if (size.logits or 0) >= (num_logits or 0) else None

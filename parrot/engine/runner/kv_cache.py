@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.core.plan import BlockCopy
+from parrot.engine.core.plan import BlockCopy, RunnerInfo
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.spec import DecoderSpec
 from parrot.utils.config import ConfigError
 
 MIB = 1 << 20
@@ -41,6 +43,10 @@ class KVLayout:
     block_size: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> "KVLayout":
+        return cls(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype)
+
     @property
     def block_bytes(self) -> int:
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
@@ -48,7 +54,7 @@ class KVLayout:
 
 
 def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
-    """How many blocks to keep by default: what memory is free now for, never counting on swap."""
+    """Default number of blocks: as many as fit a share of the free memory, without swap."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * _DEVICE_SHARE_OF_FREE)
@@ -105,3 +111,18 @@ class KVCache:
         if self._clears and fresh_blocks is not None and len(fresh_blocks):
             blocks = torch.from_numpy(fresh_blocks).long().to(self.pool.device)
             self.pool.index_fill_(3, blocks, 0)
+
+
+def runner_info(
+    model: Decoder, cache: KVCache, num_blocks: int, max_seq_len: int | None
+) -> RunnerInfo:
+    """Facts of a runner; contexts are at most as long as the model allows."""
+    spec = model.spec
+    return RunnerInfo(
+        num_blocks=num_blocks,
+        block_size=cache.layout.block_size,
+        max_seq_len=min(max_seq_len or spec.max_seq_len, spec.max_seq_len),
+        vocab_size=spec.vocab_size,
+        model_mem=model.num_bytes / MIB,
+        cache_mem=cache.num_bytes / MIB,
+    )

@@ -73,7 +73,7 @@ def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
 
 
 def _penalize_repetition(logits: torch.Tensor, row: int, spec: SampleSpec) -> None:
-    """As in transformers: scores of all tokens of the context move away from it."""
+    """Move the scores of all tokens of the context away from being chosen, as transformers does."""
     penalty = spec.sampling.repetition_penalty
     if penalty in (0.0, 1.0) or not len(spec.context_ids):
         return

@@ -1,4 +1,4 @@
-"""The way of a step's numbers to the device: one pinned buffer, one copy."""
+"""Sending a step's numbers to the device: one pinned buffer, one copy."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,12 +18,12 @@ class Mark:
         self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def put(self) -> None:
-        """Behind all that was launched up to now."""
+        """Set the mark behind all that was launched up to now."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has passed where it was put last."""
+        """Wait until the device has passed the place where the mark was put last."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -42,7 +42,7 @@ class Stage:
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """For arrays of these lengths. If that takes more than there is, their places change."""
+        """Make room for arrays of these lengths. If the buffer must grow, their places change."""
         wanted = _starts(lengths)[-1]
         if wanted > len(self._numbers):
             self._allocate(2 * wanted, self._device.device)
@@ -57,18 +57,18 @@ class Stage:
         return self._views(starts, [len(part) for part in parts])
 
     def places(self, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Where `send` puts arrays of these lengths."""
+        """The places where `send` puts arrays of these lengths."""
         return self._views(_starts(lengths), lengths)
 
     def _views(self, starts: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         return [self._device[a : a + n] for a, n in zip(starts, lengths, strict=False)]
 
     def sent(self) -> None:
-        """All copies from pinned memory that belong to this step are under way."""
+        """Say that all copies from pinned memory that belong to this step are under way."""
         self._done.put()
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where each array begins, and where the last ends."""
+    """Begin of each array, and end of the last."""
     sizes = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
     return [0, *accumulate(sizes)]

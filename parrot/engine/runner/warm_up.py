@@ -1,4 +1,4 @@
-"""Plans of steps that nobody asked for, to compile kernels and capture graphs with."""
+"""Synthetic plans, to compile kernels and capture graphs before the first request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class SyntheticPlans:
         return plans + [replace(plan, narrow_is_even=False) for plan in plans]
 
     def dense_lengths(self) -> range:
-        """Of what one step may leave to the library."""
+        """Lengths of the beginnings of prompts that one step may leave to the library."""
         if self.split.dense is None:
             return range(0)
         return range(self.split.dense_min, self.max_tokens + 1, self.split.dense)

@@ -240,7 +240,7 @@ def test_a_node_that_is_not_worth_sharing_is_merged_down() -> None:
 
 @given(steps())
 def test_a_dearer_node_never_shares_more(step: StepRows) -> None:
-    """Where each node is a call of its own, as on a CPU."""
+    """A node costs something where it is a call of its own, as on a CPU."""
     per_page = PAGE * shape_of(1).kv_token_bytes
     gates = [replace(FREE_SHARING, node_s=float(n * per_page)) for n in (0, 1, 3, 20)]
     saved = [

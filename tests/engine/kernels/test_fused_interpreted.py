@@ -193,7 +193,7 @@ def test_products_that_add_and_norm(
     ],
 )
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, num_rows: int, undivided: bool) -> None:
-    """As the product, the rotation and the write one after the other."""
+    """The kernel equals the product, the rotation and the write one after the other."""
     page, size = 16, 40
     shape = AttentionShape(heads, kv_heads, dim, page)
     generator = torch.Generator().manual_seed(heads)

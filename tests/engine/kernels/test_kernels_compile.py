@@ -1,4 +1,4 @@
-"""What the compiler makes of each kernel for sm_90: no GPU needed, two processes for all."""
+"""Kernels compiled for sm_90, without a GPU: registers, spills, shared memory, instructions."""
 
 import importlib.util
 import json

@@ -19,7 +19,7 @@ def noise(seed: int, position: int, num_tokens: int) -> torch.Tensor:
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
-    """How many standard deviations the statistic is above what chance gives."""
+    """Number of standard deviations by which the statistic exceeds its expectation."""
     keep = probs * counts.sum() >= 5
     expected = probs[keep] * counts.sum()
     statistic = float(((counts[keep] - expected) ** 2 / expected).sum())
@@ -72,7 +72,8 @@ CASES: list[dict[str, Any]] = [
 
 
 def exact_probabilities(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
-    """By the definitions, in float64, one token after the other; logits without equals."""
+    """Probabilities by the definitions, in float64, one token after the other, for distinct
+    logits."""
     weights = np.exp((logits - logits.max()) / config.temperature)
     order = np.argsort(-weights)
     kept = order[: config.top_k or len(order)]

@@ -12,8 +12,8 @@ import transformers
 
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.families import ARCHITECTURES, spec_from_config
 from parrot.engine.models.loader import load_decoder
-from parrot.engine.models.registry import ARCHITECTURES, spec_from_config
 from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import ModelRunner

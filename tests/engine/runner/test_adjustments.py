@@ -1,4 +1,4 @@
-"""What changes a job's logits, token by token: kept up to date as by counting again."""
+"""A job's adjustments, updated token by token, are those of counting again."""
 
 from collections import Counter
 from typing import Any

@@ -9,8 +9,9 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
-from parrot.engine.runner import cpu
-from parrot.engine.runner.cpu import ModelRunner, load_runner
+from parrot.engine.runner import load
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.load import load_runner
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import GREEDY, Driver
@@ -142,7 +143,7 @@ def test_a_separate_tokenizer(folder: Path, tmp_path: Path) -> None:
 
 
 def test_default_number_of_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "blocks_in_free_memory", lambda layout, device: 11)
+    monkeypatch.setattr(load, "blocks_in_free_memory", lambda layout, device: 11)
     assert load_runner(config(folder, num_kv_cache_blocks=None))[0].info.num_blocks == 11
 
 

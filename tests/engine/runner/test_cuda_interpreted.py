@@ -133,7 +133,7 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
 
 
 class Launches:
-    """In place of a kernel; keeps what the compiler would make a kernel of its own for."""
+    """Stands for a kernel; keeps each kind of arguments that would be compiled separately."""
 
     def __init__(self, seen: set[Any]) -> None:
         self._seen = seen
@@ -174,7 +174,7 @@ def test_products_of_any_few_rows_are_warm(
 
 
 def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
-    """Of requests of different lengths, of which the last comes when the others generate."""
+    """Tokens of requests of different lengths; the last one comes when the others generate."""
     language = Language.of(plain_byte_tokenizer(259))
     config = BuiltinConfig(fill_chunk_size=16)
     core = EngineCore(config, runner, language, MonotonicClock())
@@ -251,7 +251,7 @@ def test_a_step_that_fails_while_its_kernels_are_launched(
     plain, own = make_runners("llama")
     samplings = [SamplingConfig(temperature=0, frequency_penalty=2.0, **FEW)] * 3
     want = core_outputs(plain, samplings)
-    forward, calls = own._forward, 0
+    forward, calls = own.computer._forward, 0
 
     def fail(*arguments: Any) -> torch.Tensor:
         nonlocal calls
@@ -260,7 +260,7 @@ def test_a_step_that_fails_while_its_kernels_are_launched(
             raise torch.OutOfMemoryError("no room")
         return forward(*arguments)
 
-    monkeypatch.setattr(own, "_forward", fail)
+    monkeypatch.setattr(own.computer, "_forward", fail)
     assert core_outputs(own, samplings) == want
     assert calls > 7
 

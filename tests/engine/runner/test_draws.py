@@ -1,4 +1,4 @@
-"""What the choice of a step's tokens takes follows its samples."""
+"""Draws follow the samples of their step."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ GREEDY = SamplingConfig(temperature=0)
 
 
 class Builder:
-    """From plans to draws, for up to four contexts."""
+    """Builds draws from plans, for up to four contexts."""
 
     def __init__(self) -> None:
         self.inputs = InputBuilder(4, 8, 4)
@@ -112,7 +112,7 @@ def test_adjustments_are_of_the_rows_that_want_them() -> None:
 
 
 def test_a_job_does_not_inherit_the_counts_of_another() -> None:
-    """Of the same context, with the same configuration or another one."""
+    """Both belong to one context, with the same configuration or another one."""
     config, other = SamplingConfig(frequency_penalty=0.5), SamplingConfig(frequency_penalty=0.6)
     step = Adjusted()
     step.step(SampleSpec(1, config, 0, 3, [5, 5], [5, 5]))

@@ -1,4 +1,4 @@
-"""What is sent to the device is, step after step, what the block tables say."""
+"""After every step the device's block table equals the plan's."""
 
 import random
 

@@ -167,7 +167,7 @@ def test_a_row_is_the_same_in_every_batch(
 
 
 def test_equal_logits_are_kept_together() -> None:
-    """Whether as the last of the k best, or as those that reach p."""
+    """The limit is the last of the k best, or the last that reaches p."""
     assert set(draw([2.0, 1.0, 1.0, 0.0], top_k=2)) == {0, 1, 2}
     assert set(draw([1.0] * 8, top_k=1 + 1)) == set(range(8))
     assert set(draw([1.0, 1.0, 0.0], top_p=0.3)) == {0, 1}

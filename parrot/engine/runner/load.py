@@ -1,0 +1,124 @@
+"""Choosing and loading the runner that a configuration names."""
+
+import logging
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.torch_attention import cpu_gate
+from parrot.engine.config import BuiltinConfig, BuiltinInstance
+from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.loader import load_decoder, resolve_device, resolve_dtype
+from parrot.engine.models.spec import DecoderSpec
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
+from parrot.protocol.engine_api import TokenizerResponse
+from parrot.utils.config import ConfigError
+
+if TYPE_CHECKING:
+    from parrot.engine.runner.cuda import CudaRunner
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_KERNEL_BLOCK_SIZE = 64
+_MIN_HEAD_DIM = 16
+
+
+def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
+    """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
+    that cannot be served exactly."""
+    device = resolve_device(config.device)
+    instance = config.instance
+    if instance.attn_func == "triton" and device.type == "cpu":
+        raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
+    if device.type == "cpu":
+        torch.set_num_threads(instance.num_threads or _default_threads())
+    checkpoint = open_checkpoint(
+        config.model, dummy=instance.load_format == "dummy", seed=config.random_seed
+    )
+    tokenizer = (
+        open_tokenizer(config.tokenizer) if config.tokenizer else checkpoint.load_tokenizer()
+    )
+    spec = checkpoint.spec
+    if spec.max_seq_len < spec.max_positions:
+        logger.warning(
+            "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
+        )
+    use_triton = device.type == "cuda" and _use_triton(instance, spec)
+    model = load_decoder(checkpoint, resolve_dtype(config.dtype, device), device)
+    block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
+    layout = KVLayout.of(spec, block_size, model.dtype)
+    num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
+    runner: ModelRunner | CudaRunner
+    if use_triton:
+        runner = _make_cuda_runner(config, model, num_blocks, block_size)
+    else:
+        runner = ModelRunner(
+            model,
+            num_blocks,
+            block_size,
+            instance.max_seq_len,
+            max_rows=config.scheduler.max_batch_size,
+            gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
+        )
+    runner.warm_up()
+    logger.info(
+        "%d KV blocks of %d tokens (%.0f MiB), weights %.0f MiB, contexts up to %d tokens",
+        num_blocks,
+        block_size,
+        runner.info.cache_mem,
+        runner.info.model_mem,
+        runner.info.max_seq_len,
+    )
+    return runner, tokenizer
+
+
+def _use_triton(instance: BuiltinInstance, spec: DecoderSpec) -> bool:
+    """Whether the kernels can run this model; raises `ConfigError` if they must and cannot."""
+    if instance.attn_func == "torch":
+        return False
+    size = instance.block_size or _KERNEL_BLOCK_SIZE
+    reasons = []
+    if find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    if spec.head_dim < _MIN_HEAD_DIM or not _is_power_of_two(spec.head_dim):
+        reasons.append(f"the kernels have no heads of size {spec.head_dim}")
+    if size < _BLOCK_SIZE or not _is_power_of_two(size):
+        reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
+    if reasons and instance.attn_func == "triton":
+        raise ConfigError(f"`instance.attn_func`: triton cannot be used: {'; '.join(reasons)}")
+    if reasons:
+        logger.warning("attention runs without Triton, slowly: %s", "; ".join(reasons))
+    return not reasons
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number.bit_count() == 1
+
+
+def _make_cuda_runner(
+    config: BuiltinConfig, model: Decoder, num_blocks: int, block_size: int
+) -> "CudaRunner":
+    from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # imports triton
+
+    limits = config.scheduler
+    options = CudaOptions(
+        max_rows=min(limits.max_batch_size, limits.max_num_batched_tokens),
+        max_tokens=limits.max_num_batched_tokens,
+        max_seq_len=config.instance.max_seq_len,
+        gate=GateConfig() if config.instance.shared_prefix else None,
+    )
+    return CudaRunner(model, num_blocks, block_size, options)
+
+
+def _default_threads() -> int:
+    """One for each physical core that this process may use; decoding is bound by memory, so two
+    on one core only wait for each other."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    capabilities: dict[str, int] = getattr(torch.cpu, "get_capabilities", dict)()
+    return max(1, min(usable or 1, capabilities.get("num_physical_cores") or usable or 1))

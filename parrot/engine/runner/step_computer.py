@@ -1,0 +1,199 @@
+"""Computing planned steps on the device: as CUDA graphs, or kernel by kernel."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from parrot.engine.attention.tree_attention import Capacity, PlanBuffers
+from parrot.engine.attention.triton_attention import TritonPlan
+from parrot.engine.attention.work_list import WorkList
+from parrot.engine.kernels.linear import FEW_ROWS
+from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
+from parrot.engine.runner.draws import Draws
+from parrot.engine.runner.forward import Decoded, Forward, decode
+from parrot.engine.runner.graphs import Bound, StepGraphs, StepSize
+from parrot.engine.runner.inputs import IntArray, StepInputs
+from parrot.engine.runner.launched import Landing, Sources, WatchedAttention
+from parrot.engine.runner.staging import Stage
+from parrot.engine.runner.token_choice import SentAdjustments, TokenChooser
+from parrot.engine.runner.warm_up import SyntheticPlans
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """`work` names rows of the device's block table. `sources`: None if no token is pending."""
+
+    inputs: StepInputs
+    draws: Draws
+    work: WorkList
+    sources: Sources | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The arrays of a step, on the device. `parts` begin with its tokens."""
+
+    parts: Sequence[torch.Tensor]
+    settings: torch.Tensor
+    adjustments: SentAdjustments | None
+
+
+class StepComputer:
+    """Owns the device's block table and the buffers through which steps reach it.
+
+    Steps in which every sequence has one token, and small ones with prompts in them, run as CUDA
+    graphs once there are `graphs`. Kernels of others are launched one by one, which takes
+    milliseconds: in a thread, so that the tokens of the step before need not wait for it."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        attention: WatchedAttention,
+        synthetic: SyntheticPlans,
+        table_size: tuple[int, int],
+        max_tokens: int,
+    ) -> None:
+        """`table_size`: rows and columns of the block table."""
+        rows, width = table_size
+        device = attention.device
+        self._device = device
+        self._forward = forward
+        self._attention = attention
+        self.graphs: StepGraphs | None = None
+        self._synthetic = synthetic
+        self._tables = torch.zeros(table_size, dtype=torch.int32, device=device)
+        self._stage = Stage(4 * max_tokens + rows * (2 * width + NUM_SETTINGS + 8) + 1024, device)
+        self._chooser = TokenChooser(device)
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+
+    def launch(self, step: PlannedStep, landing: Landing) -> "Future[torch.Tensor]":
+        """Compute a step; its tokens also go to `landing`. The result is there once all kernels
+        are launched: a token for each of the step's samples, on the device; -1: not finite."""
+        size = self._graph_size(step.inputs)
+        if size is None:
+            return self._launcher.submit(self._compute, step, size, landing)
+        done: Future[torch.Tensor] = Future()
+        done.set_result(self._compute(step, size, landing))
+        return done
+
+    @torch.inference_mode()
+    def _compute(self, step: PlannedStep, size: StepSize | None, landing: Landing) -> torch.Tensor:
+        found = None if size is None else self._run_graph(step, size)
+        decoded, sent = found or self._run_eagerly(step)
+        count = len(step.inputs.samples)
+        tokens = self._chooser.choose(
+            decoded.logits[:count],
+            decoded.tokens[:count],
+            sent.parts[0],
+            step.draws.choice,
+            sent.settings,
+            sent.adjustments,
+        )
+        landing.receive(tokens)
+        return tokens
+
+    def _run_eagerly(self, step: PlannedStep) -> tuple[Decoded, _Sent]:
+        inputs = step.inputs
+        parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.logit_rows)
+        sent = self._send(parts, step)
+        return self._forward_eagerly(sent.parts, step.work), sent
+
+    def _forward_eagerly(self, sent: Sequence[torch.Tensor], work: WorkList) -> Decoded:
+        token_ids, positions, table_rows, logit_rows = sent
+        buffers = PlanBuffers(Capacity.of(work), self._device)
+        buffers.upload(work)
+        self._stage.sent()
+        self._attention.ensure_slots(work.num_slots)
+        self._attention.expect(len(token_ids))
+        plan = TritonPlan(buffers, self._tables, positions, table_rows)
+        return decode(self._forward(token_ids, self._attention, plan, logit_rows))
+
+    def _run_graph(self, step: PlannedStep, size: StepSize) -> tuple[Decoded, _Sent] | None:
+        """None if no graph is large enough."""
+        assert self.graphs is not None, "there are no graphs"
+        inputs = step.inputs
+        parts = [_pad(inputs.token_ids, size.rows, 0), _pad(inputs.positions, size.rows, 0)]
+        parts.append(_pad(inputs.table_rows, size.rows, -1))
+        if size.logits is not None:
+            parts.append(_pad(inputs.logit_rows, size.logits, 0))
+        sent = self._send(parts, step)
+        graph = self.graphs.find(size, step.work)
+        self._stage.sent()
+        return None if graph is None else (self.graphs.replay(graph), sent)
+
+    def _graph_size(self, inputs: StepInputs) -> StepSize | None:
+        """The size of the graphs for such a step; None if there are none."""
+        if self.graphs is None:
+            return None
+        num_logits = None if inputs.only_decodes else len(inputs.logit_rows)
+        return self.graphs.size(inputs.num_tokens, num_logits)
+
+    def _send(self, parts: Sequence[IntArray], step: PlannedStep) -> _Sent:
+        """`parts` begin with the tokens, of which the step's sources are the pending ones."""
+        inputs, draws = step.inputs, step.draws
+        known, rows = (None, _NONE) if step.sources is None else step.sources
+        changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
+        extra = (*changes, draws.settings.reshape(-1))
+        *sent, at, to, pending_at, row, settings = self._stage.send((*parts, *extra))
+        if len(at):
+            self._tables.view(-1)[at] = to
+        if known is not None:
+            where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
+            sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
+        adjusted = draws.adjustments
+        return _Sent(sent, settings, None if adjusted is None else self._chooser.send(adjusted))
+
+    def bind(self, size: StepSize, work: PlanBuffers) -> Bound:
+        """Name the places where `_run_graph` leaves the arrays of a step of this size."""
+        logits = 0 if size.logits is None else size.logits
+        places = self._stage.places([size.rows] * 3 + [logits])
+        plan = TritonPlan(work, self._tables, places[1], places[2])
+        return Bound(places[0], plan, None if size.logits is None else places[3])
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs, so that no request waits for them. No context's
+        block is written."""
+        for work in self._synthetic.for_kernels():
+            token_ids, logits = self._launcher.submit(self._run_padding, work).result()
+        self._chooser.warm_up(logits[:1], token_ids)
+        for num_tokens in self._synthetic.dense_lengths():  # cuDNN's plans belong to one thread
+            self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
+        for size in () if self.graphs is None else reversed(self.graphs.sizes):
+            self.capture(size)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def capture(self, size: StepSize) -> None:
+        """Capture the usual graphs of one size, and the one with all room."""
+        assert self.graphs is not None, "there are no graphs"
+        self._stage_padding(size.rows, size.logits or 0)
+        for work in self._synthetic.for_graphs(size):
+            self.graphs.prepare(size, work)
+        self.graphs.prepare(size, work, largest=True)
+        self._stage.sent()
+
+    @torch.inference_mode()
+    def _run_padding(self, work: WorkList) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, and the logits of as many as products of few rows take."""
+        num_tokens = len(work.token_order)
+        sent = self._stage_padding(num_tokens, min(num_tokens, FEW_ROWS))
+        return sent[0], self._forward_eagerly(sent, work).logits
+
+    def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
+        positions = np.arange(num_tokens, dtype=np.int32) % self._synthetic.max_seq_len
+        tokens, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
+        return self._stage.send([tokens, positions, none, _pad(_NONE, num_logits, 0)])
+
+
+_NONE: IntArray = np.empty(0, dtype=np.int32)
+
+
+def _pad(values: IntArray, length: int, fill: int) -> IntArray:
+    padded = np.full(length, fill, dtype=np.int32)
+    padded[: len(values)] = values
+    return padded
