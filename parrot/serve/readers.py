@@ -130,6 +130,7 @@ class _Race:
     def __init__(self, num_wanted: int, num_entries: int, read: _Read) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_wanted = num_wanted
+        self._has_losers = num_wanted < num_entries
         self._num_open = num_entries
         self._read = read
         self._watched: list[SemanticVariable] = []
@@ -142,7 +143,8 @@ class _Race:
         elif not self.decided.done():
             self._watched.append(node.variable)
             node.variable.on_settled(self._on_settled)
-            self._read.want(node)
+            # Those that lose go on behind what they have streamed, if they are wanted again.
+            self._read.want(node, as_stream=self._has_losers)
 
     def close(self) -> None:
         for variable in self._watched:

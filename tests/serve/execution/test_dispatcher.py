@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,16 @@ class World:
         completion = self.completion(*pieces, **kwargs)  # type: ignore[arg-type]
         self.dispatcher.submit(completion)
         return completion
+
+    def withdraw(self, completion: Completion) -> None:
+        """As the graph does when nobody reads it any more."""
+        self.dispatcher.withdraw(completion)
+        completion.output.restart()
+
+    def lose(self, engine_id: int) -> None:
+        engine = self.dispatcher._fleet.registry.get(engine_id)
+        assert engine is not None
+        self.dispatcher._fleet.lose(engine, "test")
 
     async def settle(self) -> None:
         for _ in range(30):
@@ -356,7 +367,7 @@ async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> Non
     assert completion.output.partial_text == "abcd"
     second = fake_engine("two", script=Script(text=lambda _: "ef"))
     await world.join(second)
-    world.dispatcher._fleet.lose(world.dispatcher._fleet.registry.get(0), "test")  # type: ignore[arg-type]
+    world.lose(0)
     assert await completion.output.wait() == "abcdef"
     assert second.prompts == ["Goabcd"]
     assert second.requests[0].sampling_config.max_gen_length == 20 - 4
@@ -375,18 +386,103 @@ async def test_everything_was_delivered_before_the_engine_died(world: World) -> 
     completion = world.submit("Go", stream=True, sampling=sampling)
     await world.settle()
     await world.join(fake_engine("two"))
-    world.dispatcher._fleet.lose(world.dispatcher._fleet.registry.get(0), "test")  # type: ignore[arg-type]
+    world.lose(0)
     assert await completion.output.wait() == "abcd"
 
 
-async def test_a_constrained_stream_is_not_continued(world: World) -> None:
+@pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
+async def test_a_constrained_stream_is_not_continued(
+    world: World, constraint: dict[str, Any]
+) -> None:
+    """The other engine would have to know how far the grammar has come."""
     script = Script(text=lambda _: "abcd", steps=2, hang_after=1)
     await world.join(fake_engine("one", script=script))
-    completion = world.submit("Go", stream=True, sampling=SamplingConfig(regex="a.*"))
+    completion = world.submit("Go", stream=True, sampling=SamplingConfig(**constraint))
     await world.settle()
     await world.join(fake_engine("two"))
-    world.dispatcher._fleet.lose(world.dispatcher._fleet.registry.get(0), "test")  # type: ignore[arg-type]
+    world.lose(0)
     assert isinstance(await error_of(completion), EngineFailed)
+
+
+@pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
+async def test_a_constrained_stream_that_was_withdrawn_begins_anew(
+    world: World, constraint: dict[str, Any]
+) -> None:
+    engine = fake_engine(script=Script(text=lambda _: "abcdef", hang_after=2))
+    await world.join(engine)
+    completion = world.submit("Go", stream=True, sampling=SamplingConfig(**constraint))
+    await world.settle()
+    assert completion.output.partial_text == "abcd"
+    world.withdraw(completion)
+    engine.script = Script(text=lambda _: "abcdef")
+    world.dispatcher.submit(completion)
+    assert await completion.output.wait() == "abcdef"
+    assert engine.prompts == ["Go", "Go"]
+
+
+async def test_a_text_engine_generates_only_what_is_left(world: World) -> None:
+    script = Script(text=lambda _: "abcdef", steps=6, hang_after=4)
+    await world.join(fake_engine("one", text=True, script=script))
+    completion = world.submit("Go", stream=True, sampling=SamplingConfig(max_gen_length=6))
+    await world.settle()
+    assert completion.output.partial_text == "abcd"
+    second = fake_engine("two", text=True, script=Script(text=lambda _: "ef"))
+    await world.join(second)
+    world.lose(0)
+    assert await completion.output.wait() == "abcdef"
+    assert second.prompts == ["Goabcd"]
+    assert second.requests[0].sampling_config.max_gen_length == 2
+
+
+async def test_a_withdrawn_call_streams_nothing_more_and_goes_on_where_it_was(
+    world: World,
+) -> None:
+    engine = fake_engine(script=Script(text=lambda _: "abcdef", hang_after=2))
+    await world.join(engine)
+    completion = world.submit("Go", stream=True)
+    await world.settle()
+    world.withdraw(completion)
+    engine.resume.set()
+    await world.settle()
+    assert (completion.state, completion.output.partial_text) == (CompletionState.IDLE, "")
+    assert engine.num_aborted == 1
+    engine.script = Script(text=lambda _: "ef")
+    world.dispatcher.submit(completion)
+    assert completion.output.partial_text == "abcd"
+    assert await completion.output.wait() == "abcdef"
+    assert engine.prompts == ["Go", "Goabcd"]
+    (fill,) = engine.requests[1].fills
+    assert fill.parent_context_id == engine.requests[0].context_id
+    assert fill.parent_len == len("Goabcd") - 1  # an engine generates behind a token of its own
+    assert completion.stats.attempts == 2
+    await world.submit("!", previous=completion).output.wait()
+    assert engine.requests[2].fills[0].parent_len == len("Goabcdef")
+
+
+async def test_a_withdrawn_call_goes_on_elsewhere_if_its_engine_is_lost(world: World) -> None:
+    await world.join(fake_engine("one", script=Script(text=lambda _: "abcdef", hang_after=2)))
+    completion = world.submit("Go", stream=True)
+    await world.settle()
+    world.withdraw(completion)
+    world.lose(0)
+    second = fake_engine("two", script=Script(text=lambda _: "ef"))
+    await world.join(second)
+    world.dispatcher.submit(completion)
+    assert await completion.output.wait() == "abcdef"
+    assert second.prompts == ["Goabcd"]
+
+
+async def test_what_a_session_has_withdrawn_goes_with_it(world: World) -> None:
+    engine = fake_engine(script=Script(text=lambda _: "abcdef", hang_after=2))
+    await world.join(engine)
+    completion = world.submit("Go", stream=True)
+    await world.settle()
+    world.withdraw(completion)
+    await world.clock.advance(0.1)
+    assert engine.freed == []
+    world.dispatcher.release_session(1)
+    await world.clock.advance(0.1)
+    assert engine.freed == [engine.requests[0].context_id]
 
 
 # Errors

@@ -264,6 +264,68 @@ def test_a_call_that_becomes_ready_under_way_waits_for_no_fill_that_was_not_sent
     assert with_it <= simulate(body, eager_fill=False)[0]
 
 
+def test_beside_streams_the_first_token_comes_sooner_and_the_streams_hardly_slow_down():
+    """Whether the call would have to wait for those that stream is asked of its late part alone."""
+
+    async def body(program: Program) -> tuple[float, float, EagerCounts]:
+        other = await Program(program.cluster, program.cluster.client()).begin()
+        clock, began = program.cluster.clock, program.cluster.clock.now()
+        streams = [
+            other.reading(await other.call(f"{i} {{{{out}}}}", length=600)) for i in range(8)
+        ]
+        await asyncio.sleep(0.5)
+        question, story = await program.var(), await program.var(LONG)
+        template = "{{story}} {{question}} {{out}}"
+        answer = await program.call(template, length=1, story=story, question=question)
+        waiting = program.reading(answer)
+        await asyncio.sleep(6)
+        asked = clock.now()
+        await program.set(question, "Who?")
+        await waiting
+        answered_s = clock.now() - asked
+        await asyncio.gather(*streams)
+        return answered_s, clock.now() - began, program.counts
+
+    engine = ENGINE.model_copy(
+        update={"scheduler": ENGINE.scheduler.model_copy(update={"background_share": 0.2})}
+    )
+    with_it, streams_s, counts = simulate(body, engine=engine)
+    without, alone_s, _ = simulate(body, engine=engine, eager_fill=False)
+    assert counts.used == counts.filled > len(LONG)
+    assert with_it < 0.8 * without
+    assert streams_s < 1.1 * alone_s
+
+
+def test_tenants_share_nothing_that_is_computed_ahead():
+    """Neither a context of ServeCore nor a block of the engine, which goes by the salt."""
+    salts: list[str] = []
+
+    async def body(program: Program) -> tuple[int, ...]:
+        (engine,) = program.cluster.engines.values()
+        fill = engine.link.fill
+
+        async def record(request: FillRequest) -> Any:
+            salts.append(request.cache_salt)
+            return await fill(request)
+
+        engine.link.fill = record  # type: ignore[method-assign]
+        computed = []
+        for api_key in ("acme", "rival"):
+            tenant = Program(program.cluster, program.cluster.client())
+            tenant.scope = (await tenant.client.create_session(api_key=api_key)).model_dump()
+            filled = program.counts.filled
+            await ask_late(tenant)
+            computed.append(program.counts.filled - filled)
+        return tuple(computed)
+
+    caching = ENGINE.model_copy(
+        update={"scheduler": ENGINE.scheduler.model_copy(update={"prefix_caching": True})}
+    )
+    first, second = simulate(body, engine=caching)
+    assert first == second > len(LONG)
+    assert len(set(salts)) == 2
+
+
 def test_lost_engines_take_their_fills_with_them():
     async def body(program: Program) -> tuple[str, EagerCounts]:
         question, story = await program.var(), await program.var(LONG)

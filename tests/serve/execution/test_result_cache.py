@@ -14,12 +14,13 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
+from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.result_cache import ResultCache
-from parrot.serve.graph.nodes import RunStats
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import CallOptions, Completion, RunStats, TextPiece
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import given, made, taken, var_ids
@@ -347,6 +348,58 @@ async def test_a_failing_call_of_a_follower_stops_what_it_feeds_only(world: Worl
     await world.settle()
     assert [info.state for info in program.infos()] == ["failed", "idle", "failed"]
     assert len(engine.requests) == 1
+
+
+# The key
+
+
+OTHER_VALUES = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "max_gen_length": 7,
+    "ignore_tokenizer_eos": True,
+    "stop_token_ids": (3,),
+    "stop_str": ("stop",),
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "length_penalty": 0.5,
+    "n": 2,
+    "best_of": 2,
+    "logit_bias": {5: 1.0},
+    "seed": 8,
+    "json_schema": {"type": "object"},
+    "regex": "a+",
+    "logprobs": 2,
+}
+
+
+def key_of(**sampling: Any) -> bytes | None:
+    completion = Completion(
+        id=1,
+        request_id=1,
+        session_id=1,
+        options=CallOptions("f", tenant="acme"),
+        fill=(TextPiece("x"),),
+        output=SemanticVariable("o", "o", 1),
+        sampling=SamplingConfig(**{"seed": 7} | sampling),
+    )
+    return small_cache(2000, ManualClock()).key(completion, [b"prompt"])
+
+
+def test_every_field_of_sampling_is_part_of_the_key():
+    assert set(OTHER_VALUES) == set(SamplingConfig.model_fields)
+    keys = [key_of(), *[key_of(**{name: value}) for name, value in OTHER_VALUES.items()]]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_defaults_that_are_given_make_no_other_key():
+    assert key_of(top_p=1.0, stop_str=None) == key_of()
+    assert key_of(logit_bias={5: 1.0}) != key_of(logit_bias={5: 2.0})
+    assert key_of(stop_str=("a", "b")) != key_of(stop_str=("ab",))
 
 
 # The cache alone

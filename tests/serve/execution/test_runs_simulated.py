@@ -1,6 +1,8 @@
 """Runs on simulated engines in virtual time: what one call does to others."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from parrot.protocol.public import SemanticCallRequest
 from parrot.simulation import SimClient, SimCluster, run_virtual
@@ -71,3 +73,36 @@ def test_giving_up_a_call_leaves_those_alone_that_forked_its_context():
         assert before is not None
         assert after is not None
         assert after <= before
+
+
+async def read_in_turns(cluster: SimCluster) -> tuple[float, int]:
+    """Read whichever of six answers is there first until all are. Returns seconds, and the tokens
+    that the engine generated."""
+    user = await User.of(cluster)
+    left = [await user.ask(str(i), 100 * i) for i in range(1, 7)]
+    began = cluster.clock.now()
+    while left:
+        first, *_ = await user.client.first_vars(**user.scope, var_ids=left, k=1)
+        left.remove(first.var_id)
+    (engine,) = cluster.engines.values()
+    return cluster.clock.now() - began, engine.service.runtime_info().num_steps
+
+
+async def read_at_once(cluster: SimCluster) -> tuple[float, int]:
+    user = await User.of(cluster)
+    ids = [await user.ask(str(i), 100 * i) for i in range(1, 7)]
+    began = cluster.clock.now()
+    await asyncio.gather(*[user.reading(var_id) for var_id in ids])
+    (engine,) = cluster.engines.values()
+    return cluster.clock.now() - began, engine.service.runtime_info().num_steps
+
+
+def test_what_loses_a_race_goes_on_where_it_was_when_it_is_wanted_again():
+    async def simulate(read: Callable[[SimCluster], Awaitable[tuple[float, int]]]) -> Any:
+        async with SimCluster(1) as cluster:
+            return await read(cluster)
+
+    in_turns_s, steps = run_virtual(simulate(read_in_turns))
+    at_once_s, fewest = run_virtual(simulate(read_at_once))
+    assert steps < fewest + 6 * 10
+    assert in_turns_s < 1.1 * at_once_s
