@@ -82,14 +82,7 @@ class ServeCore:
         )
         self._reads = Reads(self._timers, self._clock)
         self._ids = GraphIds(IdCounter(1), IdCounter(1))
-        self._collector = CoreCollector(
-            self._metrics,
-            self._sessions,
-            self._dispatcher.engines,
-            lambda: self.num_queued,
-            self._dispatcher.kv_counts,
-            self._dispatcher.eager_counts,
-        )
+        self._collector = CoreCollector(self._metrics, self._sessions, self._dispatcher)
 
     # Sessions
 
@@ -324,7 +317,7 @@ class ServeCore:
         session.graph.close(error)
         self._dispatcher.release_session(session.id)
         self._sessions.remove(session)
-        self._metrics.session_s.observe(self._clock.now() - session.created_at)
+        self._metrics.session_ended(self._clock.now() - session.created_at)
         self._observers.tell(lambda one: one.session_ended(session))
 
 

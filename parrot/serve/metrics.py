@@ -3,7 +3,8 @@ become metric families only when somebody scrapes."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.engines import EngineView
-from parrot.serve.execution.prefetch import EagerCounts
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import Session
@@ -51,111 +52,88 @@ class Histogram:
         return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
+_HISTOGRAMS = {
+    "session": ("parrot_session_e2e_seconds", "Life of ended sessions.", _LATENCY_S),
+    "call": (
+        "parrot_e2e_request_latency_seconds",
+        "Completions, from wanted to finished.",
+        _LATENCY_S,
+    ),
+    "dependency": (
+        "parrot_call_dependency_wait_seconds",
+        "From wanted until all inputs ready.",
+        _SHORT_S,
+    ),
+    "queue": (
+        "parrot_call_queue_seconds",
+        "From all inputs ready to the start on an engine.",
+        _SHORT_S,
+    ),
+    "native": ("parrot_function_seconds", "Run of native functions in the sandbox.", _SHORT_S),
+}
+
+
 class CoreMetrics:
     """What is counted as it happens. Of `tenants` each has its own series, the others one."""
 
     def __init__(self, tenants: Container[str]) -> None:
         self._tenants = tenants
-        self.session_s = Histogram(
-            "parrot_session_e2e_seconds", "Life of ended sessions.", _LATENCY_S
-        )
-        self.call_s = Histogram(
-            "parrot_e2e_request_latency_seconds",
-            "Completions, from wanted to finished.",
-            _LATENCY_S,
-        )
-        self.dependency_s = Histogram(
-            "parrot_call_dependency_wait_seconds", "From wanted until all inputs ready.", _SHORT_S
-        )
-        self.queue_s = Histogram(
-            "parrot_call_queue_seconds",
-            "From all inputs ready to the start on an engine.",
-            _SHORT_S,
-        )
-        self.native_s = Histogram(
-            "parrot_function_seconds", "Run of native functions in the sandbox.", _SHORT_S
-        )
-        self.calls: Counter[tuple[str, str]] = Counter()  # (kind, state)
-        self.tokens: Counter[tuple[str, str]] = Counter()  # (tenant, direction)
-        self.num_cached_tokens = 0
-        self.num_reused = 0
-        self.num_retries = 0
+        self._seconds = {key: Histogram(*spec) for key, spec in _HISTOGRAMS.items()}
+        self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
+        self._tokens: Counter[tuple[str, ...]] = Counter()  # (tenant, direction)
+        self._num_cached_tokens = 0
+        self._num_reused = 0
+        self._num_retries = 0
+
+    def session_ended(self, seconds: float) -> None:
+        self._seconds["session"].observe(seconds)
 
     def task_finished(self, task: Task, tenant: str) -> None:
         times = task.times
         is_semantic = isinstance(task, Completion)
-        self.calls["semantic" if is_semantic else "native", task.state.value] += 1
+        self._tasks["semantic" if is_semantic else "native", task.state.value] += 1
         if isinstance(task, Completion) and task.stats.is_reused:
-            self.num_reused += 1
+            self._num_reused += 1
         if times.started is None or times.finished is None:
             return
         if not isinstance(task, Completion):
-            self.native_s.observe(times.finished - times.started)
+            self._seconds["native"].observe(times.finished - times.started)
             return
         if times.activated is not None and times.ready is not None:
-            self.dependency_s.observe(times.ready - times.activated)
-            self.queue_s.observe(max(0.0, times.started - times.ready))
-            self.call_s.observe(times.finished - times.activated)
+            self._seconds["dependency"].observe(times.ready - times.activated)
+            self._seconds["queue"].observe(max(0.0, times.started - times.ready))
+            self._seconds["call"].observe(times.finished - times.activated)
         stats = task.stats
-        if tenant not in self._tenants:
-            tenant = OTHER_TENANTS
-        self.tokens[tenant, "prompt"] += stats.cached_tokens + stats.computed_tokens
-        self.tokens[tenant, "generation"] += stats.output_tokens
-        self.num_cached_tokens += stats.cached_tokens
-        self.num_retries += max(0, stats.attempts - 1)
+        label = tenant if tenant in self._tenants else OTHER_TENANTS
+        self._tokens[label, "prompt"] += stats.cached_tokens + stats.computed_tokens
+        self._tokens[label, "generation"] += stats.output_tokens
+        self._num_cached_tokens += stats.cached_tokens
+        self._num_retries += max(0, stats.attempts - 1)
 
     def families(self) -> Iterable[Metric]:
-        for histogram in (
-            self.session_s,
-            self.call_s,
-            self.dependency_s,
-            self.queue_s,
-            self.native_s,
-        ):
+        for histogram in self._seconds.values():
             yield histogram.family()
-        calls = CounterMetricFamily("parrot_calls", "Tasks that ended.", labels=["kind", "state"])
-        for (kind, state), count in self.calls.items():
-            calls.add_metric([kind, state], count)
-        yield calls
-        tokens = CounterMetricFamily(
-            "parrot_tenant_tokens", "Tokens served.", labels=["tenant", "direction"]
+        yield _counter("parrot_calls", "Tasks that ended.", self._tasks, "kind", "state")
+        yield _counter(
+            "parrot_tenant_tokens", "Tokens served.", self._tokens, "tenant", "direction"
         )
-        for (tenant, direction), count in self.tokens.items():
-            tokens.add_metric([tenant, direction], count)
-        yield tokens
-        yield CounterMetricFamily(
-            "parrot_prefix_shared_tokens",
-            "Prompt tokens whose KV was there already.",
-            value=self.num_cached_tokens,
-        )
-        yield CounterMetricFamily(
-            "parrot_calls_reused",
-            "Completions that took the result of an identical one.",
-            value=self.num_reused,
-        )
-        yield CounterMetricFamily(
-            "parrot_call_retries", "Further attempts of completions.", value=self.num_retries
-        )
+        cached = "Prompt tokens whose KV was there already."
+        yield _counter("parrot_prefix_shared_tokens", cached, {(): self._num_cached_tokens})
+        reused = "Completions that took the result of an identical one."
+        yield _counter("parrot_calls_reused", reused, {(): self._num_reused})
+        retries = "Further attempts of completions."
+        yield _counter("parrot_call_retries", retries, {(): self._num_retries})
 
 
 class CoreCollector(Collector):
     """Adds what is only looked up when scraped: live sessions and engines."""
 
     def __init__(
-        self,
-        metrics: CoreMetrics,
-        sessions: Iterable[Session],
-        engines: Callable[[], Sequence[EngineView]],
-        num_queued: Callable[[], int],
-        kv_counts: Callable[[], KvCounts],
-        eager_counts: Callable[[], EagerCounts],
+        self, metrics: CoreMetrics, sessions: Iterable[Session], dispatcher: Dispatcher
     ) -> None:
         self._metrics = metrics
         self._sessions = sessions
-        self._engines = engines
-        self._num_queued = num_queued
-        self._kv_counts = kv_counts
-        self._eager_counts = eager_counts
+        self._dispatcher = dispatcher
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -164,84 +142,90 @@ class CoreCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._metrics.families()
-        yield from self._session_families()
-        yield from self._engine_families()
-        yield from _kv_families(self._kv_counts())
-        yield _eager_family(self._eager_counts())
+        yield from _session_families(list(self._sessions))
+        queued = self._dispatcher.num_queued
+        yield GaugeMetricFamily("parrot_num_requests_waiting", "Completions queued.", value=queued)
+        yield from _engine_families(self._dispatcher.engines())
+        yield from _kv_families(self._dispatcher.kv_counts())
+        yield _counter(
+            "parrot_eager_fill_tokens",
+            "Prompt tokens computed while their calls waited for inputs, and what became of them.",
+            {
+                (outcome,): count
+                for outcome, count in asdict(self._dispatcher.eager_counts()).items()
+            },
+            "outcome",
+        )
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not collect."""
         return []
 
-    def _session_families(self) -> Iterable[Metric]:
-        sessions = list(self._sessions)
-        yield GaugeMetricFamily("parrot_sessions", "Live sessions.", value=len(sessions))
-        variables = GaugeMetricFamily(
-            "parrot_variables", "Variables of live sessions.", labels=["state"]
-        )
-        for state in VariableState:
-            count = sum(session.graph.num_variables(state) for session in sessions)
-            variables.add_metric([state.value], count)
-        yield variables
-        yield GaugeMetricFamily(
-            "parrot_num_requests_waiting", "Completions queued.", value=self._num_queued()
-        )
 
-    def _engine_families(self) -> Iterable[Metric]:
-        labels = ["engine", "model_name"]
-        families = {
-            "up": GaugeMetricFamily("parrot_engine_up", "The engine is live.", labels=labels),
-            "age": GaugeMetricFamily(
-                "parrot_engine_heartbeat_age_seconds", "Since its last sign of life.", labels=labels
-            ),
-            "running": GaugeMetricFamily(
-                "parrot_num_requests_running", "Completions on the engine.", labels=labels
-            ),
-            "contexts": GaugeMetricFamily(
-                "parrot_engine_contexts", "Contexts that ServeCore keeps there.", labels=labels
-            ),
-            "usage": GaugeMetricFamily(
-                "parrot_kv_cache_usage_perc", "Used part of its KV blocks, 0 to 1.", labels=labels
-            ),
-        }
-        for engine in self._engines():
-            values = [engine.info.engine_name, engine.info.model]
-            families["up"].add_metric(values, 1)
-            families["age"].add_metric(values, engine.silent_s)
-            families["running"].add_metric(values, engine.num_running)
-            families["contexts"].add_metric(values, engine.num_contexts)
-            runtime = engine.runtime
-            if runtime is not None and runtime.num_max_blocks:
-                used = 1 - runtime.num_free_blocks / runtime.num_max_blocks
-                families["usage"].add_metric(values, used)
-        yield from families.values()
-
-
-def _eager_family(counts: EagerCounts) -> Metric:
-    family = CounterMetricFamily(
-        "parrot_eager_fill_tokens",
-        "Prompt tokens computed while their calls waited for inputs, and what became of them.",
-        labels=["outcome"],
-    )
-    family.add_metric(["filled"], counts.filled)
-    family.add_metric(["used"], counts.used)
-    family.add_metric(["wasted"], counts.wasted)
+def _counter(
+    name: str, text: str, counts: Mapping[tuple[str, ...], int], *labels: str
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
     return family
 
 
-def _kv_families(counts: KvCounts) -> Iterable[Metric]:
-    yield CounterMetricFamily(
-        "parrot_kv_hit_tokens", "Prompt tokens that a context had.", value=counts.hit
+def _session_families(sessions: Sequence[Session]) -> Iterable[Metric]:
+    yield GaugeMetricFamily("parrot_sessions", "Live sessions.", value=len(sessions))
+    variables = GaugeMetricFamily(
+        "parrot_variables", "Variables of live sessions.", labels=["state"]
     )
-    recomputed = CounterMetricFamily(
-        "parrot_kv_recomputed_tokens",
-        "Prompt tokens computed again, by what became of the context that had them.",
-        labels=["reason"],
-    )
-    freed = CounterMetricFamily(
-        "parrot_kv_freed_tokens", "Tokens of freed contexts, by the reason.", labels=["reason"]
-    )
-    for family, by_reason in ((recomputed, counts.recomputed), (freed, counts.freed)):
-        for reason, count in by_reason.items():
-            family.add_metric([reason], count)
+    for state in VariableState:
+        count = sum(session.graph.num_variables(state) for session in sessions)
+        variables.add_metric([state.value], count)
+    yield variables
+
+
+def _kv_usage(engine: EngineView) -> float | None:
+    runtime = engine.runtime
+    if runtime is None or not runtime.num_max_blocks:
+        return None
+    return 1 - runtime.num_free_blocks / runtime.num_max_blocks
+
+
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineView], float | None]], ...] = (
+    ("parrot_engine_up", "The engine is live.", lambda engine: 1),
+    (
+        "parrot_engine_heartbeat_age_seconds",
+        "Since its last sign of life.",
+        lambda engine: engine.silent_s,
+    ),
+    (
+        "parrot_num_requests_running",
+        "Completions on the engine.",
+        lambda engine: engine.num_running,
+    ),
+    (
+        "parrot_engine_contexts",
+        "Contexts that ServeCore keeps there.",
+        lambda engine: engine.num_contexts,
+    ),
+    ("parrot_kv_cache_usage_perc", "Used part of its KV blocks, 0 to 1.", _kv_usage),
+)
+
+
+def _engine_families(engines: Sequence[EngineView]) -> Iterable[Metric]:
+    for name, text, value_of in _ENGINE_GAUGES:
+        family = GaugeMetricFamily(name, text, labels=["engine", "model_name"])
+        for engine in engines:
+            if (value := value_of(engine)) is not None:
+                family.add_metric([engine.info.engine_name, engine.info.model], value)
         yield family
+
+
+def _kv_families(counts: KvCounts) -> Iterable[Metric]:
+    hit = "Prompt tokens that a context had."
+    yield _counter("parrot_kv_hit_tokens", hit, {(): counts.hit})
+    recomputed = "Prompt tokens computed again, by what became of the context that had them."
+    freed = "Tokens of freed contexts, by the reason."
+    for name, text, by_reason in (
+        ("parrot_kv_recomputed_tokens", recomputed, counts.recomputed),
+        ("parrot_kv_freed_tokens", freed, counts.freed),
+    ):
+        yield _counter(name, text, {(key,): n for key, n in by_reason.items()}, "reason")

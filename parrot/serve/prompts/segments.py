@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.graph.variable import TokenizedText, VariableState
+from parrot.utils.heaps import LruDict
 
 _MAX_ROOTS = 1024  # that are not computed again
 
@@ -74,7 +75,7 @@ class PrefixHasher:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(32) if secret is None else secret
-        self._roots: dict[tuple[str, bool], bytes] = {}
+        self._roots: LruDict[tuple[str, bool], bytes] = LruDict(_MAX_ROOTS)
 
     def root(self, scope: str, chat: bool) -> bytes:
         """The start of every chain of a scope. Chat prompts have markup that segments do not show,
@@ -82,9 +83,8 @@ class PrefixHasher:
         root = self._roots.get((scope, chat))
         if root is None:
             message = (b"chat:" if chat else b"plain:") + scope.encode()
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            root = self._roots[scope, chat] = hmac.digest(self._secret, message, "sha256")
+            root = hmac.digest(self._secret, message, "sha256")
+            self._roots.put((scope, chat), root)
         return root
 
     def keys(self, scope: str, chat: bool, segments: Iterable[Segment]) -> tuple[bytes, ...]:

@@ -5,7 +5,6 @@ Pieces are encoded one by one, so a prompt's tokens up to a boundary never depen
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,13 +15,14 @@ from tokenizers import Tokenizer
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.chat import ChatTemplate
+from parrot.utils.heaps import LruDict
 
 logger = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
 
 LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
-CACHE_CHARS = 16 * 2**20
+CACHE_IDS = 4 * 2**20
 
 
 class Style(NamedTuple):
@@ -36,38 +36,37 @@ class Style(NamedTuple):
 class PieceEncoder:
     """One tokenizer.json. Results are kept, the least recently used ones dropped."""
 
-    def __init__(self, tokenizer_json: str, cache_chars: int = CACHE_CHARS) -> None:
+    def __init__(self, tokenizer_json: str, cache_ids: int = CACHE_IDS) -> None:
         definition = orjson.loads(tokenizer_json)
         inner = _without_leading_space(definition)
-        inner_json = tokenizer_json if inner == definition else orjson.dumps(inner).decode()
         special, plain = _load(tokenizer_json), _load(tokenizer_json, plain=True)
-        self._tokenizers: dict[Style, Tokenizer] = {
-            Style(True, True): special,
-            Style(False, True): plain,
-            Style(True, False): special if inner_json is tokenizer_json else _load(inner_json),
-            Style(False, False): plain
-            if inner_json is tokenizer_json
-            else _load(inner_json, plain=True),
+        self._tokenizers = {
+            Style(special=True, first=True): special,
+            Style(special=False, first=True): plain,
+            Style(special=True, first=False): special,
+            Style(special=False, first=False): plain,
         }
+        if inner != definition:
+            inner_json = orjson.dumps(inner).decode()
+            self._tokenizers[Style(special=True, first=False)] = _load(inner_json)
+            self._tokenizers[Style(special=False, first=False)] = _load(inner_json, plain=True)
         self._decoder = special
         self.special_ids = frozenset(
             token_id
             for token_id, token in special.get_added_tokens_decoder().items()
             if token.special
         )
-        self._cache: OrderedDict[tuple[Style, str], Ids] = OrderedDict()
-        self._cache_room = self._cache_chars = cache_chars
+        self._cache: LruDict[tuple[Style, str], Ids] = LruDict(cache_ids, weigh=len)
         self._in_threads: dict[tuple[Style, str], asyncio.Task[Ids]] = {}
 
     def encode_now(self, text: str, style: Style) -> Ids | None:
         """The ids; None if the text is so long that only `encode` should do it."""
         found = self._cache.get((style, text))
-        if found is not None:
-            self._cache.move_to_end((style, text))
+        if found is not None or len(text) > LARGE_TEXT:
             return found
-        if len(text) > LARGE_TEXT:
-            return None
-        return self._remember(text, style, self._encode(text, style))
+        ids = self._encode(text, style)
+        self._cache.put((style, text), ids)
+        return ids
 
     async def encode(self, text: str, style: Style) -> Ids:
         """The ids, without blocking the event loop (the tokenizer releases the GIL). Equal texts
@@ -93,22 +92,13 @@ class PieceEncoder:
             ids = await asyncio.to_thread(self._encode, text, style)
         finally:
             del self._in_threads[style, text]
-        return self._remember(text, style, ids)
+        self._cache.put((style, text), ids)
+        return ids
 
     def _encode(self, text: str, style: Style) -> Ids:
         # The batch call of one text is twice as fast as `encode`, which computes offsets.
         (encoding,) = self._tokenizers[style].encode_batch_fast([text], add_special_tokens=False)
         return tuple(encoding.ids)
-
-    def _remember(self, text: str, style: Style, ids: Ids) -> Ids:
-        if len(text) > self._cache_chars:
-            return ids
-        self._cache[style, text] = ids
-        self._cache_room -= len(text)
-        while self._cache_room < 0:
-            (_, dropped), _ids = self._cache.popitem(last=False)
-            self._cache_room += len(dropped)
-        return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
+from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.segments import Segment, SegmentKind
 from parrot.serve.prompts.tokenizers import (
     LARGE_TEXT,
     ModelTokenizer,
@@ -93,7 +96,7 @@ def test_truncation_and_padding_of_the_file_are_off() -> None:
 
 
 def test_the_cache_is_bounded_and_drops_the_least_recently_used() -> None:
-    encoder = PieceEncoder(JSON, cache_chars=10)
+    encoder = PieceEncoder(JSON, cache_ids=10)
     first = now(encoder, "aaaa", PLAIN)
     now(encoder, "bbbb", PLAIN)
     assert now(encoder, "aaaa", PLAIN) is first
@@ -130,6 +133,13 @@ def model(add_bos: bool = False) -> ModelTokenizer:
     payload = byte_tokenizer(add_bos=add_bos)
     ids = payload.special_ids
     return ModelTokenizer("t", ENCODER, ids.bos if add_bos else None, frozenset(ids.eos), None)
+
+
+async def test_ids_are_taken_over_from_the_same_tokenizer_only() -> None:
+    """A variable's value keeps the ids that some engine generated for it."""
+    for made_by, expected in (("t", (7, 8)), ("another", now(ENCODER, "ab", PLAIN))):
+        value = Segment(SegmentKind.VALUE, "ab", TokenizedText(made_by, (7, 8)))
+        assert await encode_prompt([value], False, model()) == [expected]
 
 
 def test_bos_once() -> None:
