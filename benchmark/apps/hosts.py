@@ -179,7 +179,8 @@ class SimHost(Host):
         features = {"max_queue_size": QUEUE_SIZE} | dict(setting.overrides)
         scheduler = GlobalSchedulerConfig.model_validate(features)
         core = PATIENT.model_copy(update={"global_scheduler": scheduler})
-        async with SimCluster(self._num_engines, engine=self._config, core=core) as cluster:
+        engine = changed(self._config, setting.engine)
+        async with SimCluster(self._num_engines, engine=engine, core=core) as cluster:
             network = Network(self._network, seed, asyncio.sleep)
 
             async def scrape_core() -> str:
@@ -205,6 +206,20 @@ async def engine_tokenizer(base_url: str) -> str | None:
         return (await client.tokenizer()).tokenizer_json
     finally:
         await client.close()
+
+
+def changed(config: SimConfig, changes: Sequence[tuple[str, Any]]) -> SimConfig:
+    """The config with other values of these keys, written with dots."""
+    payload = config.model_dump(mode="json")
+    for path, value in changes:
+        *parents, name = path.split(".")
+        section = payload
+        for parent in parents:
+            section = section[parent]
+        if name not in section:
+            raise ValueError(f"engines have no key {path!r}")
+        section[name] = value
+    return SimConfig.model_validate(payload)
 
 
 def _sim_config(path: Path | None) -> SimConfig:

@@ -32,6 +32,7 @@ def summarise(run: Run, deadline_s: float | None = None) -> Figures:
         "num_errors": len(run.errors),
         "first_errors": run.errors[:3],
         "jct_s": {kind: spread(times) for kind, times in _times(run.jobs).items()},
+        "jct_all_s": _all_times(run.jobs),
         "ms_per_output_token": _normalised(run.jobs),
         "tokens": _tokens(run),
         "counters": dict(run.counters),
@@ -60,6 +61,12 @@ def _times(jobs: Iterable[JobResult]) -> dict[str, list[float]]:
         if job.seconds is not None:
             times.setdefault(job.kind, []).append(job.seconds)
     return times
+
+
+def _all_times(jobs: Iterable[JobResult]) -> Figures | None:
+    """Completion times of jobs of all kinds."""
+    times = [job.seconds for job in jobs if job.seconds is not None]
+    return spread(times) if times else None
 
 
 def _normalised(jobs: Iterable[JobResult]) -> Figures | None:

@@ -23,13 +23,15 @@ Piece = Text | Output
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
 class Call:
     """`seed`: sampled, with this seed; None: greedy. `streamed`: its reader takes it piece by
-    piece. Lengths are exact: the end of text is ignored."""
+    piece. `stop`: a text that ends the output. Without one, lengths are exact: the end of text is
+    ignored."""
 
     function: str
     prompt: tuple[Piece, ...]
     output: Output
     seed: int | None = None
     streamed: bool = False
+    stop: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,10 +88,12 @@ class Program(ABC):
         *,
         seed: int | None = None,
         streamed: bool = False,
+        stop: str | None = None,
     ) -> Output:
-        """A call of a semantic function whose output has exactly `tokens`."""
+        """A call of a semantic function whose output has exactly `tokens`, or with a `stop` as
+        many at most."""
         output = Output(f"{function}_{len(self.account.calls)}", max(1, tokens))
-        output.call = Call(function, tuple(prompt), output, seed, streamed)
+        output.call = Call(function, tuple(prompt), output, seed, streamed, stop)
         self.account.calls.append(output.call)
         self._add(output.call)
         return output

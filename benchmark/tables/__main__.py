@@ -3,12 +3,12 @@
 import inspect
 
 from benchmark.results import RESULTS, ROOT
-from benchmark.tables import device, figures, origins, service
+from benchmark.tables import device, figures, generic, origins, service
 from benchmark.tables.markdown import Table, filled
 
 TABLES: dict[str, Table] = {
     name: function
-    for module in (figures, service, device, origins)
+    for module in (figures, generic, service, device, origins)
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_")
 }

@@ -137,31 +137,6 @@ def cpu() -> str:
     return table(["arm, batch", "tokens/s", "spread"], rows)
 
 
-def cpu_ratios() -> str:
-    return table(["ratio", "measured"], list(load("engine_cpu.json")["ratios"].items()))
-
-
-def cells() -> str:
-    """One shared prompt of 6144 tokens, against FlashInfer; microseconds."""
-    rows = []
-    for row in load("kernels_h200.json")["cells"]:
-        heads, batch, suffix = (part.lstrip("hkvbs") for part in row["cell"].split("_"))
-        over, faster = f"{row['over_floor']:.2f}x", f"{row['over_flashinfer']:.2f}x"
-        what = f"{heads} x {batch}, {suffix}"
-        rows.append([what, row["floor_us"], row["us"], over, row["flashinfer_us"], faster])
-    heads = ["kv heads x batch, suffix", "floor", "measured", "/ floor", "FlashInfer", "faster"]
-    return table(heads, rows)
-
-
-def trees() -> str:
-    """Trees of prompts, and batches with nothing to share; microseconds."""
-    rows = [
-        [r["case"], r["floor_us"], r["us"], f"{r['over_floor']:.2f}x", r["unique_tb_s"]]
-        for r in load("kernels_h200.json")["trees"]
-    ]
-    return table(["case", "floor", "measured", "/ floor", "unique TB/s"], rows)
-
-
 def gate() -> str:
     """Time without over time with sharing, by length of the shared prompt."""
     found = load("kernels_h200.json")["gate"]
@@ -176,47 +151,6 @@ def gate() -> str:
         ]
         rows.append([str(heads), str(batch), *cells])
     return table(["kv heads", "batch", *map(str, prefixes)], rows)
-
-
-def fills() -> str:
-    """Prompts; TFLOP/s count the causal arithmetic."""
-    rows = []
-    for row in load("kernels_h200.json")["fills"]:
-        what = f"{row['sequences']} x {row['tokens']} after {row['cached']}"
-        times = [row.get(key) for key in ("cudnn_us", "torch_us")]
-        rows.append([what, str(row["kv_heads"]), row["us"], row["tflop_s"], *times])
-    return table(["tokens", "kv heads", "us", "TFLOP/s", "cuDNN, us", "torch, us"], rows)
-
-
-def whole_step() -> str:
-    """A decode step in one graph, embedding to greedy token; milliseconds."""
-    rows = []
-    for row in load("kernels_step_h200.json")["steps"]:
-        times = [row["floor_ms"], row["ms"], f"{row['over_floor']:.2f}x"]
-        rows.append([f"{row['model']}, {row['case']}", *times, row.get("sharing_off_ms")])
-    return table(["step", "floor", "measured", "/ floor", "sharing off"], rows)
-
-
-def layers() -> str:
-    """The products of a layer with what lies between them, by rows; microseconds, ours / cuBLAS."""
-    found = load("kernels_layers_h200.json")["layers"]
-    counts = sorted({row["rows"] for row in found})
-    rows = []
-    for model in dict.fromkeys(row["model"] for row in found):
-        mine = {row["rows"]: row for row in found if row["model"] == model}
-        times = [f"{mine[n]['us']:.1f} / {mine[n]['cublas_us']:.1f}" for n in counts]
-        rows.append([model, mine[counts[0]]["floor_us"], *times])
-    return table(["layer", "floor", *(f"{count} rows" for count in counts)], rows)
-
-
-def planner() -> str:
-    """Microseconds of a fresh plan on the host."""
-    found = load("kernels_h200.json")["planner"]
-    rows = []
-    for batch in dict.fromkeys(row["batch"] for row in found):
-        times = [row["us"] for row in found if row["batch"] == batch]
-        rows.append([str(batch), *times])
-    return table(["batch", "one root", "4 roots", "nothing shared"], rows)
 
 
 def kernel_table() -> str:

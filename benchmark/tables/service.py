@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from benchmark.results import load
-from benchmark.tables.markdown import Row, digits, ratio, table
+from benchmark.tables.markdown import Row, ratio, table
 
 
 def apps(name: str) -> str:
@@ -272,48 +272,6 @@ def reuse() -> str:
     return table(["what", "measured"], [*rows, ["CPU of a call that finds nothing", over]])
 
 
-def service() -> str:
-    """ServeCore's features, on over off, by engines and programs at once."""
-    rows = [
-        [
-            str(row["engines"]),
-            str(row["concurrency"]),
-            row["on_ms"],
-            row["off_ms"],
-            f"{row['ratio']:.2f} ± {row['ratio_error']:.2f}",
-        ]
-        for row in load("serve_features.json")["rows"]
-    ]
-    return table(["engines", "programs", "CPU ms a call, on", "off", "on / off"], rows)
-
-
-def placement_cost() -> str:
-    """Microseconds of CPU for a placement, by queued tasks and by engines."""
-    curves, rows = load("scheduler_curves.json"), []
-    for row in [*curves["by_tasks"], *curves["by_engines"]]:
-        first, later = row["first_round"], row["later_rounds"]
-        cells = [first["us_each"], later["us_each"] if later["placed"] else None]
-        rows.append([f"{row['tasks']:,}", str(row["engines"]), *cells, later["p99_us"]])
-    return table(["tasks", "engines", "first round", "later rounds", "their p99"], rows)
-
-
-def simulation() -> str:
-    """How fast a cluster is simulated."""
-    row = load("simulation_10000x512.json")["row"]
-    rows = [
-        ["engines, calls", f"{row['engines']}, {row['tasks']:,}"],
-        ["CPU seconds of the run, and of recounting the books", _cpu_of(row)],
-        ["calls a CPU second", digits(row["tasks_per_cpu_s"])],
-        ["generated tokens a CPU second", digits(row["output_tokens_per_cpu_s"])],
-        ["prompt tokens, generated tokens", f"{row['prompt_tokens']:,}, {row['output_tokens']:,}"],
-    ]
-    return table(["what", "measured"], rows)
-
-
-def _cpu_of(row: Row) -> str:
-    return f"{row['cpu_run_s']:.0f}, {row['cpu_check_integrity_s']:.1f}"
-
-
 def fit() -> str:
     """Residuals of the simulated engines' costs: the two largest of the fitted points, and the
     load `256`, which was not fitted."""
@@ -326,18 +284,3 @@ def fit() -> str:
         beyond = f"{loads[model]:+.1%}" if model in loads else ""
         rows.append([model, str(len(points)), texts, beyond])
     return table(["model", "fitted points", "largest residuals", "`256`, not fitted"], rows)
-
-
-def caching() -> str:
-    """What finding common beginnings costs the engine's control half, and what it saves."""
-    rows = [
-        [
-            f"{row['shared']} + {row['own']}",
-            row["extra_us_per_request"],
-            f"{row['off']['computed_tokens']:,}",
-            f"{row['on']['computed_tokens']:,}",
-        ]
-        for row in load("prefix_caching.json")["rows"]
-    ]
-    heads = ["tokens in common + own", "CPU us a request more", "computed without", "with"]
-    return table(heads, rows)

@@ -8,12 +8,15 @@ from tokenizers import Tokenizer
 
 from benchmark.apps.backends.openai import OpenAIBackend
 from benchmark.apps.cli import main
+from benchmark.apps.hosts import changed
 from benchmark.apps.network import Network
 from benchmark.apps.report import ratios
 from benchmark.apps.runner import PlanRunner
 from benchmark.apps.settings import features, parse_setting
 from benchmark.apps.text import TextSource
 from benchmark.apps.workloads import WORKLOADS
+from benchmark.apps.workloads.mix import UNKNOWN_LIMIT
+from parrot.engine.config import SimConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.testing.app_server import serve_app
 from parrot.testing.fake_openai import FakeOpenAI
@@ -88,9 +91,30 @@ def test_settings_name_features_that_exist():
     mixed = dict(parse_setting("parrot:all-off,policy=las,app_fifo=true").overrides)
     assert (mixed["policy"], mixed["app_fifo"], mixed["ctx_aware"]) == ("las", True, False)
     assert parse_setting("openai:http://here:1").base_url == "http://here:1"
+    smaller = parse_setting("parrot:-policy,engine.instance.shared_prefix=false,engine.dtype=auto")
+    assert [name for name, _ in smaller.overrides] == ["policy"]
+    assert smaller.engine == (("instance.shared_prefix", False), ("dtype", "auto"))
     for wrong in ("vllm", "parrot:-speed", "parrot:fast"):
         with pytest.raises(ValueError, match=wrong.partition(":")[2] or "vllm"):
             parse_setting(wrong)
+
+
+def test_a_setting_changes_the_simulated_engines():
+    config = changed(SimConfig(), [("scheduler.max_batch_size", 7), ("tasks_capacity", 3)])
+    assert (config.scheduler.max_batch_size, config.tasks_capacity) == (7, 3)
+    with pytest.raises(ValueError, match="speed"):
+        changed(SimConfig(), [("instance.speed", 2)])
+
+
+def test_outputs_that_end_by_chance_are_shorter_than_their_limit(tmp_path):
+    output = tmp_path / "result.json"
+    what = ["--workloads", "job_mix:jobs=4,rate=9,learnt=true", "--learn", "0"]
+    main(["run", "--sim", "--scale", "0.05", "--output", str(output), *what])
+    (run,) = json.loads(output.read_text())["runs"]
+    tokens = run["figures"]["tokens"]
+    assert run["figures"]["num_errors"] == 0
+    assert tokens["output"] < tokens["calls"] * UNKNOWN_LIMIT / 4
+    assert run["figures"]["jct_all_s"]["count"] == 4
 
 
 def test_wrong_arguments_end_the_command(capsys):

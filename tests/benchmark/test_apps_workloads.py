@@ -31,6 +31,7 @@ SMALL = {
     "rag": {"users": "2"},
     "fanout_cold": {"siblings": "5"},
     "256": {"requests": "5"},
+    "job_mix": {"jobs": "4", "rate": "20"},
 }
 
 

@@ -73,9 +73,11 @@ def _body(call: Call, prompt: str, model: str) -> dict[str, Any]:
         "prompt": prompt,
         "max_tokens": call.output.tokens,
         "temperature": 0.0 if call.seed is None else 1.0,
-        "ignore_eos": True,
+        "ignore_eos": call.stop is None,
+        "stop": call.stop,
+        "seed": call.seed,
     }
-    return body if call.seed is None else body | {"seed": call.seed}
+    return {key: value for key, value in body.items() if value is not None}
 
 
 class OpenAIBackend(Backend):

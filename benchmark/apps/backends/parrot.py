@@ -219,7 +219,8 @@ def call_template(
         temperature=0.0 if call.seed is None else 1.0,
         seed=call.seed,
         max_gen_length=call.output.tokens,
-        ignore_tokenizer_eos=True,
+        ignore_tokenizer_eos=call.stop is None,
+        stop_str=call.stop,
     )
     parameters.append(
         CallParameter(name=_OUTPUT, is_output=True, var_id=output_id, sampling_config=sampling)

@@ -4,6 +4,7 @@ from benchmark.apps.plan import Workload
 from benchmark.apps.workloads.agents import MultiAgent
 from benchmark.apps.workloads.documents import Chain, ChainMany, MapReduce
 from benchmark.apps.workloads.loops import BestOfN, Rag, RefineLoop, ToolPause
+from benchmark.apps.workloads.mix import JobMix
 from benchmark.apps.workloads.shared_prompts import Copilot, FanoutCold, Gpts, Load256, Roots4
 from benchmark.apps.workloads.traffic import ChainBackground, Mixed
 
@@ -25,5 +26,6 @@ WORKLOADS: dict[str, type[Workload]] = {
         FanoutCold,
         Roots4,
         Load256,
+        JobMix,
     )
 }
