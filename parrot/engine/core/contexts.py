@@ -59,6 +59,11 @@ class Context:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_length_known(self) -> bool:
+        """False while it is a fork of all that its parent will have."""
+        return self.fork is None or self.fork.length is not None
+
+    @property
     def num_known(self) -> int:
         """Tokens that it has, or is sure to have once its fork is carried out."""
         return len(self.token_ids) if self.fork is None else self.fork.length or 0

@@ -52,10 +52,18 @@ class PendingForks:
         return Fork(parent, len(parent.token_ids), None)
 
     def settle_lengths(self, job: Job) -> None:
-        """The job has ended: forks that want all tokens up to its end know now how many."""
+        """The job has left its context's line: forks that want all tokens up to its end now want
+        those up to the end of the job before it, or know how many there are."""
         for child, fork in self.of(job.context):
             if fork.after == job.job_id:
-                child.fork = Fork(fork.parent, len(job.context.token_ids), None)
+                child.fork = self._fork_up_to(job)
+
+    def _fork_up_to(self, job: Job) -> Fork:
+        parent = job.context
+        before = [other.job_id for other in self._lines.line(parent) if other.job_id < job.job_id]
+        if before:
+            return Fork(parent, None, max(before))
+        return parent.fork or Fork(parent, len(parent.token_ids), None)
 
     def carry_out(self, child: Context, length: int) -> None:
         del self._children[child]

@@ -83,7 +83,8 @@ def _length_before(
     if piece.parent_len is None:
         return parent_length
     parent = tree.get(piece.parent_id)
-    if parent is not None and not lines.line(parent) and parent_length < piece.parent_len:
+    is_final = parent is not None and not lines.line(parent) and parent.is_length_known
+    if is_final and parent_length < piece.parent_len:
         raise NotFound(
             f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
             f"{piece.parent_len}",

@@ -162,6 +162,19 @@ def test_forks_go_on_when_the_parent_that_they_restore_is_freed():
     assert engine.bytes_of(3) == b"abcdefghxyz"
 
 
+def test_a_fork_of_a_fork_whose_writer_was_aborted_has_what_both_inherit():
+    engine = Harness()
+    engine.fill(piece(1, "abcd"))
+    engine.fill(piece(2, "", parent=1))
+    by_length = engine.fill(piece(4, "x", parent=2, length=3))
+    of_all = engine.generate(piece(3, "x", parent=2), length=1)
+    engine.core.abort(2)
+    engine.run()
+    assert by_length.response.filled_len == 1
+    assert (of_all.text, engine.bytes_of(3)) == ("y", b"abcdxy")
+    assert engine.bytes_of(4) == b"abcx"
+
+
 def test_a_fork_of_what_an_aborted_request_never_wrote_is_not_found():
     engine = Harness(scheduler={"max_batch_size": 1})
     engine.fill(piece(1, "a" * 20))

@@ -3,7 +3,7 @@
 from array import array
 from typing import ClassVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -13,44 +13,14 @@ from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse
-from parrot.protocol.errors import (
-    Cancelled,
-    EngineFailed,
-    InvalidRequest,
-    NotFound,
-    OutOfMemory,
-    ParrotError,
-)
+from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.checking_runner import CheckingRunner, LaunchingRunner
 from parrot.utils.clock import ManualClock
+from tests.engine.core.oracle import Asked, Oracle
 
 LANGUAGE = Language.of(byte_tokenizer_response())
 MAX_IDLE_STEPS = 3000
-
-
-class RecordingSink:
-    def __init__(self) -> None:
-        self.chunks = []
-        self.response = None
-        self.error = None
-
-    @property
-    def num_ends(self) -> int:
-        return (self.response is not None) + (self.error is not None)
-
-    def chunk(self, chunk) -> None:
-        assert self.num_ends == 0
-        self.chunks.append(chunk)
-
-    def done(self, response) -> None:
-        assert self.num_ends == 0
-        self.response = response
-
-    def fail(self, error: ParrotError) -> None:
-        assert self.num_ends == 0
-        self.error = error
 
 
 def next_token(context_ids) -> int:
@@ -62,7 +32,6 @@ def next_token(context_ids) -> int:
 class EngineMachine(RuleBasedStateMachine):
     faults: ClassVar[dict[str, int]] = {}
     runner_type: ClassVar[type[CheckingRunner]] = CheckingRunner
-    errors: ClassVar = InvalidRequest | NotFound | Cancelled | OutOfMemory
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -89,7 +58,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.limits = (max_batch, max_batched)
         self.runner = self.runner_type(info, self.tokens_of, next_token, **self.faults)
         self.core = EngineCore(config, self.runner, LANGUAGE, ManualClock())
-        self.sinks: list[RecordingSink] = []
+        max_len = self.core.max_context_len
+        bad_tokens = tuple(self.faults.values())
+        self.oracle = Oracle(self.core._tree.get, next_token, max_len, bad_tokens)
+        self.asked: list[Asked] = []
         self.next_context = 0
         self.live: list[int] = []
 
@@ -97,14 +69,15 @@ class EngineMachine(RuleBasedStateMachine):
         return self.core._tree.get(context_id).token_ids
 
     def submit(self, pieces, sampling=None, priority=0, stream=False) -> None:
-        sink = RecordingSink()
-        self.sinks.append(sink)
-        salt = "" if len(self.sinks) % 4 else "other"
-        order = EngineRequest(
-            len(self.sinks), tuple(pieces), sink, priority, sampling, stream, salt
+        asked = self.oracle.asks(pieces, sampling, priority)
+        self.asked.append(asked)
+        number = len(self.asked)
+        salt = "" if number % 4 else "other"
+        self.core.submit(
+            EngineRequest(number, tuple(pieces), asked, priority, sampling, stream, salt)
         )
-        self.core.submit(order)
         self.deliver()
+        self.oracle.was_asked(asked)
 
     def deliver(self) -> None:
         for call, argument in self.core.take_outcomes():
@@ -119,8 +92,9 @@ class EngineMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self.live)) if self.live else 999
 
     def draw_piece(self, data) -> Piece:
-        tokens = array("i", data.draw(st.lists(st.integers(97, 99), max_size=9)))
         first_id = data.draw(st.sampled_from([None, 1]))
+        num_min = 0 if first_id is None else 1
+        tokens = array("i", data.draw(st.lists(st.integers(97, 99), min_size=num_min, max_size=9)))
         kind = data.draw(st.sampled_from(["root", "fork", "fork", "append"]))
         if kind == "append" and self.live:
             return Piece(self.pick(data), tokens, first_id=first_id)
@@ -132,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 3), priority=st.sampled_from([-1, 0, 1, BACKGROUND]))
     def fill(self, data, num, priority):
+        num = 1 if priority == BACKGROUND else num  # as over HTTP
         self.submit([self.draw_piece(data) for _ in range(num)], priority=priority)
 
     @rule(
@@ -151,17 +126,19 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num=st.integers(1, 3))
     def free(self, data, num):
         ids = data.draw(st.lists(st.sampled_from(self.live), max_size=num, unique=True))
+        self.oracle.frees(ids)
         self.core.free(ids)
         self.live = [context_id for context_id in self.live if context_id not in ids]
         self.deliver()
 
-    @precondition(lambda self: self.sinks)
+    @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def abort(self, data):
-        request_id = data.draw(st.integers(1, len(self.sinks)))
+        request_id = data.draw(st.integers(1, len(self.asked)))
+        self.oracle.aborts(self.asked[request_id - 1])
         self.core.abort(request_id)
         self.deliver()
-        assert self.sinks[request_id - 1].num_ends == 1
+        assert self.asked[request_id - 1].answer is not None
 
     @rule(num=st.integers(1, 6))
     def steps(self, num):
@@ -193,9 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.step():
                 break
         assert not self.core.has_work, "requests are left but no step can be made"
-        for sink in self.sinks:
-            assert sink.num_ends == 1
-            self.check_answer(sink)
+        assert all(asked.answer is not None for asked in self.asked)
         self.core.free(self.live)
         self.deliver()
         assert not self.runner.violations, self.runner.violations[0]
@@ -203,25 +178,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert info.num_free_blocks == info.num_max_blocks
         assert info.num_total_jobs == 0
 
-    def check_answer(self, sink: RecordingSink) -> None:
-        if sink.error is not None:
-            assert isinstance(sink.error, self.errors), sink.error
-        elif isinstance(sink.response, FillResponse):
-            assert sink.response.filled_len >= 0
-        else:
-            assert isinstance(sink.response, GenerateResponse)
-            assert sink.response.usage.output_tokens == len(sink.response.generated_ids) > 0
-            if sink.chunks:
-                ids = [i for chunk in sink.chunks for i in chunk.ids]
-                assert ids == sink.response.generated_ids
-                assert "".join(c.text for c in sink.chunks) == sink.response.generated_text
-
 
 class FaultyEngineMachine(EngineMachine):
     """The same with a model that crashes at one letter and gives NaN at another."""
 
     faults: ClassVar = {"crash_token": 99, "nan_token": 98}
-    errors: ClassVar = InvalidRequest | NotFound | Cancelled | OutOfMemory | EngineFailed
 
 
 class OverlappingEngineMachine(EngineMachine):
@@ -235,9 +196,10 @@ class FaultyOverlappingEngineMachine(FaultyEngineMachine):
 
 
 SETTINGS = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=30,
     deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestEngineMachine = EngineMachine.TestCase

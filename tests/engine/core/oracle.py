@@ -1,0 +1,275 @@
+"""What an engine must answer, worked out from the requests alone.
+
+A context that one request writes has a known text: what it takes of its parent, then the pieces of
+its request, then what the model says. So the oracle knows each `filled_len` and each token without
+knowing anything of steps. Of a context with several writers it knows bounds only. Errors are due
+for a reason in the history of the request; an engine that gives another one is wrong."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from parrot.engine.core.contexts import Context
+from parrot.engine.core.jobs import BACKGROUND, Piece
+from parrot.engine.sim.tokenizer import EOS_ID
+from parrot.protocol.engine_api import (
+    NO_PARENT,
+    FillResponse,
+    FinishReason,
+    GenerateResponse,
+    StreamChunk,
+)
+from parrot.protocol.errors import (
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    OutOfMemory,
+    ParrotError,
+    PromptTooLong,
+)
+from parrot.protocol.sampling import SamplingConfig
+
+Text = list[int]
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request and the sink for its answer. `due`: errors for which there is a reason by now."""
+
+    oracle: "Oracle" = field(repr=False)
+    pieces: Sequence[Piece]
+    sampling: SamplingConfig | None
+    priority: int
+    contexts: "dict[int, Known]" = field(default_factory=dict, repr=False)
+    due: set[type[ParrotError]] = field(default_factory=set)
+    chunks: list[StreamChunk] = field(default_factory=list)
+    answer: FillResponse | GenerateResponse | ParrotError | None = None
+
+    def chunk(self, chunk: StreamChunk) -> None:
+        assert self.answer is None
+        self.chunks.append(chunk)
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        assert self.answer is None
+        self.oracle.check_response(self, response)
+        self.answer = response
+
+    def fail(self, error: ParrotError) -> None:
+        assert self.answer is None
+        self.oracle.check_error(self, error)
+        self.answer = error
+
+
+@dataclass(eq=False)
+class Known:
+    """A context. `length`: what it takes of its parent; None: all, which are the parent's first
+    `num_inherited` pieces. `num_pieces` were added to it, by all that ever were its `writers`."""
+
+    parent: "Known | None" = None
+    length: int | None = None
+    num_inherited: int = 0
+    num_pieces: int = 0
+    writers: list[Asked] = field(default_factory=list)
+    context: Context | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one request says all that the context will hold."""
+        if len(self.writers) != 1 or self.parent is None or self.length is not None:
+            return len(self.writers) == 1
+        return self.parent.is_exact and self.parent.num_pieces == self.num_inherited
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its parent holds less than it wants. While that waits for its own fork and has no
+        writer, a fork of all of it is the same fork."""
+        if self.parent is None:
+            return False
+        if self.length is None:
+            return self.parent.is_short
+        return len(self.parent.held()) < self.length
+
+    def may_fork(self, other: "Known") -> bool:
+        if self.parent is None or self.parent is other:
+            return self.parent is other
+        return self.length is None and self.parent.may_fork(other)
+
+    def held(self) -> Text:
+        """What the engine has given it so far; tokens stay when a context is freed."""
+        if self.context is None:
+            return []
+        if self.context.fork is None or self.parent is None:
+            return list(self.context.token_ids)
+        return self.parent.held()[: self.length]
+
+    def most(self) -> int:
+        """Tokens that it can have at most, once all its writers have ended."""
+        inherited = 0
+        if self.parent is not None:
+            inherited = self.parent.most() if self.length is None else self.length
+        added = sum(
+            sum(len(p.token_ids) + 1 for p in w.pieces) + (w.sampling or _NOTHING).max_gen_length
+            for w in self.writers
+        )
+        return inherited + added
+
+
+_NOTHING = SamplingConfig(max_gen_length=1)
+
+
+class Oracle:
+    """`bad_tokens` are those that make a step fail; `find` gives a context of the engine."""
+
+    def __init__(
+        self,
+        find: Callable[[int], Context | None],
+        next_token: Callable[[Sequence[int]], int],
+        max_len: int,
+        bad_tokens: Sequence[int],
+    ) -> None:
+        self._find = find
+        self._next_token = next_token
+        self._max_len = max_len
+        self._bad_tokens = frozenset(bad_tokens)
+        self._known: dict[int, Known] = {}
+        self._all: list[Known] = []
+
+    # -- what happens ------------------------------------------------------------------------
+
+    def asks(
+        self, pieces: Sequence[Piece], sampling: SamplingConfig | None, priority: int
+    ) -> Asked:
+        """The engine is about to be asked. What it has to create is known from now on."""
+        asked = Asked(self, pieces, sampling, priority)
+        for piece in pieces:
+            known = self._known.get(piece.context_id)
+            if known is None:
+                parent = self._known.get(piece.parent_id)
+                if parent is None and piece.parent_id != NO_PARENT:
+                    asked.due = {NotFound}
+                    return asked
+                num_pieces = 0 if parent is None else parent.num_pieces
+                known = Known(parent, piece.parent_len, num_pieces)
+                self._known[piece.context_id] = known
+                self._all.append(known)
+            known.num_pieces += 1
+            if asked not in known.writers:
+                known.writers.append(asked)
+            asked.contexts[piece.context_id] = known
+        return asked
+
+    def was_asked(self, asked: Asked) -> None:
+        """A request whose parent is not there is refused at once, and a refused one leaves nothing.
+        Whatever continues a background fill makes it urgent."""
+        assert asked.answer is not None or NotFound not in asked.due
+        for context_id, known in asked.contexts.items():
+            if known.context is None:
+                known.context = self._find(context_id)
+                if known.context is None:
+                    assert isinstance(asked.answer, ParrotError)
+                    del self._known[context_id]
+            if asked.answer is None and asked.priority < BACKGROUND:
+                for writer in known.writers:
+                    writer.priority = min(writer.priority, asked.priority)
+
+    def aborts(self, asked: Asked) -> None:
+        asked.due.add(Cancelled)
+
+    def frees(self, context_ids: Sequence[int]) -> None:
+        for context_id in context_ids:
+            if (known := self._known.pop(context_id, None)) is not None:
+                for writer in known.writers:
+                    writer.due.add(Cancelled)
+                self._lose(known)
+
+    def _lose(self, parent: Known) -> None:
+        """Forks of what this context would have had may not be had any more."""
+        for known in self._all:
+            if known.may_fork(parent):
+                for writer in known.writers:
+                    writer.due.add(NotFound)
+
+    # -- what is answered --------------------------------------------------------------------
+
+    def check_error(self, asked: Asked, error: ParrotError) -> None:
+        assert self._is_due(asked, error), f"{error!r} is not due: {asked}"
+        for known in asked.contexts.values():
+            for later in known.writers[known.writers.index(asked) + 1 :]:
+                later.due.add(type(error))
+            self._lose(known)
+
+    def _is_due(self, asked: Asked, error: ParrotError) -> bool:
+        wanted = asked.contexts.values()
+        match error:
+            case _ if type(error) in asked.due:
+                return True
+            case PromptTooLong():
+                return any(known.most() > self._max_len for known in wanted)
+            case InvalidRequest():
+                return asked.sampling is not None and not self._last(asked).held()
+            case NotFound():
+                return any(known.is_short for known in wanted)
+            case OutOfMemory():
+                return asked.priority == BACKGROUND
+            case EngineFailed():
+                return any(self._bad_tokens.intersection(known.held()) for known in wanted)
+        return False
+
+    def check_response(self, asked: Asked, response: FillResponse | GenerateResponse) -> None:
+        num_filled, num_uncertain = 0, 0
+        for context_id, known in asked.contexts.items():
+            text = self._prefix(known) if known.is_exact else []
+            num_before = len(text)
+            for piece in asked.pieces:
+                if piece.context_id != context_id:
+                    continue
+                if piece.first_id is not None and not text:
+                    text.append(piece.first_id)
+                    num_uncertain += not known.is_exact
+                text += piece.token_ids
+            num_filled += len(text) - num_before
+            if isinstance(response, GenerateResponse) and known is self._last(asked):
+                assert self._known.get(context_id) is known, "its context was freed"
+                if known.is_exact:
+                    self._check_output(asked, text, response)
+                text += response.generated_ids
+            if known.is_exact:
+                assert known.held() == text
+        if isinstance(response, FillResponse):
+            assert num_filled - num_uncertain <= response.filled_len <= num_filled
+
+    @staticmethod
+    def _last(asked: Asked) -> Known:
+        return asked.contexts[asked.pieces[-1].context_id]
+
+    def _prefix(self, known: Known) -> Text:
+        if known.parent is None:
+            return []
+        prefix = known.parent.held()[: known.length]
+        assert known.length in (None, len(prefix)), "it was forked of nothing"
+        return prefix
+
+    def _check_output(self, asked: Asked, prompt: Text, response: GenerateResponse) -> None:
+        assert not self._bad_tokens.intersection(prompt), "it should have failed"
+        assert asked.sampling is not None
+        ids, text, reason = self._continue(prompt, asked.sampling)
+        assert response.generated_ids == ids
+        assert response.generated_text == text
+        assert response.finish_reason is reason
+        assert response.usage.output_tokens == len(ids)
+        if asked.chunks:
+            assert [i for chunk in asked.chunks for i in chunk.ids] == ids
+            assert "".join(chunk.text for chunk in asked.chunks) == text
+
+    def _continue(self, prompt: Text, sampling: SamplingConfig) -> tuple[Text, str, FinishReason]:
+        assert prompt, "nothing to generate from"
+        ids: Text = []
+        text = ""
+        for _ in range(min(sampling.max_gen_length, self._max_len - len(prompt))):
+            ids.append(self._next_token(prompt + ids))
+            if ids[-1] == EOS_ID:
+                return ids, text, FinishReason.STOP
+            text += chr(ids[-1])
+            if hits := [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]:
+                return ids, text[: min(hits)], FinishReason.STOP
+        return ids, text, FinishReason.LENGTH
