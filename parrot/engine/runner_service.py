@@ -230,6 +230,7 @@ class RunnerService:
             tasks_capacity=config.tasks_capacity,
             tokens_capacity=core.tokens_capacity,
             block_size=core.runner_info.block_size,
+            costs=self.runtime_info().costs,
         )
 
     def tokenizer(self) -> TokenizerResponse | None:

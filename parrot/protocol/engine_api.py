@@ -157,6 +157,22 @@ class FreeContextResponse(InternalPayload):
     )
 
 
+class StepCosts(InternalPayload):
+    """What an engine's step costs, in seconds; its time is the sum over what is in it. The defaults
+    are those of a model of 7 to 8 billion parameters on a current GPU."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step_s: float = Field(4.3e-3, gt=0.0, description="each step, above all to read the weights")
+    sequence_s: float = Field(3e-5, ge=0.0, description="each sequence of the step")
+    token_s: float = Field(4e-8, ge=0.0, description="each token read, shared ones once")
+    prefill_s: float = Field(2.2e-5, ge=0.0, description="each prompt token computed")
+
+    def decode_step_s(self, num_sequences: float, num_tokens: float) -> float:
+        """Seconds of a step without prompts."""
+        return self.step_s + num_sequences * self.sequence_s + num_tokens * self.token_s
+
+
 class RuntimeInfo(InternalPayload):
     """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
 
@@ -174,6 +190,7 @@ class RuntimeInfo(InternalPayload):
         description="grows while the engine makes progress: one with work whose steps stand still "
         "for the heartbeat timeout is lost; null: the engine does not count",
     )
+    costs: StepCosts | None = Field(None, description="as measured; null: not known")
 
 
 class PingResponse(InternalPayload):
@@ -211,6 +228,7 @@ class EngineInfo(InternalPayload):
     tasks_capacity: int = Field(256, ge=1)
     tokens_capacity: int = Field(ge=1, description="tokens of KV the engine can hold")
     block_size: int = Field(1, ge=1)
+    costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     labels: dict[str, Any] = {}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parrot.engine.config import SimConfig
+from parrot.engine.config import SimConfig, SimInstance
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import PromptTooLong
 from parrot.protocol.public import SemanticCallRequest
@@ -90,33 +90,40 @@ def test_cold_siblings_end_nearly_as_early_as_with_the_best_split() -> None:
     assert makespan(None) <= 1.15 * best
 
 
-@pytest.mark.parametrize("placement", ["predicted", "round_robin", "prefix_aware"])
-def test_a_slow_engine_is_found_out(placement: str) -> None:
-    config = GlobalSchedulerConfig.model_validate({"placement": placement})
-    core = PATIENT.model_copy(update={"global_scheduler": config})
-
+def test_a_slow_engine_gets_less_from_the_first_call_on() -> None:
     async def main() -> Counter[str]:
-        async with SimCluster(0, engine=ENGINE, core=core) as cluster:
-            for i in range(NUM_ENGINES):
-                (await cluster.add_engine()).slow_down(4.0 if i == 0 else 1.0)
+        async with SimCluster(0, engine=ENGINE) as cluster:
+            costs = ENGINE.instance.model_dump()
+            slow = {k: 4 * v if k.endswith("_s") else v for k, v in costs.items()}
+            await cluster.add_engine(instance=SimInstance(**slow))
+            for _ in range(2):
+                await cluster.add_engine()
             client = cluster.client()
             scope = (await client.create_session()).model_dump()
-            for number in range(12):
-                outputs = [
-                    await call(client, scope, None, i + 100 * number, f"{number} {i}" * 40)
-                    for i in range(9)
-                ]
-                await read_all(client, scope, outputs)
-            cluster.check_integrity()
-            scheduler = cluster.core._dispatcher._scheduler
-            costs = [scheduler.costs(engine.engine_id) for engine in cluster.engines.values()]
-            return Counter({f"engine{i}": round(c.step_s * 1e6) for i, c in enumerate(costs)})
+            outputs = [await call(client, scope, None, i, f"{i}" * 400) for i in range(18)]
+            await read_all(client, scope, outputs)
+            info = await client.session_info(**scope)
+            return Counter(str(call.engine) for call in info.calls)
 
-    steps = run_virtual(main())
-    if placement == "round_robin":  # it visits all alike, so much is learnt of each
-        assert steps["engine0"] == pytest.approx(4 * steps["engine1"], rel=0.3)
-    else:
-        assert steps["engine0"] > 1.5 * steps["engine1"]
+    counts = run_virtual(main())
+    assert counts["engine0"] < counts["engine1"] / 2
+
+
+def test_an_engine_that_becomes_slow_is_known_with_its_next_heartbeat() -> None:
+    core = PATIENT.model_copy(update={"engine_heartbeat_timeout": 10.0})
+
+    async def main() -> Counter[str]:
+        async with SimCluster(2, engine=ENGINE, core=core) as cluster:
+            cluster.engines["engine0"].slow_down(20.0)
+            await asyncio.sleep(10)
+            client = cluster.client()
+            scope = (await client.create_session()).model_dump()
+            outputs = [await call(client, scope, None, i, f"{i}" * 40) for i in range(4)]
+            await read_all(client, scope, outputs)
+            info = await client.session_info(**scope)
+            return Counter(str(call.engine) for call in info.calls)
+
+    assert run_virtual(main()) == {"engine1": 4}
 
 
 async def submit(client: SimClient, scope: Scope, prompt: str, length: int) -> str:

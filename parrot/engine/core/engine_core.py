@@ -39,6 +39,7 @@ from parrot.engine.core.plan import (
 from parrot.engine.core.policy import POLICIES
 from parrot.engine.core.requests import Delivery, RequestTable
 from parrot.engine.core.scheduler import LocalScheduler, Step
+from parrot.engine.core.step_costs import StepCostMeter
 from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
@@ -107,6 +108,7 @@ class EngineCore:
             max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
             random_seed=config.random_seed,
         )
+        self._costs = StepCostMeter(info)
         self._latency_ns = 0.0
         self._last_step_ended = 0.0
 
@@ -335,7 +337,9 @@ class EngineCore:
             self._count_step(step, elapsed_s)
 
     def _count_step(self, step: Step, elapsed_s: float) -> None:
-        self._totals.add(len(step.jobs), step.num_fill_tokens + step.num_background_tokens)
+        num_prompt_tokens = step.num_fill_tokens + step.num_background_tokens
+        self._totals.add(len(step.jobs), num_prompt_tokens)
+        self._costs.count(step.plan.sequences, num_prompt_tokens, elapsed_s)
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.stepped(step, elapsed_s)
 
@@ -365,6 +369,7 @@ class EngineCore:
             model_mem=self._info.model_mem,
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,
+            costs=self._costs.costs(),
         )
 
     def check_integrity(self) -> None:

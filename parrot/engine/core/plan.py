@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
 
@@ -106,7 +107,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the control half needs to know of the runner. Memory in MiB."""
+    """What the control half needs to know of the runner. Memory in MiB. `costs` None: they are to
+    be measured."""
 
     num_blocks: int
     block_size: int
@@ -114,6 +116,7 @@ class RunnerInfo:
     vocab_size: int
     model_mem: float
     cache_mem: float
+    costs: StepCosts | None = None
 
 
 class DeviceLost(Exception):

@@ -18,6 +18,7 @@ from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.contexts import TextContext, TextContexts
 from parrot.engine.openai.gate import PriorityGate
 from parrot.engine.openai.jobs import Job, Times
+from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.protocol.engine_api import (
     EngineInfo,
@@ -72,6 +73,7 @@ class OpenAIService:
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * _CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
         self._jobs: set[Job[Any]] = set()
+        self._costs = AnswerCosts(self._clock)
         self._is_ready = False
         self._num_answers = 0
         self._latency_s = 0.0
@@ -127,6 +129,7 @@ class OpenAIService:
             num_total_jobs=len(self._jobs),
             recent_average_latency=self._latency_s * 1e9,
             num_steps=self._num_answers,
+            costs=self._costs.costs(),
         )
 
     def engine_info(self) -> EngineInfo:
@@ -145,6 +148,7 @@ class OpenAIService:
             max_seq_len=max_seq_len,
             tasks_capacity=config.tasks_capacity,
             tokens_capacity=self._contexts.capacity,
+            costs=self._costs.costs(),
             labels={"server": dialect.name if dialect is not None else "unknown"},
         )
 
@@ -228,7 +232,9 @@ class OpenAIService:
             started = self._clock.now()
             times = Times(submitted, started, started)
             ask = self._stream if stream else self._complete
-            response = await ask(job, context, request.sampling_config, times)
+            with self._costs.answering(len(context) / _CHARS_PER_TOKEN) as answer:
+                response = await ask(job, context, request.sampling_config, times)
+                answer.usage = response.usage
         self._note_answer(self._clock.now() - started)
         return response
 

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
 from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.unique_kv import UniqueKv
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
-from parrot.engine.sim.unique_kv import UniqueKv
+from parrot.protocol.engine_api import StepCosts
 
+_LEAST_STEP_S = 1e-6  # reported of steps that cost nothing
+_TYPICAL_DEPTH = 1000  # tokens before a prompt token, for engines whose prompts are quadratic
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
 LETTER_IDS = frozenset(_LETTERS)
 _AS_BYTES = {letter: array("i", [letter]).tobytes() for letter in LETTER_IDS}
@@ -34,6 +37,12 @@ class SimRunner:
             vocab_size=VOCAB_SIZE,
             model_mem=0.0,
             cache_mem=0.0,
+            costs=StepCosts(
+                step_s=max(_LEAST_STEP_S, instance.step_s),
+                sequence_s=instance.sequence_s,
+                token_s=instance.context_token_s,
+                prefill_s=instance.prefill_token_s + _TYPICAL_DEPTH * instance.prefill_pair_s,
+            ),
         )
 
     @property

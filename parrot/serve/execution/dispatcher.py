@@ -32,8 +32,9 @@ from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.serve.quotas import QueuedByTenant
+from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.predictor import Estimates
-from parrot.serve.scheduling.scheduler import Models, Scheduler
+from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
@@ -72,7 +73,7 @@ class Dispatcher:
             self._on_lost,
         )
         self.anticipation = Anticipation(PrefixHasher(), self._ledger)
-        self.estimates = Estimates(self._scheduler.seconds_alone)
+        self.estimates = Estimates(self._scheduler.pace)
         self._prefetch = EagerFiller(
             self._ledger,
             tokenizers,
@@ -217,7 +218,11 @@ class Dispatcher:
         return await self._fleet.register(info)
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        return self._fleet.heartbeat(request)
+        response = self._fleet.heartbeat(request)
+        costs = request.runtime_info.costs
+        if response.state == "ok" and costs is not None:
+            self._scheduler.set_costs(request.engine_id, costs)
+        return response
 
     def engines(self) -> list[EngineView]:
         now = self._clock.now()
@@ -389,7 +394,12 @@ class Dispatcher:
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
         self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
         self._scheduler.add_engine(
-            engine.id, info.model, info.tasks_capacity, info.tokens_capacity, info.max_seq_len
+            engine.id,
+            info.model,
+            info.tasks_capacity,
+            info.tokens_capacity,
+            info.max_seq_len,
+            info.costs,
         )
         self._grace.end(self._scheduler.is_served)
         self._wake()

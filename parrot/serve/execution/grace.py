@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from parrot.serve.scheduling.scheduler import Models
+from parrot.serve.scheduling.load_index import Models
 from parrot.utils.timers import Timer, TimerQueue
 
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
-from parrot.protocol.engine_api import Usage
 from parrot.protocol.errors import InternalError, ParrotError
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.engines import Engine
@@ -233,21 +232,13 @@ class RunTable:
 
     # States
 
-    def _set_state(
-        self,
-        run: Run,
-        state: RunState,
-        usage: Usage | None = None,
-        *,
-        is_scheduled: bool = True,
-    ) -> None:
+    def _set_state(self, run: Run, state: RunState, *, is_scheduled: bool = True) -> None:
         """The only place where a run's state changes. Tells, in this order, the scheduler, the
-        ledger, those who compute ahead, and the waiters. `usage`: what the engine says of a run
-        that is done."""
+        ledger, those who compute ahead, and the waiters."""
         before, run.state = run.state, state
         attempt = run.attempt
         if state is not RunState.PLACED and is_scheduled:
-            self._reschedule(run, before, usage)
+            self._reschedule(run, before)
         if before is RunState.QUEUED:
             self._ledger.unexpect(run.keys)
             self.queued_by_tenant.leave(run.completion.options.tenant)
@@ -266,14 +257,14 @@ class RunTable:
         if state is RunState.QUEUED:
             self._events.queued(run)
 
-    def _reschedule(self, run: Run, before: RunState, usage: Usage | None) -> None:
+    def _reschedule(self, run: Run, before: RunState) -> None:
         scheduler, attempt = self._scheduler, run.attempt
         if before is RunState.PLACED:
             assert attempt is not None, run
             if run.state is RunState.QUEUED:
                 scheduler.requeue(run, attempt.engine.id)
             else:
-                scheduler.ended(run, attempt.engine.id, usage)
+                scheduler.ended(run, attempt.engine.id)
         elif run.state is RunState.QUEUED:
             scheduler.add(run)
         elif before is RunState.QUEUED:
@@ -322,7 +313,7 @@ class RunTable:
         stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
         stats.finish_reason = outcome.response.finish_reason
         self._exchange.keep(run, attempt, outcome)
-        self._set_state(run, RunState.ENDED, usage)
+        self._set_state(run, RunState.ENDED)
         self._events.done(run, attempt, outcome)
 
     def _attempt_failed(self, run: Run, attempt: Attempt, error: ParrotError) -> None:

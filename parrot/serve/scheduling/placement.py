@@ -13,7 +13,8 @@ from parrot.serve.scheduling.blocks import (
     RunningPrefixes,
     find_beginnings,
 )
-from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex, weight_of
+from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.split import Site, split
 from parrot.serve.scheduling.task import CompletionTask
 
@@ -42,7 +43,7 @@ class GraphGroups:
         """Predicted seconds on top of the task's own time; negative for an advantage."""
         if engine.id not in self.engines(task):
             return 0.0
-        return -_GROUP_PULL * task.expected_output * engine.cost.step_s
+        return -_GROUP_PULL * task.expected_output * engine.costs.step_s
 
     def placed(self, task: CompletionTask, engine_id: int) -> None:
         if task.group is not None:
@@ -146,7 +147,6 @@ class PredictedSeconds(Placer):
             if not found:
                 return None
             (load,) = found
-            load.refresh()
             new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
             return None if self._growth_s(task, load, new_prompt, now) is None else load
         known = known or self._find(task)
@@ -195,8 +195,6 @@ class PredictedSeconds(Placer):
         for engine_id in task.avoided:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
-        for load in candidates.values():
-            load.refresh()
         return list(candidates.values())
 
     def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
@@ -206,7 +204,7 @@ class PredictedSeconds(Placer):
             load = self._loads.get(engine_id)
             if load is None or not load.is_open or (models and load.model not in models):
                 continue
-            if self._loads.takes(task, load):
+            if self._loads.takes(load, task):
                 proposed[engine_id] = load
         return proposed
 
@@ -221,7 +219,7 @@ class PredictedSeconds(Placer):
         if growth_s is None:
             return None
         output, outlook = task.expected_output, load.outlook(now)
-        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.cost.prefill_s
+        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s
         cost_s += outlook.steps_s(output) + output * growth_s
         cost_s += outlook.harm_s(prefill_s, output, growth_s) / weight
@@ -237,7 +235,7 @@ class PredictedSeconds(Placer):
         if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
             return None
         num_read = new_prompt + task.expected_output // 2
-        growth_s = load.cost.sequence_s + num_read * load.cost.token_s
+        growth_s = load.costs.sequence_s + num_read * load.costs.token_s
         return None if _growth_limit_s(task, load, now) < growth_s else growth_s
 
     # Blocks
@@ -275,7 +273,7 @@ class PredictedSeconds(Placer):
     def _site(
         self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: Beginnings
     ) -> Site:
-        cost, output, outlook = load.cost, task.expected_output, load.outlook(now)
+        cost, output, outlook = load.costs, task.expected_output, load.outlook(now)
         new_shared = max(0, block.shared - known.shared_len(load.id))
         own = max(0.0, block.prompt_len - block.shared)
         fill_s = max(0, block.shared - known.reused_len(load.id)) * cost.prefill_s
@@ -314,4 +312,4 @@ def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float
     tasks it would starve, and its queue with it."""
     if task.is_latency or not load.num_latency or now >= end_of_patience(task):
         return float("inf")
-    return _LATENCY_STEP_GROWTH * load.cost.step_s - load.step_s
+    return _LATENCY_STEP_GROWTH * load.costs.step_s - load.step_s

@@ -3,7 +3,7 @@
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import QueuedBlocks, RunningPrefixes
-from parrot.serve.scheduling.engine_load import LoadIndex
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.order import AppFifo, CriticalPath, LeastAttainedService, OrderPolicy
 from parrot.serve.scheduling.placement import GraphGroups, Placer, PredictedSeconds
 from parrot.serve.scheduling.routers import PrefixAware, RoundRobin

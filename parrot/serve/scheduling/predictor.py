@@ -1,60 +1,33 @@
-"""What calls cost, learnt from what they did cost: how long a function's outputs are, and how fast
-prompts and outputs go.
+"""What calls will cost: how long their outputs are, learnt from those before, and their seconds.
 
     seconds of a completion =  overhead
                              + tokens of its own fill * seconds per prompt token
-                             + expected output tokens * seconds per output token
+                             + expected output tokens * seconds per step
 
-Every figure starts from a prior that weighs as much as a few observations, and old observations
-fade. Seconds are as experienced, so in company: a slower figure in busy times is no error. Work is
-what the same takes an engine that has nothing else to do, and may be compared whenever it was
-predicted."""
+Engines report what prompts and steps cost. Lengths start from a prior that weighs as much as one
+observation, and old observations fade. `seconds` are in the present company; `work_s` is what the
+same takes an engine that has nothing else to do, and may be compared whenever it was predicted."""
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from parrot.protocol.engine_api import Usage
+from parrot.protocol.engine_api import StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.links import Prediction
 from parrot.serve.graph.nodes import Completion, Piece, Task, TextPiece
-
-V = TypeVar("V")
+from parrot.utils.heaps import LruDict
 
 _OVERHEAD_S = 0.01
 _NATIVE_S = 0.01
 _UNKNOWN_INPUT_TOKENS = 256
-_PROMPT_S, _OUTPUT_S = 0.0002, 0.02  # of a token, before anything is known
 _OUTPUT_SHARE = 0.5  # of max_gen_length: what an output has of which nothing is known
 
 _MAX_FUNCTIONS = 4096
-_MAX_SPEEDS = 256
+_MAX_RATIOS = 256
 _MAX_OUTPUTS = 64.0  # weight of a function's observations; older ones fade
 _BOUNDS = tuple(sorted({int(1.15**i) for i in range(100)}))  # up to about a million tokens
-
-
-class _Recent(Generic[V]):
-    """The values of the keys that were used last."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._values: OrderedDict[Hashable, V] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, key: Hashable) -> V | None:
-        if key in self._values:
-            self._values.move_to_end(key)
-        return self._values.get(key)
-
-    def put(self, key: Hashable, value: V) -> V:
-        self._values[key] = value
-        if len(self._values) > self._size:
-            self._values.popitem(last=False)
-        return value
 
 
 class OutputLengths:
@@ -89,49 +62,48 @@ class OutputLengths:
 
 
 @dataclass(slots=True)
-class Rate:
-    """A ratio of sums, that begins at `total / count` and remembers about `memory` of the count."""
+class _TextRatio:
+    """Tokens per character of prompts: a ratio of sums that begins at a usual value and remembers
+    about the last million characters."""
 
-    total: float
-    count: float
-    memory: float
+    num_tokens: float = 16.0
+    num_chars: float = 64.0
 
-    def observe(self, total: float, count: float) -> None:
-        self.total += total
-        self.count += count
-        while self.count > self.memory:
-            self.total, self.count = self.total / 2, self.count / 2
+    def observe(self, num_tokens: float, num_chars: float) -> None:
+        self.num_tokens += num_tokens
+        self.num_chars += num_chars
+        while self.num_chars > 1e6:
+            self.num_tokens, self.num_chars = self.num_tokens / 2, self.num_chars / 2
 
     @property
     def value(self) -> float:
-        return self.total / self.count
+        return self.num_tokens / self.num_chars
 
 
-@dataclass(slots=True)
-class Speed:
-    """As experienced by the calls that name the same models. The priors are rough."""
+class Pace(NamedTuple):
+    """Predicted seconds of a prompt token, of a step in the present company, and of a step of one
+    sequence alone."""
 
-    prompt: Rate = field(default_factory=lambda: Rate(_PROMPT_S * 256, 256, 2e5))
-    output: Rate = field(default_factory=lambda: Rate(_OUTPUT_S * 32, 32, 2e4))
-    tokens_per_char: Rate = field(default_factory=lambda: Rate(0.25 * 64, 64, 1e6))
+    prefill_s: float
+    step_s: float
+    step_alone_s: float
 
 
-def _by_priors(models: tuple[str, ...]) -> tuple[float, float]:
-    return _PROMPT_S, _OUTPUT_S
+def _usual_pace(models: tuple[str, ...]) -> Pace:
+    costs = StepCosts()
+    step_s = costs.decode_step_s(1, 0)
+    return Pace(costs.prefill_s, step_s, step_s)
 
 
 class Estimates:
-    """One for a ServeCore. Every method takes constant time and touches no graph. `alone`: the
-    seconds of a prompt token and of an output token on an engine that does nothing else, by the
-    models that a call names."""
+    """Predictions for one ServeCore. Every method takes constant time and touches no graph. `pace`
+    says how fast engines with some models are now (none named: all engines)."""
 
-    def __init__(
-        self, alone: Callable[[tuple[str, ...]], tuple[float, float]] = _by_priors
-    ) -> None:
-        self._alone = alone
-        self._functions: _Recent[OutputLengths] = _Recent(_MAX_FUNCTIONS)
-        self._speeds: _Recent[Speed] = _Recent(_MAX_SPEEDS)
-        self._prior = Speed()
+    def __init__(self, pace: Callable[[tuple[str, ...]], Pace] = _usual_pace) -> None:
+        self._pace = pace
+        self._functions: LruDict[int, OutputLengths] = LruDict(_MAX_FUNCTIONS)
+        self._ratios: LruDict[tuple[str, ...], _TextRatio] = LruDict(_MAX_RATIOS)
+        self._prior = _TextRatio()
 
     def output_tokens(self, completion: Completion) -> int:
         """Exact where the call fixes the length, else what such calls had, at least one."""
@@ -143,40 +115,34 @@ class Estimates:
         return 1 + int(prior if lengths is None else lengths.expect(prior, limit))
 
     def tokens_per_char(self, models: tuple[str, ...]) -> float:
-        return self._speed(models).tokens_per_char.value
+        return (self._ratios.get(models) or self._prior).value
 
     def predict(self, task: Task) -> Prediction:
-        """Of one run, from the lengths that are known now."""
+        """Predict one run from the lengths that are known now."""
         if not isinstance(task, Completion):
             return Prediction(_NATIVE_S, _NATIVE_S)
         models = task.options.models
-        speed = self._speed(models)
-        per_char = speed.tokens_per_char.value
+        per_char = self.tokens_per_char(models)
         prompt = sum([_prompt_tokens(piece, per_char) for piece in task.fill])
         output = self.output_tokens(task)
-        prompt_s, output_s = self._alone(models)
+        pace = self._pace(models)
+        prefill_s = prompt * pace.prefill_s
         return Prediction(
-            _OVERHEAD_S + prompt * speed.prompt.value + output * speed.output.value,
-            prompt * prompt_s + output * output_s,
+            _OVERHEAD_S + prefill_s + output * pace.step_s, prefill_s + output * pace.step_alone_s
         )
 
     def learn(self, completion: Completion, prompt_chars: int, usage: Usage) -> None:
-        """An answer came. Engines that count nothing teach nothing."""
+        """Take in an answer. Engines that count nothing teach nothing."""
         if not usage.output_tokens:
             return
-        key = _function(completion)
-        lengths = self._functions.get(key) or self._functions.put(key, OutputLengths())
+        key, models = _function(completion), completion.options.models
+        if (lengths := self._functions.get(key)) is None:
+            self._functions.put(key, lengths := OutputLengths())
         lengths.observe(usage.output_tokens)
-        models = completion.options.models
-        speed = self._speeds.get(models) or self._speeds.put(models, Speed())
-        if usage.decode_s > 0:
-            speed.output.observe(usage.decode_s, usage.output_tokens)
         if prompt_tokens := usage.cached_tokens + usage.computed_tokens:
-            speed.prompt.observe(usage.prefill_s, prompt_tokens)
-            speed.tokens_per_char.observe(prompt_tokens, prompt_chars)
-
-    def _speed(self, models: tuple[str, ...]) -> Speed:
-        return self._speeds.get(models) or self._prior
+            if (ratio := self._ratios.get(models)) is None:
+                self._ratios.put(models, ratio := _TextRatio())
+            ratio.observe(prompt_tokens, prompt_chars)
 
 
 def _has_fixed_length(sampling: SamplingConfig) -> bool:

@@ -4,7 +4,8 @@ from collections import OrderedDict
 from itertools import chain
 
 from parrot.serve.scheduling.blocks import RunningPrefixes
-from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex
+from parrot.serve.scheduling.engine_load import EngineLoad
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.placement import Placer
 from parrot.serve.scheduling.task import CompletionTask
 
@@ -25,7 +26,7 @@ class Router(Placer):
         new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
         room = min(task.max_output, load.max_tokens)
         is_free = load.is_open and self._fits(load, new_prompt + room)
-        return is_free and self._loads.takes(task, load)
+        return is_free and self._loads.takes(load, task)
 
 
 class RoundRobin(Router):

@@ -5,15 +5,16 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parrot.protocol.engine_api import Usage
+from parrot.protocol.engine_api import StepCosts
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import RunningPrefixes
-from parrot.serve.scheduling.cost import CostModel, ModelCosts
-from parrot.serve.scheduling.engine_load import EngineLoad, LoadIndex
+from parrot.serve.scheduling.engine_load import EngineLoad
 from parrot.serve.scheduling.hold_back import should_wait
+from parrot.serve.scheduling.load_index import LoadIndex, Models
 from parrot.serve.scheduling.placement import end_of_patience
 from parrot.serve.scheduling.policy import build_order, build_placer
+from parrot.serve.scheduling.predictor import Pace
 from parrot.serve.scheduling.queue import SortKey, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import Clock
@@ -24,8 +25,7 @@ _LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over i
 _MAX_PASSED = 64  # times that a task may be passed over before its queue waits for it
 _MAX_PRIORITY = 2**31 - 1
 _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
-
-Models = tuple[str, ...]
+_USUAL_COSTS = StepCosts()
 
 
 @dataclass(slots=True)
@@ -57,11 +57,9 @@ class Scheduler:
         config: GlobalSchedulerConfig,
         clock: Clock,
         index: PrefixIndex,
-        cost: CostModel | None = None,
     ) -> None:
         self._clock = clock
-        self._default = cost or CostModel()
-        self._costs: dict[str, ModelCosts] = {}
+        self._costs: dict[str, StepCosts] = {}  # by model, as an engine of it reported last
         self._running = RunningPrefixes()
         self._order = build_order(config, clock)
         self._loads = LoadIndex()
@@ -84,11 +82,24 @@ class Scheduler:
         max_tasks: int,
         max_tokens: int,
         max_len: int | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
-        """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds."""
+        """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
+        engine that does not say what its steps cost is taken to be like others of its model."""
         longest = max_tokens if max_len is None else min(max_len, max_tokens)
-        costs = self._costs.setdefault(model, ModelCosts(self._default))
+        if costs is not None:
+            self._costs[model] = costs
+        costs = self._costs.get(model, _USUAL_COSTS)
         self._loads.add(EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs))
+
+    def set_costs(self, engine_id: int, costs: StepCosts) -> None:
+        """Take over what an engine says that its steps cost."""
+        load = self._loads.get(engine_id)
+        assert load is not None, engine_id
+        if load.costs != costs:
+            self._costs[load.model] = costs
+            load.set_costs(costs)
+            self._loads.changed(load)
 
     def remove_engine(self, engine_id: int) -> None:
         """Its tasks must have been ended or requeued."""
@@ -99,18 +110,12 @@ class Scheduler:
         load = self._loads.get(engine_id)
         return 0 if load is None else load.num_tasks
 
-    def costs(self, engine_id: int) -> CostModel:
-        """What is believed of its speed."""
-        load = self._loads.get(engine_id)
-        assert load is not None, engine_id
-        load.refresh()
-        return load.cost
-
-    def seconds_alone(self, models: Models) -> tuple[float, float]:
-        """Of a prompt token and of an output token, where nothing else runs."""
-        known = next((m for m in models or self._costs if m in self._costs), None)
-        cost = self._default if known is None else self._costs[known].at_speed(1.0)
-        return cost.prefill_s, cost.decode_step_s(1, 0)
+    def pace(self, models: Models) -> Pace:
+        """How fast the engines with these models are now, on average."""
+        known = [self._costs[model] for model in models or self._costs if model in self._costs]
+        costs = known[0] if known else _USUAL_COSTS
+        alone_s = costs.decode_step_s(1, 0)
+        return Pace(costs.prefill_s, self._loads.mean_step_s(models) or alone_s, alone_s)
 
     def is_served(self, models: Models) -> bool:
         return self._loads.is_served(models)
@@ -137,9 +142,9 @@ class Scheduler:
         self._order.updated(task)
         self._push(task)
 
-    def ended(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
-        """A placed task has ended for good. `usage`: what its engine says of it, if it is done."""
-        self._unload(task, engine_id, usage)
+    def ended(self, task: CompletionTask, engine_id: int) -> None:
+        """A placed task has ended for good."""
+        self._unload(task, engine_id)
         self._order.ended(task)
 
     def requeue(self, task: CompletionTask, engine_id: int) -> None:
@@ -247,7 +252,7 @@ class Scheduler:
         queue = self._queues.get(task.models)
         num_groups = 0 if queue is None else queue.num_groups
         num_waiting = max(1.0, num_groups / self._loads.num_members(task.models))
-        step_s, most_s = load.cost.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
+        step_s, most_s = load.costs.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
         if not should_wait(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
             return False
         num_ahead, num_others = self._order.ahead(task, load.id)
@@ -292,19 +297,17 @@ class Scheduler:
         self._placer.unqueued(task)
         self._placer.placed(task, load)
         self._order.placed(task, load.id, work_s)
-        is_longest = load.max_len >= self._loads.longest(task.models)
+        is_longest = load.max_len >= self._loads.max_len(task.models)
         return Placement(task, load.id, self._priority(task), is_longest)
 
     def _priority(self, task: CompletionTask) -> int:
         steps = (self._order.priority_s(task) - self._epoch) / _PRIORITY_STEP_S
         return int(max(-_MAX_PRIORITY, min(_MAX_PRIORITY, steps)))
 
-    def _unload(self, task: CompletionTask, engine_id: int, usage: Usage | None = None) -> None:
-        load, now = self._loads.get(engine_id), self._clock.now()
+    def _unload(self, task: CompletionTask, engine_id: int) -> None:
+        load = self._loads.get(engine_id)
         assert load is not None, engine_id
-        charge = load.release(task, self._running.remove(task, engine_id), now)
-        if usage is not None:
-            load.learn(task, charge, usage, now)
+        load.release(task, self._running.remove(task, engine_id), self._clock.now())
         self._loads.changed(load)
         self._placer.ended(task, load)
 
@@ -338,6 +341,6 @@ def _next_end(tasks: list[CompletionTask], now: float) -> float | None:
 
 def _added_s(task: CompletionTask, load: EngineLoad, num_read: int, to_compute: int) -> float:
     """To each step while the task runs: its part of the prompt, and its KV that is read."""
-    cost = load.cost
+    cost = load.costs
     prefill_s = to_compute * cost.prefill_s / task.expected_output
     return cost.sequence_s + num_read * cost.token_s + prefill_s

@@ -3,6 +3,7 @@
 from itertools import count
 
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
@@ -36,9 +37,10 @@ class Bench:
         tokens: int = 1_000_000,
         model: str = "m",
         max_len: int | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         for _ in range(number):
-            self.scheduler.add_engine(next(self._ids), model, slots, tokens, max_len)
+            self.scheduler.add_engine(next(self._ids), model, slots, tokens, max_len, costs)
 
     def task(
         self,

@@ -1,12 +1,11 @@
-"""What an engine's load tells: what is usual there, what harms whom, what answers teach."""
+"""What an engine's load tells: what is usual there, and what harms whom."""
 
 import pytest
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import Usage
-from parrot.serve.scheduling.cost import CostModel
+from parrot.protocol.engine_api import StepCosts
 from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
-from parrot.serve.scheduling.usual import UsualLoad
+from parrot.serve.scheduling.outlook import UsualLoad
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 
@@ -42,7 +41,7 @@ def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:
     outlook = load.outlook(bench.clock.now())
     left_s = outlook.remaining_s
     assert outlook.steps_s(10) == pytest.approx(10 * load.step_s)
-    idle_s = CostModel().step_s  # nobody was there before, so nobody is expected
+    idle_s = StepCosts().step_s  # nobody was there before, so nobody is expected
     rest = 5000 - left_s / load.step_s
     assert outlook.steps_s(5000) == pytest.approx(left_s + rest * idle_s, rel=0.01)
 
@@ -60,8 +59,10 @@ def test_those_who_will_come_are_harmed_too() -> None:
         bench.scheduler.ended(task, 0)
     now = bench.clock.now()
     assert not load.num_tasks
-    assert load.outlook(now).harm_s(1.0, 1000, 1e-3) == pytest.approx(load.usual(now).weight)
-    assert load.usual(now).weight > 1.0
+    assert load.outlook(now).usual_weight > 1.0
+    assert load.outlook(now).harm_s(1.0, 1000, 1e-3) == pytest.approx(
+        load.outlook(now).usual_weight
+    )
 
 
 def test_a_chat_goes_where_its_steps_will_be_short() -> None:
@@ -107,34 +108,3 @@ def test_who_waits_for_the_whole_judges_by_its_time() -> None:
     short, long = bench.task(output=100), bench.task(output=1000)
     assert weight_of(short) == weight_of(long) > 1.0
     assert weight_of(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
-
-
-def test_reports_tell_prompts_from_sequences() -> None:
-    """A flood of prompts: most tasks wait for theirs in the engine's queue. What ServeCore has
-    placed there is taken for what it is, not for sequences of its steps."""
-    bench = Bench()
-    bench.engines(1, slots=1000)
-    truth = CostModel(step_s=7e-3, sequence_s=2e-4, token_s=1e-9, prefill_s=3.6e-5)
-    for number in range(100):
-        flood = [bench.task(session=2, own_len=1000, output=50) for _ in range(30 + number % 20)]
-        bench.add(*flood)
-        bench.run()
-        steps, running, prompt = 50, 2 + number % 7, 512 * (number % 30)
-        seconds = steps * (truth.step_s + running * truth.sequence_s) + prompt * truth.prefill_s
-        bench.later(seconds + 1.0)
-        usage = Usage(
-            output_tokens=50,
-            queue_s=1.0,
-            decode_s=seconds,
-            steps=steps,
-            step_sequences=steps * running,
-            step_prompt_tokens=prompt,
-        )
-        bench.scheduler.ended(flood[0], 0, usage)
-        for task in flood[1:]:
-            bench.scheduler.ended(task, 0)
-    learnt = bench.scheduler.costs(0)
-    assert learnt.step_s == pytest.approx(truth.step_s, rel=0.1)
-    assert learnt.prefill_s == pytest.approx(truth.prefill_s, rel=0.1)
-    per_sequence_s = learnt.sequence_s + 1025 * learnt.token_s
-    assert per_sequence_s == pytest.approx(truth.sequence_s, rel=0.25)

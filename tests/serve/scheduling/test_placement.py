@@ -2,7 +2,7 @@
 
 import pytest
 
-from parrot.protocol.engine_api import Usage
+from parrot.protocol.engine_api import StepCosts
 from parrot.serve.contexts.index import Boundary, Context
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
@@ -258,35 +258,22 @@ def test_without_the_features_siblings_are_strangers(group: str | None) -> None:
     assert len(set(bench.run().values())) == 4
 
 
-# What is learnt
+# What engines report
 
 
-def answer(bench: Bench, slowness: float, task: CompletionTask, engine_id: int) -> None:
-    """The task ends after the time that a true engine would take, alone."""
-    seconds = slowness * (0.0043 * 100 + 2.2e-5 * task.prompt_len)
-    bench.later(seconds)
-    usage = Usage(computed_tokens=task.prompt_len, output_tokens=100, decode_s=seconds)
-    bench.scheduler.ended(task, engine_id, usage)
-
-
-def train(bench: Bench, slowness: list[float]) -> None:
-    """Every engine gets its turns."""
-    for _ in range(40):
-        for engine_id, factor in enumerate(slowness):
-            task = bench.task(own_len=500)
-            task.avoided.update(set(range(len(slowness))) - {engine_id})
-            bench.add(task)
-            assert bench.run() == {task: engine_id}
-            answer(bench, factor, task, engine_id)
+def report(bench: Bench, slowness: list[float]) -> None:
+    """Every engine says what its steps cost."""
+    costs = StepCosts().model_dump()
+    for engine_id, factor in enumerate(slowness):
+        own = {name: factor * cost for name, cost in costs.items()}
+        bench.scheduler.set_costs(engine_id, StepCosts(**own))
 
 
 def test_a_slow_engine_gets_less() -> None:
     """Two engines of a model, one of them four times as slow: it gets work only under load."""
     bench = Bench()
     bench.engines(2, slots=1000)
-    train(bench, [1.0, 4.0])
-    costs = [bench.scheduler.costs(engine_id) for engine_id in (0, 1)]
-    assert costs[1].step_s == pytest.approx(4 * costs[0].step_s, rel=0.2)
+    report(bench, [1.0, 4.0])
     bench.add(*[bench.task(own_len=500) for _ in range(4)])
     assert set(bench.run().values()) == {0}
     bench.add(*[bench.task(own_len=500) for _ in range(300)])
@@ -294,38 +281,49 @@ def test_a_slow_engine_gets_less() -> None:
     assert 0 < placed.count(1) < 100
 
 
+def test_of_many_engines_the_slow_ones_are_not_among_the_least_loaded() -> None:
+    bench = Bench()
+    bench.engines(40)
+    report(bench, [4.0] * 20 + [1.0] * 20)
+    bench.add(*[bench.task(own_len=500, session=i) for i in range(20)])
+    assert sorted(bench.run().values()) == list(range(20, 40))
+
+
 def test_a_block_is_split_by_speed() -> None:
     bench = Bench()
     bench.engines(2, slots=1000)
-    train(bench, [1.0, 4.0])
+    report(bench, [1.0, 4.0])
     tasks = [bench.task(own_len=3000, group="g", criteria=THROUGHPUT, output=20) for _ in range(50)]
     bench.add(*tasks)
     placed = list(bench.run().values())
     assert 5 <= placed.count(1) <= 15  # a fifth would be 10
 
 
-def test_engines_that_nobody_visits_do_not_look_slow() -> None:
-    """Answers of one engine teach of all of its model."""
+def test_engines_that_report_nothing_are_taken_to_be_like_others_of_their_model() -> None:
     bench = Bench()
-    bench.engines(3)
-    for _ in range(20):
-        task = bench.task(own_len=500)
-        bench.add(task)
-        answer(bench, 0.25, task, bench.run()[task])
-    steps = [bench.scheduler.costs(engine_id).step_s for engine_id in range(3)]
-    assert max(steps) < 1.3 * min(steps)
-    assert max(steps) < 0.0043 / 2
+    bench.engines(1, model="slow", costs=StepCosts(step_s=0.1, prefill_s=0.001))
+    bench.engines(1, model="slow")
+    bench.engines(1, model="unknown")
+    bench.add(bench.task(models=("slow",)))
+    assert bench.run()
+    pace = [bench.scheduler.pace(models) for models in (("slow",), ("unknown",), ("none",))]
+    assert pace[0].step_alone_s == pytest.approx(0.1, rel=0.01)
+    assert pace[0].step_s == pytest.approx(0.1, rel=0.01)
+    assert pace[1].step_alone_s == pace[2].step_alone_s == StepCosts().decode_step_s(1, 0)
 
 
-def test_answers_without_times_teach_nothing() -> None:
+def test_the_pace_follows_the_load() -> None:
     bench = Bench()
-    bench.engines(1)
-    before = bench.scheduler.costs(0)
-    task = bench.task()
-    bench.add(task)
-    bench.run()
-    bench.scheduler.ended(task, 0, Usage())
-    assert bench.scheduler.costs(0) == before
+    bench.engines(2)
+    idle_s = bench.scheduler.pace(()).step_s
+    bench.add(*[bench.task(own_len=20_000, session=i) for i in range(8)])
+    placed = bench.run()
+    busy_s = bench.scheduler.pace(()).step_s
+    assert busy_s > 1.2 * idle_s
+    bench.scheduler.check_integrity()
+    for task, engine_id in placed.items():
+        bench.scheduler.ended(task, engine_id)
+    assert bench.scheduler.pace(()).step_s == pytest.approx(idle_s)
 
 
 # Routers

@@ -1,0 +1,84 @@
+"""What the foreign server's steps cost, fitted to how long its answers took."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from parrot.engine.core.step_costs import StepCostFit
+from parrot.protocol.engine_api import StepCosts, Usage
+from parrot.utils.clock import Clock
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What the server has done so far: answers and their tokens of context, times seconds, and
+    prompt tokens computed."""
+
+    answer_s: float = 0.0
+    token_s: float = 0.0
+    prompt_tokens: float = 0.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer under way; `usage` is set when it is there."""
+
+    usage: Usage | None = None
+
+
+class AnswerCosts:
+    """Takes the server to make one step for each token of an answer, beside all other answers of
+    this engine that are under way. Work that others give the server makes its steps look slower,
+    as they are."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._fit = StepCostFit()
+        self._totals = _Totals()
+        self._since = clock.now()
+        self._num_answers = 0
+        self._num_tokens = 0.0
+
+    def costs(self) -> StepCosts | None:
+        """None before the first answer that counts its tokens."""
+        return self._fit.costs()
+
+    @contextmanager
+    def answering(self, num_tokens: float) -> Iterator[Answer]:
+        """An answer is under way inside; its prompt has about `num_tokens`."""
+        before, began = self._advance(), self._clock.now()
+        self._num_answers += 1
+        self._num_tokens += num_tokens
+        answer = Answer()
+        try:
+            yield answer
+        finally:
+            after = self._advance()
+            self._num_answers -= 1
+            self._num_tokens -= num_tokens
+        if answer.usage is not None:
+            self._learn(before, after, self._clock.now() - began, answer.usage)
+
+    def _learn(self, before: _Totals, after: _Totals, seconds: float, usage: Usage) -> None:
+        self._totals.prompt_tokens += usage.computed_tokens
+        num_prompt_tokens = after.prompt_tokens - before.prompt_tokens + usage.computed_tokens
+        if usage.output_tokens <= 0 or seconds <= 0:
+            return
+        steps_per_s = usage.output_tokens / seconds
+        self._fit.observe(
+            seconds,
+            num_steps=usage.output_tokens,
+            num_sequences=(after.answer_s - before.answer_s) * steps_per_s,
+            num_tokens=(after.token_s - before.token_s) * steps_per_s,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+
+    def _advance(self) -> _Totals:
+        now, totals = self._clock.now(), self._totals
+        elapsed_s, self._since = now - self._since, now
+        self._totals = _Totals(
+            totals.answer_s + self._num_answers * elapsed_s,
+            totals.token_s + self._num_tokens * elapsed_s,
+            totals.prompt_tokens,
+        )
+        return self._totals
