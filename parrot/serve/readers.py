@@ -106,10 +106,14 @@ class _Read:
         self._readers: list[Reader] = []
         self.candidates: Sequence[VariableNode] = ()
 
-    def want(self, node: VariableNode, *, as_stream: bool = False) -> None:
+    def want(self, node: VariableNode, *, as_stream: bool = False, may_lose: bool = False) -> None:
         self._readers.append(
             self._graph.add_reader(
-                node, self._criteria, deadline=self._deadline, wants_stream=as_stream
+                node,
+                self._criteria,
+                deadline=self._deadline,
+                wants_stream=as_stream,
+                may_lose=may_lose,
             )
         )
         self._graph.wake()
@@ -143,8 +147,7 @@ class _Race:
         elif not self.decided.done():
             self._watched.append(node.variable)
             node.variable.on_settled(self._on_settled)
-            # Those that lose go on behind what they have streamed, if they are wanted again.
-            self._read.want(node, as_stream=self._has_losers)
+            self._read.want(node, may_lose=self._has_losers)
 
     def close(self) -> None:
         for variable in self._watched:

@@ -46,7 +46,7 @@ class Exchange:
             return Outcome(run.text, None, 0, _nothing_more())
         run.stats.recomputed_tokens = attempt.recomputed_tokens
         delivered = run.text
-        if run.wants_stream:
+        if run.wants_stream or run.may_lose:
             response = await self._stream(run, attempt, request)
         else:
             response = await attempt.engine.client.generate(request)

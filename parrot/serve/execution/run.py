@@ -104,6 +104,11 @@ class Run(CompletionTask):
         return any(waiter.wants_stream for waiter in self.waiters)
 
     @property
+    def may_lose(self) -> bool:
+        """It may be withdrawn at any time, and is to go on from there when it is wanted again."""
+        return any(waiter.may_lose for waiter in self.waiters)
+
+    @property
     def owner(self) -> Owner:
         """Whose its context will be: the tenant's where sessions share it."""
         first = self.waiters[0].session_id

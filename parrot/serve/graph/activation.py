@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from math import isclose
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.serve.graph.links import Predictor, Reader, Runner, TaskNode, VariableNode
+from parrot.serve.graph.links import Predictor, Reader, Runner, TaskNode
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.objective import (
     deduce,
@@ -42,21 +41,13 @@ class Demand:
         self._num_finished = 0
         self._next_prediction = 1
 
-    def add_reader(
-        self,
-        node: VariableNode,
-        criteria: PerformanceCriteria,
-        *,
-        deadline: float | None = None,
-        wants_stream: bool = False,
-    ) -> Reader:
+    def add_reader(self, reader: Reader) -> None:
         """Want an unsettled variable, whether or not it has a producer yet."""
-        reader = Reader(node, criteria, deadline, wants_stream)
-        node.readers.append(reader)
-        producer = node.producer
+        reader.node.readers.append(reader)
+        producer = reader.node.producer
         if producer is None or producer.is_finished:
-            return reader
-        changed = self._update_streaming(producer)
+            return
+        changed = self._update_delivery(producer)
         producer.demand += 1
         producer.asked += 1
         if producer.demand == 1:
@@ -64,8 +55,7 @@ class Demand:
         else:
             if producer.asked == 1:
                 changed |= self._ask_above([producer])
-            self._update(changed | tighten(producer, criteria, deadline))
-        return reader
+            self._update(changed | tighten(producer, reader.criteria, reader.deadline))
 
     def remove_reader(self, reader: Reader) -> None:
         """The reader has its value or has gone. Work that nobody else asks for is withdrawn, and
@@ -76,7 +66,7 @@ class Demand:
         producer = reader.node.producer
         if producer is None or producer.is_finished:
             return
-        self._update(self._update_streaming(producer))
+        self._update(self._update_delivery(producer))
         if producer.asked == 1:
             self._release_consumers(producer)
         self._lower([producer], was_asked=True)
@@ -290,16 +280,16 @@ class Demand:
         task.task.objective = None
         self._unexpect(task)
 
-    def _update_streaming(self, task: TaskNode) -> set[TaskNode]:
+    def _update_delivery(self, task: TaskNode) -> set[TaskNode]:
         """A reader of the task has come or gone. Returns the task if that changed whether its
-        tokens are wanted as they come."""
-        if not isinstance(task.task, Completion):
+        tokens are to be delivered as they come."""
+        completion = task.task
+        if not isinstance(completion, Completion):
             return set()
-        wants_stream = any(reader.wants_stream for reader in task.readers())
-        if wants_stream is task.task.wants_stream:
-            return set()
-        task.task.wants_stream = wants_stream
-        return {task}
+        before = completion.wants_stream, completion.may_lose
+        completion.wants_stream = any(reader.wants_stream for reader in task.readers())
+        completion.may_lose = any(reader.may_lose for reader in task.readers())
+        return set() if before == (completion.wants_stream, completion.may_lose) else {task}
 
     def _withdraw(self, task: TaskNode) -> None:
         task.is_started = False

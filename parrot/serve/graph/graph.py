@@ -184,9 +184,12 @@ class SessionGraph:
         *,
         deadline: float | None = None,
         wants_stream: bool = False,
+        may_lose: bool = False,
     ) -> Reader:
         """Want an unsettled variable until `remove_reader`."""
-        return self._demand.add_reader(node, criteria, deadline=deadline, wants_stream=wants_stream)
+        reader = Reader(node, criteria, deadline, wants_stream, may_lose)
+        self._demand.add_reader(reader)
+        return reader
 
     def remove_reader(self, reader: Reader) -> None:
         self._demand.remove_reader(reader)
@@ -323,7 +326,7 @@ class SessionGraph:
         for node in nodes:
             self._flow.enter(node)
         if criteria is not None and nodes and not nodes[-1].outputs[-1].is_settled:
-            self._demand.add_reader(nodes[-1].outputs[-1], criteria)
+            self._demand.add_reader(Reader(nodes[-1].outputs[-1], criteria))
 
 
 def _select(

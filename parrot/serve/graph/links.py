@@ -39,12 +39,13 @@ class VariableNode:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """Somebody outside the graph who wants a variable."""
+    """Somebody outside the graph who wants a variable. `may_lose`: it is a candidate of a race."""
 
     node: VariableNode
     criteria: PerformanceCriteria
     deadline: float | None = None  # on the clock's scale
     wants_stream: bool = False
+    may_lose: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -125,6 +125,7 @@ class Completion:
     state: CompletionState = CompletionState.IDLE
     objective: Objective | None = None
     wants_stream: bool = False  # a reader wants tokens as they come
+    may_lose: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
     times: Timeline = field(default_factory=Timeline)
     stats: RunStats = field(default_factory=RunStats)
 

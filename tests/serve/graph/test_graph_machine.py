@@ -8,10 +8,16 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import CyclicGraph, EngineFailed, SessionGone
+from parrot.protocol.errors import (
+    Cancelled,
+    CyclicGraph,
+    EngineFailed,
+    ParrotError,
+    SessionGone,
+)
 from parrot.serve.graph.links import Reader, TaskNode, VariableNode
 from parrot.serve.graph.nodes import Completion, CompletionState
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.variable import SemanticVariable, VariableState
 from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, native, semantic, taken
 
 CRITERIA = st.sampled_from(list(PerformanceCriteria))
@@ -24,6 +30,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.graph = make_graph(self.runner)
         self.readers: list[Reader] = []
         self.is_awake = False
+        self.reasons: dict[str, type[ParrotError]] = {}  # by the ids of variables that failed first
         self.held: set[TaskNode] = set()  # what nobody has given up, in a way that tells
 
     def nodes(self) -> list[VariableNode]:
@@ -140,6 +147,7 @@ class GraphMachine(RuleBasedStateMachine):
         task = self.runner.started[index]
         if fails:
             self.give_up(next(task.outputs()).id)
+            self.blame(task.outputs(), EngineFailed)
             self.runner.fail(task, EngineFailed("broken"))
         else:
             self.runner.finish(task)
@@ -155,6 +163,8 @@ class GraphMachine(RuleBasedStateMachine):
     def cancel_variable(self, data: st.DataObject) -> None:
         node = self.pick(data, self.nodes())
         self.give_up(node.variable.id)
+        made_with = node.producer.outputs if node.producer else [node]
+        self.blame((other.variable for other in made_with), Cancelled)
         self.graph.cancel_variable(node.variable.id)
         assert node.is_settled
 
@@ -165,7 +175,14 @@ class GraphMachine(RuleBasedStateMachine):
         request_id = calls[data.draw(st.integers(0, len(calls) - 1))]
         for task in self.graph.calls[request_id].tasks:
             self.give_up(task.outputs[0].variable.id)
+            self.blame(task.task.outputs(), Cancelled)
         self.graph.cancel_call(request_id)
+
+    def blame(self, variables: Iterable[SemanticVariable], reason: type[ParrotError]) -> None:
+        """If they fail now, this is why."""
+        for variable in variables:
+            if not variable.is_settled:
+                self.reasons.setdefault(variable.id, reason)
 
     def give_up(self, var_id: str) -> None:
         self.held -= self.connected(self.graph.node(var_id))
@@ -209,6 +226,23 @@ class GraphMachine(RuleBasedStateMachine):
             if node.task.state is CompletionState.WAITING and isinstance(node.task, Completion)
         }
         assert {completion.id for completion in self.runner.expected} == waiting
+
+    @invariant()
+    def every_variable_fails_for_a_reason_of_its_own_history(self) -> None:
+        """Its own or its call's end, or that of something it needs; of that reason's type."""
+        for node in self.nodes():
+            if node.variable.error is None:
+                assert node.variable.state is VariableState.EMPTY or node.variable.id not in (
+                    self.reasons
+                )
+                continue
+            above = reachable(
+                [node.producer] if node.producer else [],
+                lambda task: [v.producer for v in task.inputs if v.producer],
+            )
+            history = [node, *(v for task in above for v in task.inputs)]
+            reasons = {self.reasons.get(other.variable.id) for other in history}
+            assert type(node.variable.error) in reasons, (node.variable.error, reasons)
 
     @invariant()
     def failure_reaches_every_dependent(self) -> None:
