@@ -93,7 +93,7 @@ class Reads:
 
 
 class _Read:
-    """What one request wants, and wakes the session for. `end`: when it times out, on the clock's
+    """The wants of one request, which wake the session. `end`: when it times out, on the clock's
     scale. `candidates` of a race: those that were not ready in time are not made in the background
     either."""
 
@@ -171,7 +171,7 @@ class _Race:
             self._read.leave()
 
     def _too_few(self, cause: ParrotError) -> ParrotError:
-        """Of the type of the failure that decided it."""
+        """The error of a race that cannot be won: of the type of the failure that decided it."""
         possible = self._num_open + len(self._winners)
         error = type(cause)(
             f"only {possible} of the {self._num_wanted} wanted can be ready, since others failed: "

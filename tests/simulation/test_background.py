@@ -101,21 +101,3 @@ def test_a_read_that_is_given_up_stops_its_own_work_and_no_other() -> None:
         return [row.state for row in states.calls]
 
     assert simulate(body) == ["idle", "running", "running"]
-
-
-def test_losers_of_a_race_go_on_where_they_stopped() -> None:
-    """A loop over the first of all that are left takes no longer than the longest call alone."""
-    lengths = (600, 400, 100, 300, 500, 200)
-
-    async def body(program: Program) -> float:
-        left = {await program.call(length): length for length in lengths}
-        winners = []
-        while left:
-            (value,) = await program.client.first_vars(**program.scope, var_ids=list(left))
-            winners.append(left.pop(value.var_id))
-        assert winners == sorted(lengths)
-        info = await program.client.session_info(**program.scope)
-        assert [row.output_tokens for row in info.calls] == list(lengths)
-        return asyncio.get_running_loop().time()
-
-    assert simulate(body) < 1.1 * max(lengths) * STEP_S

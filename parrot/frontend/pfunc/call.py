@@ -61,7 +61,7 @@ class BasicCall(ABC):
 
     @property
     def returned(self) -> Returned:
-        """What the caller gets: one variable, or a tuple of them."""
+        """The result for the caller: one variable, or a tuple of them."""
         variables = self.output_vars
         return variables[0] if len(variables) == 1 else tuple(variables)
 

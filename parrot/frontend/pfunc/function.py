@@ -1,7 +1,12 @@
 """Functions of the front end: prompts (`SemanticFunction`) and code (`PyNativeFunction`)."""
 
+import ast
+import builtins
+import inspect
+import symtable
+import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +32,6 @@ from parrot.frontend.pfunc.metadata import (
     SemanticFuncMetadata,
     parse_metadata,
 )
-from parrot.frontend.pfunc.native_source import function_source
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
@@ -202,7 +206,7 @@ class PyNativeFunction(BasicFunction):
         if not self.outputs:
             raise ValueError(f"native function `{name}` has no output")
         self.metadata = metadata or NativeFuncMetadata()
-        self.source = function_source(pyfunc)
+        self.source = _source_of(pyfunc)
 
     def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyNativeCall:
         return PyNativeCall(self, args, kwargs)
@@ -230,3 +234,56 @@ def _without_sampling(name: str, param: Parameter) -> Parameter:
 
 def _locations(body: Sequence[FuncBodyPiece]) -> list[Parameter]:
     return [piece.param for piece in body if isinstance(piece, ParameterLoc)]
+
+
+def _source_of(pyfunc: Callable[..., Any]) -> str:
+    """The source text of a native function, as it travels to ServeCore: the `def` alone, without
+    decorators, annotations, defaults or indentation.
+
+    Raises `ValueError` for what cannot travel: a lambda, a coroutine, code without source text,
+    anything that uses names from outside itself."""
+    name = getattr(pyfunc, "__name__", repr(pyfunc))
+    if not inspect.isfunction(pyfunc) or name == "<lambda>":
+        raise ValueError(f"native function `{name}` must be made with `def`")
+    if inspect.iscoroutinefunction(pyfunc) or inspect.isgeneratorfunction(pyfunc):
+        raise ValueError(f"native function `{name}` must be a plain function, not async or `yield`")
+    definition = _definition(pyfunc)
+    definition.decorator_list = []
+    definition.returns = None
+    definition.args.defaults = []  # the caller fills in defaults
+    definition.args.kw_defaults = [None] * len(definition.args.kwonlyargs)
+    for arg in ast.walk(definition.args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    source = ast.unparse(ast.Module([definition], []))
+    if outside := sorted(set(_free_names(source)) - {name}):
+        raise ValueError(
+            f"native function `{name}` uses `{outside[0]}` from outside itself: it runs alone in "
+            "ServeCore, so import inside it and pass values as inputs"
+        )
+    return source
+
+
+def _definition(pyfunc: Callable[..., Any]) -> ast.FunctionDef:
+    try:
+        source = textwrap.dedent(inspect.getsource(pyfunc))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError) as error:
+        raise ValueError(
+            f"the source text of native function `{pyfunc.__name__}` cannot be found: {error}"
+        ) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == pyfunc.__name__:
+            return node
+    raise ValueError(f"native function `{pyfunc.__name__}` must be made with `def`")
+
+
+def _free_names(source: str) -> Iterator[str]:
+    """Names that the code takes from neither itself nor the builtins."""
+    tables = list(symtable.symtable(source, "<native function>", "exec").get_children())
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_global() and not hasattr(builtins, symbol.get_name()):
+                yield symbol.get_name()

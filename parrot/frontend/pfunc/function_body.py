@@ -1,4 +1,4 @@
-"""What a semantic function is made of: parameters, and a template cut into pieces."""
+"""The parts of a semantic function: parameters, and a template cut into pieces."""
 
 import inspect
 import re
@@ -52,7 +52,7 @@ class Parameter:
         return not self.is_output and self.default is inspect.Parameter.empty
 
     def get_param_str(self) -> str:
-        """Its placeholder."""
+        """Its placeholder in the template."""
         return placeholder(self.name)
 
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class LivenessProbe:
-    """Asks, on behalf of everybody who waits without a timeout, at most once per `interval_s`.
+    """A probe on behalf of everybody who waits without a timeout, at most once per `interval_s`.
 
     `ask` returns when the server is alive and raises what a waiting read is to raise when it is
     not."""

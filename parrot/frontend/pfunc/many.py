@@ -46,7 +46,7 @@ async def afirst_k(
     timeout: float | None = None,
     deadline: float | None = None,
 ) -> list[SemanticVariable]:
-    """As `first_k`. Cancelling withdraws the read."""
+    """The same as `first_k` for async code. Cancelling withdraws the read."""
     session, pending, ready = _prepare(variables, k)
     if session is None:
         return ready
@@ -104,7 +104,7 @@ async def agather(
     deadline: float | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """As `gather`. Cancelling withdraws the reads."""
+    """The same as `gather` for async code. Cancelling withdraws the reads."""
     distinct = list(dict.fromkeys(variables))
     num_done = 0
     async with aclosing(
@@ -146,7 +146,8 @@ async def aas_completed(
     deadline: float | None = None,
     progress: Progress | None = None,
 ) -> AsyncIterator[SemanticVariable]:
-    """As `as_completed`. To withdraw the reads at a certain moment, close the iterator."""
+    """The same as `as_completed` for async code. To withdraw the reads at a certain moment, close
+    the iterator."""
     num_done = 0
     completed = _acompleted(_distinct(variables), read_options(criteria, timeout, deadline))
     async with aclosing(completed):
@@ -160,7 +161,7 @@ async def aas_completed(
 
 
 def _completed(variables: Sequence[SemanticVariable], options: ReadOptions) -> Iterator[Completed]:
-    """Those whose value is known here come first."""
+    """Yield each variable with its error, if it failed; those whose value is known here first."""
     session, pending, ready = _split(variables)
     yield from ((var, None) for var in ready)
     if session is not None:
@@ -188,7 +189,7 @@ def _reader(
 def _prepare(
     variables: Sequence[SemanticVariable], k: int
 ) -> "tuple[Session | None, list[SemanticVariable], list[SemanticVariable]]":
-    """As `_split`, for a race; without a session when `k` of them are ready."""
+    """Split the candidates of a race. The session is None when `k` of them are ready."""
     if not 1 <= k <= len(variables):
         raise ValueError(f"k is {k}, but there are {len(variables)} variables")
     ready = [var for var in _distinct(variables) if var.is_ready][:k]

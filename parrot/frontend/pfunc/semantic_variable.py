@@ -19,7 +19,7 @@ _LATENCY = PerformanceCriteria.LATENCY
 
 
 class ReadOptions(TypedDict):
-    """How a value is wanted."""
+    """The criteria and the limits of a read."""
 
     criteria: PerformanceCriteria
     timeout_s: float | None
@@ -124,12 +124,12 @@ class SemanticVariable:
         return self._content is not None
 
     def attach(self, session: "Session", var_id: str) -> None:
-        """For the session that registered it."""
+        """Record its id. Only for the session that registered it."""
         self._session = session
         self._id = var_id
 
     def settle(self, value: "VarGetResponse") -> None:
-        """For the session that read it."""
+        """Record its value. Only for the session that read it."""
         self.finish_reason, self.usage = value.finish_reason, value.usage
         self._content = value.content
 
@@ -188,7 +188,8 @@ class SemanticVariable:
         timeout: float | None = None,
         deadline: float | None = None,
     ) -> AsyncIterator[str]:
-        """As `stream`. To withdraw the read at a certain moment, close the iterator (`aclose`)."""
+        """The same as `stream` for async code. To withdraw the read at a certain moment, close the
+        iterator (`aclose`)."""
         if self._content is not None:
             if self._content:
                 yield self._content

@@ -70,7 +70,8 @@ class _End(Enum):
 
 
 class Session:
-    """Its coroutines run on its own background loop: give them to `run`, `arun` or `start`.
+    """One session. Its coroutines run on its own background loop: give them to `run`, `arun` or
+    `start`.
 
     Reads, calls and cancellations are tried again when the connection breaks (a call carries an
     idempotency key); making a session or a variable and setting one are not. Calls and reads also
@@ -87,7 +88,7 @@ class Session:
         """Takes ownership of `loop` and both clients. `reads` may be busy for long."""
         self.session_id = session_id
         self.contexts: dict[SemanticFunction, int] = {}
-        """By function: the request whose context its next call continues."""
+        """The requests whose contexts the next calls continue, by function."""
         self._loop = loop
         self._calls = calls
         self._reads = reads
@@ -151,15 +152,15 @@ class Session:
             return self.result(future)
 
     def result(self, future: Future[T]) -> T:
-        """What `start` gave, waited for if need be. Only the end of the session cancels it."""
+        """Wait for a future of `start`. Only the end of the session cancels it."""
         try:
             return future.result()
         except CancelledError:
             raise SessionGone(f"session {self.session_id} has ended") from None
 
     def items(self, produce: Producer[T]) -> Iterator[T]:
-        """What the coroutine `produce(emit)` emits on the background loop, as it comes. Leaving the
-        loop early cancels the coroutine."""
+        """Yield what the coroutine `produce(emit)` emits on the background loop, as it comes.
+        Leaving the loop early cancels the coroutine."""
         emitted: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         future = self.start(produce(emitted.put))
         future.add_done_callback(lambda _: emitted.put(_End.END))
@@ -171,7 +172,7 @@ class Session:
             future.cancel()
 
     async def aitems(self, produce: Producer[T]) -> AsyncGenerator[T]:
-        """As `items`, for a caller with an event loop: close it to cancel at a certain moment."""
+        """The same for a caller with an event loop: close it to cancel at a certain moment."""
         emitted: asyncio.Queue[T | _End] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -391,5 +392,5 @@ async def _time_limit(what: str, timeout_s: float | None) -> AsyncIterator[None]
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Not its subclasses: those are answers."""
+    """Whether the connection broke. Subclasses of `Unavailable` are answers of the server."""
     return type(error) is Unavailable

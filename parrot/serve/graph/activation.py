@@ -1,7 +1,8 @@
-"""Nothing runs until someone wants it: activation, deduction and withdrawal along the graph."""
+"""Activation: start what somebody wants, and what that needs; stop what nobody wants any more."""
 
 from collections.abc import Iterable, Sequence
-from math import isclose
+from itertools import islice
+from math import inf, isclose
 
 from parrot.serve.graph.links import Predictor, Reader, Runner, TaskNode
 from parrot.serve.graph.nodes import Completion, CompletionState
@@ -14,11 +15,13 @@ from parrot.serve.graph.objective import (
     relax_deadlines,
     tighten,
 )
-from parrot.serve.graph.readiness import ready_at
 from parrot.utils.clock import Clock
 
+_MAX_DEPTH = 4  # tasks above that are asked in turn; beyond, the prediction of activation holds
+_MAX_LOOK = 64  # inputs looked at for the first that is missing
 
-class Demand:
+
+class Activation:
     """Counts who wants each task, starts wanted tasks whose inputs are ready, and stops tasks that
     nobody wants any more. `num_started`: tasks that are with the runner now.
 
@@ -111,7 +114,8 @@ class Demand:
             self._start(task)
 
     def finished(self, task: TaskNode) -> None:
-        """It came to a final state; whatever was still to be made for it alone is withdrawn."""
+        """Handle a task that came to a final state. What was to be made for it alone is
+        withdrawn."""
         if task.is_started:
             task.is_started = False
             self.num_started -= 1
@@ -218,7 +222,7 @@ class Demand:
 
     def _expect(self, task: TaskNode) -> None:
         if isinstance(task.task, Completion):
-            self._runner.expect(task.task, lambda: ready_at(task, self._clock.now()))
+            self._runner.expect(task.task, lambda: _ready_at(task, self._clock.now()))
 
     def _unexpect(self, task: TaskNode) -> None:
         if isinstance(task.task, Completion):
@@ -328,3 +332,26 @@ class Demand:
 
 def _task_id(task: TaskNode) -> int:
     return task.task.id
+
+
+def _ready_at(task: TaskNode, now: float, depth: int = _MAX_DEPTH) -> float:
+    """When a wanted task that waits will have its inputs, on the clock's scale: the latest of
+    - what was predicted when it became wanted, by the longest path above it;
+    - when the rest of its inputs will be there, if they come as fast as those that have come;
+    - when the task that makes its first missing input will be done, if that waits, too.
+    Infinite if nothing but the program can give that input."""
+    activated = task.task.times.activated
+    assert activated is not None, task.task
+    when = max(now, activated + task.ready_in_s)
+    num_come = task.num_awaited - task.missing
+    if num_come > 0:
+        when = max(when, now + (now - activated) * task.missing / num_come)
+    missing = next((n for n in islice(task.inputs, _MAX_LOOK) if not n.is_settled), None)
+    if missing is None:
+        return when
+    above = missing.producer
+    if above is None:
+        return inf
+    if depth and above.missing:
+        when = max(when, _ready_at(above, now, depth - 1) + above.duration_s)
+    return when

@@ -80,7 +80,7 @@ def plan_call(request: SemanticCallRequest, *, follows_text: bool = False) -> Ca
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:
-    """By name. Raises `InvalidRequest` if a name occurs twice."""
+    """Map the parameters by their names. Raises `InvalidRequest` if a name occurs twice."""
     by_name = {parameter.name: parameter for parameter in parameters}
     if len(by_name) < len(parameters):
         names = [parameter.name for parameter in parameters]

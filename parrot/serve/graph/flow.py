@@ -1,9 +1,9 @@
-"""What follows when a variable is settled: consumers become ready, or fail with it."""
+"""The consequences of a settled variable: its consumers become ready, or fail with it."""
 
 from collections import deque
 
 from parrot.protocol.errors import ParrotError
-from parrot.serve.graph.activation import Demand
+from parrot.serve.graph.activation import Activation
 from parrot.serve.graph.links import Runner, TaskNode, VariableNode
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.graph.variable import VariableState
@@ -14,16 +14,16 @@ class Flow:
     """Handles settled variables one after the other, in a loop and not by recursion: settling one
     may settle thousands that depend on it."""
 
-    def __init__(self, clock: Clock, runner: Runner, demand: Demand) -> None:
+    def __init__(self, clock: Clock, runner: Runner, activation: Activation) -> None:
         self.num_settled = dict.fromkeys(VariableState, 0)
         self._clock = clock
         self._runner = runner
-        self._demand = demand
+        self._activation = activation
         self._waiting: deque[VariableNode] = deque()
         self._is_draining = False
 
     def settled(self, node: VariableNode) -> None:
-        """Somebody set or failed the variable just now."""
+        """Handle a variable that was set or has failed just now."""
         self._waiting.append(node)
         if self._is_draining:
             return
@@ -40,7 +40,7 @@ class Flow:
         if failed is not None:
             self._fail(task, failed)
         elif not task.is_finished:
-            self._demand.add_producer(task)
+            self._activation.add_producer(task)
 
     def cancel(self, task: TaskNode, error: ParrotError) -> None:
         """Stop the task wherever it is, and fail its outputs that are not settled."""
@@ -55,7 +55,7 @@ class Flow:
             self._finish(node.producer, node)
         has_failed = node.variable.error is not None
         for consumer in node.consumers:
-            self._demand.input_settled(consumer)
+            self._activation.input_settled(consumer)
             if has_failed:
                 self._fail(consumer, node)
 
@@ -69,7 +69,7 @@ class Flow:
             task.task.state = CompletionState.FAILED if has_failed else CompletionState.DONE
         if task.task.times.finished is None:
             task.task.times.finished = self._clock.now()
-        self._demand.finished(task)
+        self._activation.finished(task)
         self._runner.finished(task.task)
 
     def _fail(self, task: TaskNode, cause: VariableNode) -> None:

@@ -21,7 +21,7 @@ from parrot.protocol.public import (
     ParameterInfo,
     SemanticCallRequest,
 )
-from parrot.serve.graph.activation import Demand
+from parrot.serve.graph.activation import Activation
 from parrot.serve.graph.build import (
     NO_ANCESTOR,
     Ancestor,
@@ -93,14 +93,14 @@ class SessionGraph:
         self._on_demand = on_demand
         self._clock = clock
         self._ids = ids
-        self._demand = Demand(clock, runner, predictor)
-        self._flow = Flow(clock, runner, self._demand)
+        self._activation = Activation(clock, runner, predictor)
+        self._flow = Flow(clock, runner, self._activation)
         self._replays = Replays()
 
     @property
     def num_started(self) -> int:
         """Tasks that are with the dispatcher or the sandbox now."""
-        return self._demand.num_started
+        return self._activation.num_started
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:
@@ -126,7 +126,7 @@ class SessionGraph:
         node.variable.set(text)
 
     def is_known(self, request: CallRequest) -> bool:
-        """Its idempotency key was used before: submitting it adds no call."""
+        """Whether its idempotency key was used before, so that submitting it adds no call."""
         return request.idempotency_key in self._replays
 
     def submit_semantic(self, request: SemanticCallRequest) -> CallResponse:
@@ -188,21 +188,21 @@ class SessionGraph:
     ) -> Reader:
         """Want an unsettled variable until `remove_reader`."""
         reader = Reader(node, criteria, deadline, wants_stream, may_lose)
-        self._demand.add_reader(reader)
+        self._activation.add_reader(reader)
         return reader
 
     def remove_reader(self, reader: Reader) -> None:
-        self._demand.remove_reader(reader)
+        self._activation.remove_reader(reader)
 
     def wake(self) -> None:
         """From now on, run in the background what the program holds: every call that is not on
         demand, until its outputs are cancelled or released, or a reader leaves one of them."""
-        self._demand.wake(task for call in self.calls.values() for task in call.tasks)
+        self._activation.wake(task for call in self.calls.values() for task in call.tasks)
 
     def release(self, node: VariableNode) -> None:
         """The program has decided against the variable: do not make it in the background."""
         if node.producer is not None:
-            self._demand.release(node.producer)
+            self._activation.release(node.producer)
 
     def cancel_variable(self, var_id: str) -> None:
         """Stop its producer, if it has one, and fail it. Nothing happens if it is settled."""
@@ -234,7 +234,7 @@ class SessionGraph:
         """Recount what is kept incrementally. Only between events of the loop."""
         self._flow.check_integrity()
         tasks = [task for call in self.calls.values() for task in call.tasks]
-        self._demand.check_integrity(tasks)
+        self._activation.check_integrity(tasks)
         for task in tasks:
             assert task.missing == sum(not node.is_settled for node in task.inputs), task.task
             assert task.is_finished == all(node.is_settled for node in task.outputs), task.task
@@ -326,7 +326,7 @@ class SessionGraph:
         for node in nodes:
             self._flow.enter(node)
         if criteria is not None and nodes and not nodes[-1].outputs[-1].is_settled:
-            self._demand.add_reader(Reader(nodes[-1].outputs[-1], criteria))
+            self._activation.add_reader(Reader(nodes[-1].outputs[-1], criteria))
 
 
 def _select(

@@ -1,4 +1,4 @@
-"""How tasks and variables hang together: the records that a session's graph links.
+"""The records that a session's graph links: tasks, variables and readers.
 
     producer ----> VariableNode ----> consumers
     TaskNode         readers          TaskNode, ...
@@ -39,7 +39,7 @@ class VariableNode:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """Somebody outside the graph who wants a variable. `may_lose`: it is a candidate of a race."""
+    """One who wants a variable from outside of the graph. `may_lose`: it is a race's candidate."""
 
     node: VariableNode
     criteria: PerformanceCriteria
@@ -89,13 +89,13 @@ class TaskNode:
         return self.demand > 0 and not self.task.state.is_final
 
     def producers(self) -> Iterator["TaskNode"]:
-        """Who makes its unsettled inputs, once for each of these."""
+        """Yield the tasks that make its unsettled inputs, once for each input."""
         for node in self.inputs:
             if node.producer is not None and not node.variable.is_settled:
                 yield node.producer
 
     def wanted_consumers(self) -> Iterator["TaskNode"]:
-        """Wanted tasks that wait for its unsettled outputs, once for each of these."""
+        """Yield the wanted tasks that wait for its unsettled outputs, once for each output."""
         for node in self.outputs:
             if not node.variable.is_settled:
                 yield from (consumer for consumer in node.consumers if consumer.is_wanted)
@@ -106,8 +106,8 @@ class TaskNode:
 
 
 class Runner(Protocol):
-    """What the graph asks of the layers that run tasks. Results come back through the variables,
-    possibly before the call returns."""
+    """The verbs that the graph asks of the layers that run tasks. Results come back through the
+    variables, possibly before the call returns."""
 
     def start(self, task: Task) -> None:
         """Run `task`: its inputs are ready and it has an objective."""
@@ -121,8 +121,8 @@ class Runner(Protocol):
         ...
 
     def unexpect(self, completion: Completion) -> None:
-        """It is not wanted any more, or has come to its end without having been started. It may
-        have been expected or not."""
+        """Expect the completion no more, if it was expected: it is not wanted now, or has ended
+        without having been started."""
         ...
 
     def withdraw(self, task: Task) -> None:
@@ -157,7 +157,7 @@ class Prediction(NamedTuple):
 
 class Predictor(Protocol):
     def predict(self, task: Task) -> Prediction:
-        """By what is known now."""
+        """Predict one run by what is known now."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a session's graph is made of: calls, and the completions a semantic call runs as.
+"""Tasks, the nodes of a session's graph: native calls, and the completions of a semantic call.
 
 A call with the template "A {{x}} B {{y}} C {{z}}" (input x; outputs y, z) runs as two completions:
 
@@ -38,7 +38,7 @@ Piece = TextPiece | VariablePiece
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What deduction asks of a completion. Compared by nobody: policies read its fields.
+    """The purpose of a wanted task, as deduction finds it. Policies read its fields.
 
     `depth`: calls between it and the demanded output (0: it is the output). `remaining_path_s`:
     predicted seconds from its start to the end of the longest path below it. `task_group`: equal

@@ -1,4 +1,4 @@
-"""What each wanted task is for, walked back from the demanded outputs.
+"""Deduction: the objective of each wanted task, found by walking back from the wanted outputs.
 
     reader (LATENCY) <- reduce    depth 0   LATENCY
                           ^ ^ ^
@@ -42,7 +42,7 @@ def strictest(a: PerformanceCriteria, b: PerformanceCriteria) -> PerformanceCrit
 
 
 def strictest_objective(a: Objective | None, b: Objective | None) -> Objective | None:
-    """What satisfies both. The group is that of the first, which is placed."""
+    """The weakest objective that satisfies both. The group is that of the first."""
     if a is None or b is None:
         return a or b
     deadlines = [o.deadline for o in (a, b) if o.deadline is not None]
@@ -101,15 +101,15 @@ def tighten(node: TaskNode, criteria: PerformanceCriteria, deadline: float | Non
 
 
 def earliest_deadline(node: TaskNode) -> float | None:
-    """Of those who want it."""
+    """The earliest deadline of those who want the task; None if none of them has one."""
     asked = [reader.deadline for reader in node.readers()]
     asked += [consumer.deadline for consumer in node.wanted_consumers()]
     return min((when for when in asked if when is not None), default=None)
 
 
 def relax_deadlines(tasks: Iterable[TaskNode]) -> set[TaskNode]:
-    """Some who wanted these have gone, and deadlines that were only theirs go with them, here and
-    above. Returns every task whose deadline this changed."""
+    """Drop the deadlines of those who wanted these tasks and have gone, here and above. Returns
+    every task whose deadline this changed."""
     changed: set[TaskNode] = set()
     waiting = deque(tasks)
     while waiting:
@@ -135,7 +135,7 @@ def predict_again(wanted: Iterable[TaskNode], predictor: Predictor) -> set[TaskN
 
 
 def predict(node: TaskNode, predictor: Predictor) -> None:
-    """Its duration, its work, and its path with those that its consumers have."""
+    """Predict its duration and its work, and so its path, from the paths of its consumers."""
     below_s = max([consumer.path_s for consumer in node.wanted_consumers()], default=0.0)
     node.duration_s, node.work_s = predictor.predict(node.task)
     node.path_s = node.duration_s + below_s
@@ -178,7 +178,7 @@ def _grow(edges: deque[tuple[TaskNode, TaskNode]], changed: set[TaskNode]) -> No
 
 
 def _pull_urgency(node: TaskNode, new: set[TaskNode]) -> None:
-    """What its readers ask, and the consumers that were wanted before (new ones push)."""
+    """Apply what its readers ask, and the consumers that were wanted before (new ones push)."""
     for reader in node.readers():
         _apply(node, reader.criteria, reader.deadline)
     for consumer in node.wanted_consumers():

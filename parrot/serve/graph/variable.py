@@ -25,8 +25,8 @@ class TokenizedText:
 
 
 class SemanticVariable:
-    """Its producer (an engine, a native function or the program) settles it once, with `set` or
-    `fail`. Everything that waits for it learns of that from here, and only from here.
+    """A text to come. Its producer (an engine, a native function or the program) settles it once,
+    with `set` or `fail`. Everything that waits for it learns of that from here, and only from here.
 
     While an engine generates it, `append` extends `partial_text`; readers of `stream` see the
     deltas and always end up with exactly `text`, whenever they came."""
@@ -91,8 +91,8 @@ class SemanticVariable:
         self._settle(VariableState.FAILED)
 
     def restart(self) -> None:
-        """Its producer was stopped because nobody reads it any more, and may run again from the
-        beginning: forget the partial text."""
+        """Forget the partial text: the producer was stopped because nobody reads the variable, and
+        appends the text from its beginning if it runs again."""
         assert not self.is_settled, self
         self.partial_text = ""
 

@@ -18,7 +18,7 @@ Piece = str | Parameter
 
 
 class SeparatorStyle(IntEnum):
-    """What ends an assistant's turn: `sep`, or `sep2`."""
+    """The end of an assistant's turn: `sep`, or `sep2`."""
 
     ADD_COLON_SINGLE = auto()
     ADD_COLON_TWO = auto()
