@@ -183,8 +183,8 @@ class Caller:
                 {"name": "a", "is_output": True, "sampling_config": GREEDY},
             ]
             body = scope | {"template": "Answer {{q}} now: {{a}}", "parameters": parameters}
-            response = self._core.submit_call(SemanticCallRequest.model_validate(body))
-            await self._core.read(VarGetRequest(**scope), response.param_info[-1].var_id)
+            response = self._core.programs.submit_call(SemanticCallRequest.model_validate(body))
+            await self._core.programs.read(VarGetRequest(**scope), response.param_info[-1].var_id)
         spent = time.process_time() - began
         self._core.delete_session(**scope)
         self._engine.prompts.clear()

@@ -1,7 +1,6 @@
-"""ServeCore: every verb of the service, each from its request to its answer."""
+"""ServeCore: the service as a whole, which begins and ends sessions and knows the engines."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
 from parrot.protocol.engine_api import (
     HeartbeatRequest,
@@ -9,48 +8,31 @@ from parrot.protocol.engine_api import (
     RegisterRequest,
     RegisterResponse,
 )
-from parrot.protocol.errors import (
-    NoEngine,
-    ParrotError,
-    SessionGone,
-    Unavailable,
-)
+from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
 from parrot.protocol.public import (
-    CallResponse,
-    FirstVarsRequest,
-    FirstVarsResponse,
     ModelsResponse,
-    NativeCallRequest,
     ReadyResponse,
-    SemanticCallRequest,
     SessionCreateRequest,
     SessionCreateResponse,
     SessionInfo,
-    VarGetRequest,
-    VarListResponse,
-    VarValue,
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import GraphIds, SessionGraph
-from parrot.serve.graph.links import VariableNode
-from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.metrics import CoreCollector, CoreMetrics
-from parrot.serve.native import NativeRunner, Sandbox, check_call
+from parrot.serve.native import NativeRunner, Sandbox
 from parrot.serve.observers import Observer, Observers
-from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
-from parrot.serve.readers import Reads
+from parrot.serve.programs import Programs
 from parrot.serve.sessions import Session, SessionExpiry, SessionRegistry, tenant_labels, tenant_of
-from parrot.serve.views import engine_view, session_view, value_view, variables_view
+from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
-from parrot.utils.ids import IdCounter
 from parrot.utils.timers import TimerQueue
 
 
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
-    `first_session_id` and up.
+    `first_session_id` and up. `programs` has what the programs of live sessions may ask.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -80,8 +62,16 @@ class ServeCore:
         self._expiry = SessionExpiry(
             self._timers, self._clock, config.session_life_span, self._expire
         )
-        self._reads = Reads(self._timers, self._clock)
-        self._ids = GraphIds(IdCounter(1), IdCounter(1))
+        self.programs = Programs(
+            self._sessions,
+            self._dispatcher,
+            self._native,
+            self._observers,
+            self._timers,
+            self._clock,
+            max_queue_size=config.global_scheduler.max_queue_size,
+        )
+        self._ids = GraphIds()
         self._collector = CoreCollector(self._metrics, self._sessions, self._dispatcher)
 
     # Sessions
@@ -108,130 +98,6 @@ class ServeCore:
         self._observers.tell(lambda one: one.session_deleted(session))
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
-    # Calls
-
-    def submit_call(self, request: SemanticCallRequest) -> CallResponse:
-        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
-        may raise."""
-        return self._submit(request, lambda graph: graph.submit_semantic(request))
-
-    def submit_native(self, request: NativeCallRequest) -> CallResponse:
-        """Raises as `submit_call` does."""
-        return self._submit(request, lambda graph: graph.submit_native(request))
-
-    def _submit(
-        self,
-        request: SemanticCallRequest | NativeCallRequest,
-        add: Callable[[SessionGraph], CallResponse],
-    ) -> CallResponse:
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        if isinstance(request, NativeCallRequest):
-            check_call(request)
-        if session.graph.is_known(request):
-            return add(session.graph)
-        self._require_room(session)
-        usage = usage_of(request)
-        session.account.require(usage)
-        response = add(session.graph)
-        session.account.add(usage)
-        self._observers.tell(lambda one: one.call_submitted(session, request, response))
-        return response
-
-    def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
-        session = self._sessions.authenticate(session_id, session_auth)
-        session.graph.cancel_call(request_id)
-        self._observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
-
-    # Variables
-
-    def create_var(
-        self, session_id: int, session_auth: str | None, var_name: str, content: str | None
-    ) -> str:
-        """Raises `QuotaExceeded`."""
-        session = self._sessions.authenticate(session_id, session_auth)
-        usage = Usage(variables=1, text_bytes=num_bytes([content or ""]))
-        session.account.require(usage)
-        session.account.add(usage)
-        var_id = session.graph.add_variable(var_name, content).variable.id
-        self._observers.tell(lambda one: one.variable_created(session, var_id, var_name, content))
-        return var_id
-
-    def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
-        session = self._sessions.authenticate(session_id, session_auth)
-        return VarListResponse(vars=variables_view(session))
-
-    def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
-        """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
-        session = self._sessions.authenticate(session_id, session_auth)
-        usage = Usage(text_bytes=num_bytes([content]))
-        session.account.require(usage)
-        session.graph.set_variable(var_id, content)
-        session.account.add(usage)
-        self._observers.tell(lambda one: one.variable_set(session, var_id, content))
-
-    def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
-        session = self._sessions.authenticate(session_id, session_auth)
-        session.graph.cancel_variable(var_id)
-        self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
-
-    def node(self, request: VarGetRequest, var_id: str) -> VariableNode:
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        return session.graph.node(var_id)
-
-    def settled(self, request: VarGetRequest, var_id: str) -> str | None:
-        """The value if it is there, None if it has yet to come. Raises the variable's error."""
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        node = session.graph.node(var_id)
-        if not node.is_settled:
-            return None
-        with self._observers.reading(session, request, [var_id]):
-            return node.variable.result()
-
-    async def read(self, request: VarGetRequest, var_id: str) -> str:
-        """Wait for the value, and meanwhile want it. Raises the variable's error, `TimedOut`, or
-        `QueueFull` (to this reader alone). Cancelling withdraws the read."""
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        node = session.graph.node(var_id)
-        if node.is_idle:
-            self._require_room(session)
-        with self._observers.reading(session, request, [var_id]):
-            return await self._reads.value(session, node, request)
-
-    async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
-        """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
-        `read` does; the error of a variable only when fewer than `k` are left."""
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        nodes = [session.graph.node(var_id) for var_id in request.var_ids]
-        num_ready = sum(node.variable.state is VariableState.READY for node in nodes)
-        if num_ready < request.k and any(node.is_idle for node in nodes):
-            self._require_room(session)
-        with self._observers.reading(session, request, request.var_ids, k=request.k):
-            winners = await self._reads.first(session, nodes, request)
-        by_id = {node.variable.id: node for node in nodes}
-        return FirstVarsResponse(
-            values=[
-                VarValue(var_id=winner.id, **dict(value_view(by_id[winner.id])))
-                for winner in winners
-            ]
-        )
-
-    def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
-        """All the text in deltas, the past ones first. Raises at once what `read` raises before it
-        waits; the iterator raises the rest."""
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        node = session.graph.node(var_id)
-        if node.is_idle:
-            self._require_room(session)
-        return self._stream(session, node, request)
-
-    async def _stream(
-        self, session: Session, node: VariableNode, request: VarGetRequest
-    ) -> AsyncGenerator[str]:
-        with self._observers.reading(session, request, [node.variable.id], is_stream=True):
-            async with aclosing(self._reads.stream(session, node, request)) as deltas:
-                async for delta in deltas:
-                    yield delta
-
     # Engines and the service itself
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
@@ -245,11 +111,6 @@ class ServeCore:
 
     def models(self) -> ModelsResponse:
         return self._dispatcher.models()
-
-    @property
-    def is_ready(self) -> bool:
-        """An engine is registered and the service is not going down."""
-        return not self.is_closing and bool(self._dispatcher.engines())
 
     def readiness(self) -> ReadyResponse:
         """Raises `NoEngine`, or `Unavailable` when the service is going down."""
@@ -300,14 +161,6 @@ class ServeCore:
     def _require_open(self) -> None:
         if self.is_closing:
             raise Unavailable("ServeCore is shutting down")
-
-    def _require_room(self, session: Session) -> None:
-        """Before anything that may set work going. What one read sets going is queued all at once,
-        however much it is: it exists already, and refusing a part of it would fail the whole."""
-        limit = self.config.global_scheduler.max_queue_size
-        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
-            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
-            require_share(session.tenant, limit, *queues)
 
     def _expire(self, session: Session) -> None:
         self._end(session, SessionGone(f"session {session.id} has expired"))
@@ -360,7 +213,7 @@ class _TaskRunner:
         if isinstance(task, Completion):
             self._dispatcher.cancel(task, error)
         else:
-            self._cancel_native(task, error)
+            self._native.cancel(task, error)
 
     def reprioritise(self, completion: Completion) -> None:
         self._dispatcher.reprioritise(completion)
@@ -368,17 +221,8 @@ class _TaskRunner:
     def finished(self, task: Task) -> None:
         session = self._sessions.find(task.session_id)
         if session is not None:
-            session.last_active = self._clock.now()
-            texts = [v.text for v in task.outputs() if v.state is VariableState.READY]
-            session.account.add(Usage(text_bytes=num_bytes(texts)))
+            session.task_finished(task, self._clock.now())
             self._metrics.task_finished(task, session.tenant)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         self._dispatcher.progressed(session_id, remaining_s)
-
-    def _cancel_native(self, task: NativeCall, error: ParrotError) -> None:
-        self._native.stop(task)
-        task.state = CompletionState.CANCELLED
-        for variable in task.outputs():
-            if not variable.is_settled:
-                variable.fail(error)

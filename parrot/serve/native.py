@@ -158,6 +158,11 @@ class NativeRunner:
         if running is not None:
             running.cancel()
 
+    def cancel(self, call: NativeCall, error: ParrotError) -> None:
+        """Stop it, and fail its outputs that are not settled."""
+        self.stop(call)
+        _fail(call, error, CompletionState.CANCELLED)
+
     async def close(self) -> None:
         await self._tasks.close()
         await self._sandbox.close()
@@ -223,8 +228,10 @@ def explain(call: NativeCall, error: MontyError) -> str:
     return f"native function `{call.func_name}` failed: {reason[:_MAX_MESSAGE]}"
 
 
-def _fail(call: NativeCall, error: ParrotError) -> None:
-    call.state = CompletionState.FAILED
+def _fail(
+    call: NativeCall, error: ParrotError, state: CompletionState = CompletionState.FAILED
+) -> None:
+    call.state = state
     for _, variable in call.results:
         if not variable.is_settled:
             variable.fail(error)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.quotas import Account
+from parrot.serve.graph.nodes import Task
+from parrot.serve.graph.variable import VariableState
+from parrot.serve.quotas import Account, Usage, num_bytes
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, new_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
@@ -29,6 +31,12 @@ class Session:
     created_at: float
     last_active: float
     timed_reads: dict[object, float] = field(default_factory=dict)
+
+    def task_finished(self, task: Task, now: float) -> None:
+        """Count the end of one of its tasks as activity, and the texts that it made as kept."""
+        self.last_active = now
+        made = [output.text for output in task.outputs() if output.state is VariableState.READY]
+        self.account.add(Usage(text_bytes=num_bytes(made)))
 
     def expires_at(self, now: float, life_span_s: float) -> float:
         """Running work and an open read until its timeout count as activity. A read without a

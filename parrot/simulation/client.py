@@ -61,25 +61,25 @@ class SimClient(ServeClient):
 
     async def semantic_call(self, request: SemanticCallRequest) -> CallResponse:
         async with self._exchange():
-            return self._core.submit_call(request)
+            return self._core.programs.submit_call(request)
 
     async def native_call(self, request: NativeCallRequest) -> CallResponse:
         async with self._exchange():
-            return self._core.submit_native(request)
+            return self._core.programs.submit_native(request)
 
     async def create_var(
         self, session_id: int, session_auth: str, var_name: str, content: str | None = None
     ) -> str:
         async with self._exchange():
-            return self._core.create_var(session_id, session_auth, var_name, content)
+            return self._core.programs.create_var(session_id, session_auth, var_name, content)
 
     async def list_vars(self, session_id: int, session_auth: str) -> list[VarInfo]:
         async with self._exchange():
-            return self._core.list_vars(session_id, session_auth).vars
+            return self._core.programs.list_vars(session_id, session_auth).vars
 
     async def set_var(self, session_id: int, session_auth: str, var_id: str, content: str) -> None:
         async with self._exchange():
-            self._core.set_var(session_id, session_auth, var_id, content)
+            self._core.programs.set_var(session_id, session_auth, var_id, content)
 
     async def read_var(
         self,
@@ -92,8 +92,8 @@ class SimClient(ServeClient):
     ) -> VarGetResponse:
         request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
         async with self._exchange():
-            node = self._core.node(request, var_id)
-            await self._core.read(request, var_id)
+            node = self._core.programs.node(request, var_id)
+            await self._core.programs.read(request, var_id)
             return value_view(node)
 
     async def first_vars(
@@ -116,7 +116,7 @@ class SimClient(ServeClient):
             deadline=deadline_s,
         )
         async with self._exchange():
-            return (await self._core.first(request)).values
+            return (await self._core.programs.first(request)).values
 
     async def stream_var(
         self,
@@ -131,7 +131,7 @@ class SimClient(ServeClient):
         way_s = self._latency() / 2
         await asyncio.sleep(way_s)
         request = _read_request(session_id, session_auth, criteria, timeout_s, deadline_s)
-        node = self._core.node(request, var_id)
+        node = self._core.programs.node(request, var_id)
         loop = asyncio.get_running_loop()
         arriving: asyncio.Queue[tuple[float, str | Exception | None]] = asyncio.Queue()
 
@@ -139,7 +139,7 @@ class SimClient(ServeClient):
             """Deltas follow each other on their way, as fast as they are made."""
             end: Exception | None = None
             try:
-                async with aclosing(self._core.stream(request, var_id)) as deltas:
+                async with aclosing(self._core.programs.stream(request, var_id)) as deltas:
                     async for delta in deltas:
                         arriving.put_nowait((loop.time() + way_s, delta))
             except Exception as error:  # noqa: BLE001 - it is the reader's
@@ -163,11 +163,11 @@ class SimClient(ServeClient):
 
     async def cancel_var(self, session_id: int, session_auth: str, var_id: str) -> None:
         async with self._exchange():
-            self._core.cancel_var(session_id, session_auth, var_id)
+            self._core.programs.cancel_var(session_id, session_auth, var_id)
 
     async def cancel_request(self, session_id: int, session_auth: str, request_id: int) -> None:
         async with self._exchange():
-            self._core.cancel_call(session_id, session_auth, request_id)
+            self._core.programs.cancel_call(session_id, session_auth, request_id)
 
     async def health(self) -> None:
         async with self._exchange():

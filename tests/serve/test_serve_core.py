@@ -12,6 +12,7 @@ from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
     InvalidRequest,
+    NoEngine,
     NotFound,
     QueueFull,
     QuotaExceeded,
@@ -55,16 +56,16 @@ class World:
         template = "f" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + f"{{{{{output}}}}}"
         body = self.scope | {"template": template, "parameters": [*parameters, made(output)]}
         request = SemanticCallRequest.model_validate(body | fields)
-        return var_ids(self.core.submit_call(request))[output]
+        return var_ids(self.core.programs.submit_call(request))[output]
 
     def variable(self, name: str = "x", content: str | None = None) -> str:
-        return self.core.create_var(*self.scope.values(), name, content)
+        return self.core.programs.create_var(*self.scope.values(), name, content)
 
     def request(self, **fields: Any) -> VarGetRequest:
         return VarGetRequest.model_validate(self.scope | fields)
 
     def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
-        return asyncio.ensure_future(self.core.read(self.request(**fields), var_id))
+        return asyncio.ensure_future(self.core.programs.read(self.request(**fields), var_id))
 
     async def settle(self) -> None:
         await self.clock.advance(0)
@@ -86,8 +87,8 @@ async def test_a_read_activates_waits_and_gets_the_value(world: World) -> None:
     world.dispatcher.finish(world.dispatcher.started[0])
     world.dispatcher.finish(world.dispatcher.started[0], "the value")
     assert await reading == "the value"
-    assert await world.core.read(world.request(), y) == "the value"
-    assert world.core.settled(world.request(), y) == "the value"
+    assert await world.core.programs.read(world.request(), y) == "the value"
+    assert world.core.programs.settled(world.request(), y) == "the value"
 
 
 async def test_an_error_reaches_every_reader_now_and_later(world: World) -> None:
@@ -99,7 +100,7 @@ async def test_an_error_reaches_every_reader_now_and_later(world: World) -> None
         with pytest.raises(EngineFailed, match="needs `x`, which failed: it broke"):
             await reader
     with pytest.raises(EngineFailed):
-        world.core.settled(world.request(), y)
+        world.core.programs.settled(world.request(), y)
 
 
 async def test_a_timeout_ends_the_read_and_then_the_work(world: World) -> None:
@@ -207,7 +208,7 @@ async def test_deleting_a_session_ends_its_reads_and_work(world: World) -> None:
 
 async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
     y = world.call("y")
-    early = world.core.stream(world.request(), y)
+    early = world.core.programs.stream(world.request(), y)
     first = asyncio.ensure_future(anext(early))
     await world.settle()
     completion = world.dispatcher.started[0]
@@ -216,19 +217,19 @@ async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -
     variable.append("one ")
     assert await first == "one "
     variable.append("two ")
-    late = world.core.stream(world.request(), y)
+    late = world.core.programs.stream(world.request(), y)
     assert await anext(late) == "one two "
     world.dispatcher.finish(completion, "one two three")
     assert [delta async for delta in early] == ["two three"]
     assert [delta async for delta in late] == ["three"]
-    after = world.core.stream(world.request(), y)
+    after = world.core.programs.stream(world.request(), y)
     assert [delta async for delta in after] == ["one two three"]
 
 
 async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
     y, z = world.call("y"), world.call("z")
-    failing = asyncio.ensure_future(anext(world.core.stream(world.request(), y)))
-    slow = asyncio.ensure_future(anext(world.core.stream(world.request(timeout=3), z)))
+    failing = asyncio.ensure_future(anext(world.core.programs.stream(world.request(), y)))
+    slow = asyncio.ensure_future(anext(world.core.programs.stream(world.request(timeout=3), z)))
     await world.settle()
     world.dispatcher.fail(world.dispatcher.started[0], EngineFailed("it broke"))
     with pytest.raises(EngineFailed):
@@ -237,12 +238,12 @@ async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
     with pytest.raises(TimedOut):
         await slow
     with pytest.raises(NotFound):
-        world.core.stream(world.request(), "nowhere")
+        world.core.programs.stream(world.request(), "nowhere")
 
 
 async def test_a_closed_stream_takes_its_work_along(world: World) -> None:
     y = world.call("y")
-    stream = world.core.stream(world.request(), y)
+    stream = world.core.programs.stream(world.request(), y)
     first = asyncio.ensure_future(anext(stream))
     await world.settle()
     next(iter(world.dispatcher.started[0].outputs())).append("text")
@@ -257,15 +258,15 @@ async def test_cancel(world: World) -> None:
     y = world.call("y", x)
     reading = world.read(y)
     await world.settle()
-    world.core.cancel_var(*world.scope.values(), x)
+    world.core.programs.cancel_var(*world.scope.values(), x)
     with pytest.raises(Cancelled):
         await reading
     session_id, auth = world.scope.values()
     info = world.core.session_info(session_id, auth)
     assert [call.state for call in info.calls] == ["cancelled", "failed"]
-    world.core.cancel_call(session_id, auth, info.calls[0].request_id)
+    world.core.programs.cancel_call(session_id, auth, info.calls[0].request_id)
     with pytest.raises(NotFound):
-        world.core.cancel_call(session_id, auth, 999)
+        world.core.programs.cancel_call(session_id, auth, 999)
 
 
 async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
@@ -275,7 +276,9 @@ async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
         "func_source": "def shout(a, out):\n    out.set(a.upper())",
         "parameters": [taken("a", x), made("out")],
     }
-    shouted = var_ids(world.core.submit_native(NativeCallRequest.model_validate(body)))["out"]
+    shouted = var_ids(world.core.programs.submit_native(NativeCallRequest.model_validate(body)))[
+        "out"
+    ]
     y = world.call("y", shouted)
     reading, shouting = world.read(y), world.read(shouted)
     await world.settle()
@@ -295,7 +298,7 @@ async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
     ]
     bad = NativeCallRequest.model_validate(body | {"func_name": "not a name"})
     with pytest.raises(InvalidRequest):
-        world.core.submit_native(bad)
+        world.core.programs.submit_native(bad)
 
 
 async def test_a_native_call_can_be_cancelled(world: World) -> None:
@@ -306,10 +309,10 @@ async def test_a_native_call_can_be_cancelled(world: World) -> None:
         "timeout": 60,
         "output_criteria": "latency",
     }
-    response = world.core.submit_native(NativeCallRequest.model_validate(body))
+    response = world.core.programs.submit_native(NativeCallRequest.model_validate(body))
     reading = world.read(var_ids(response)["out"])
     await world.settle()
-    world.core.cancel_call(*world.scope.values(), response.request_id)
+    world.core.programs.cancel_call(*world.scope.values(), response.request_id)
     with pytest.raises(Cancelled):
         await reading
 
@@ -332,7 +335,7 @@ async def test_session_info_tells_the_story(world: World) -> None:
     assert (second.func_name, second.criteria, second.depth) == ("second", "TTFT", 0)
     times = (second.submitted_s, second.activated_s, second.ready_s, second.finished_s)
     assert times == (0, 1, 2, 3)
-    variables = world.core.list_vars(*world.scope.values()).vars
+    variables = world.core.programs.list_vars(*world.scope.values()).vars
     assert [(v.var_name, v.state, v.consumers) for v in variables] == [
         ("x", "ready", [second.request_id]),
         ("y", "ready", []),
@@ -344,16 +347,16 @@ async def test_nothing_of_a_session_is_reachable_from_another(world: World) -> N
     stranger = world.core.create_session(SessionCreateRequest())
     theirs = VarGetRequest(**stranger.model_dump())
     with pytest.raises(NotFound):
-        await world.core.read(theirs, secret)
+        await world.core.programs.read(theirs, secret)
     request = SemanticCallRequest.model_validate(
         stranger.model_dump()
         | {"template": "{{a}}{{b}}", "parameters": [taken("a", secret), made("b")]}
     )
     with pytest.raises(NotFound):
-        world.core.submit_call(request)
+        world.core.programs.submit_call(request)
     mixed = VarGetRequest(session_id=world.scope["session_id"], session_auth=stranger.session_auth)
     with pytest.raises(AuthenticationFailed):
-        await world.core.read(mixed, secret)
+        await world.core.programs.read(mixed, secret)
 
 
 async def test_limits_are_enforced() -> None:
@@ -375,7 +378,7 @@ async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> N
     with pytest.raises(QueueFull):
         await world.read(late)
     with pytest.raises(QueueFull):
-        world.core.stream(world.request(), late)
+        world.core.programs.stream(world.request(), late)
     assert world.call("late", idempotency_key="k") == late  # accepted long ago
     reading = world.read(busy)  # runs anyway
     await world.settle()
@@ -427,7 +430,8 @@ async def test_closing_ends_open_reads(world: World) -> None:
         await reading
     with pytest.raises(Unavailable):
         world.core.create_session(SessionCreateRequest())
-    assert not world.core.is_ready
+    with pytest.raises(Unavailable):
+        world.core.readiness()
 
 
 async def test_metrics_count_what_happened(world: World) -> None:
@@ -440,9 +444,10 @@ async def test_metrics_count_what_happened(world: World) -> None:
         max_seq_len=10,
         tokens_capacity=10,
     )
-    assert not world.core.is_ready
+    with pytest.raises(NoEngine):
+        world.core.readiness()
     await world.core.register_engine(RegisterRequest(engine_config=info))
-    assert world.core.is_ready
+    assert len(world.core.readiness().engines) == 1
     world.dispatcher.on_start = world.dispatcher.finish
     reading = world.read(world.call("y"))
     assert await reading

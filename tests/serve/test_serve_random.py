@@ -65,7 +65,7 @@ class Program:
         self.core.check_integrity()
 
     async def create(self) -> None:
-        self.var_ids.append(self.core.create_var(*self.scope.values(), "v", None))
+        self.var_ids.append(self.core.programs.create_var(*self.scope.values(), "v", None))
 
     async def call(self) -> None:
         count = min(len(self.var_ids), self.draw(0, 3))
@@ -76,7 +76,7 @@ class Program:
         if self.draw(0, 3) == 0:
             body["output_criteria"] = "latency"
         try:
-            response = self.core.submit_call(SemanticCallRequest.model_validate(body))
+            response = self.core.programs.submit_call(SemanticCallRequest.model_validate(body))
         except (CyclicGraph, AlreadySet, Conflict):
             return
         self.var_ids.append(var_ids(response)["o"])
@@ -87,21 +87,23 @@ class Program:
         return VarGetRequest(**self.scope, criteria=criteria, timeout=timeout)
 
     async def read(self) -> None:
-        self.reads.append(asyncio.ensure_future(self.core.read(self.request(), self.some_var())))
+        self.reads.append(
+            asyncio.ensure_future(self.core.programs.read(self.request(), self.some_var()))
+        )
 
     async def stream(self) -> None:
         async def collect() -> str:
             return "".join([text async for text in deltas])
 
-        deltas = self.core.stream(self.request(), self.some_var())
+        deltas = self.core.programs.stream(self.request(), self.some_var())
         self.reads.append(asyncio.ensure_future(collect()))
 
     async def set(self) -> None:
         with suppress(AlreadySet, Conflict):
-            self.core.set_var(*self.scope.values(), self.some_var(), "text")
+            self.core.programs.set_var(*self.scope.values(), self.some_var(), "text")
 
     async def cancel(self) -> None:
-        self.core.cancel_var(*self.scope.values(), self.some_var())
+        self.core.programs.cancel_var(*self.scope.values(), self.some_var())
 
     async def finish(self) -> None:
         task = self.dispatcher.started[self.draw(0, len(self.dispatcher.started) - 1)]

@@ -39,6 +39,7 @@ from parrot.protocol.server import (
 from parrot.serve.api.openapi import describe
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.links import VariableNode
+from parrot.serve.programs import Programs
 from parrot.serve.views import value_view
 
 HOT_ROUTES = (("GET", "/v1/semantic_var/{var_id}"), ("POST", "/v1/semantic_call"))
@@ -56,9 +57,9 @@ _EVENTS = (
 
 def add_v1_routes(app: FastAPI, core: ServeCore) -> None:
     _add_session_routes(app, core)
-    _add_call_routes(app, core)
-    _add_variable_routes(app, core)
-    _add_read_routes(app, core)
+    _add_call_routes(app, core.programs)
+    _add_variable_routes(app, core.programs)
+    _add_read_routes(app, core.programs)
 
     @app.get("/v1/models", **describe("Models that are served now", response=ModelsResponse))
     async def models() -> Response:
@@ -107,7 +108,7 @@ def _add_session_routes(app: FastAPI, core: ServeCore) -> None:
         return json_response(_EMPTY)
 
 
-def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
+def _add_call_routes(app: FastAPI, programs: Programs) -> None:
     @app.post(
         "/v1/semantic_call",
         **describe(
@@ -119,7 +120,7 @@ def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def semantic_call(request: Request) -> Response:
         fields = await read_fields(request)
-        return json_response(core.submit_call(parse_payload(SemanticCallRequest, fields)))
+        return json_response(programs.submit_call(parse_payload(SemanticCallRequest, fields)))
 
     @app.post(
         "/v1/py_native_call",
@@ -132,7 +133,7 @@ def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def native_call(request: Request) -> Response:
         fields = await read_fields(request)
-        return json_response(core.submit_native(parse_payload(NativeCallRequest, fields)))
+        return json_response(programs.submit_native(parse_payload(NativeCallRequest, fields)))
 
     @app.post(
         "/v1/request/{request_id}/cancel",
@@ -145,11 +146,11 @@ def _add_call_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def cancel_call(request: Request, request_id: int) -> Response:
         scope = parse_payload(SessionScoped, await read_fields(request))
-        core.cancel_call(scope.session_id, scope.session_auth, request_id)
+        programs.cancel_call(scope.session_id, scope.session_auth, request_id)
         return json_response(_EMPTY)
 
 
-def _add_variable_routes(app: FastAPI, core: ServeCore) -> None:
+def _add_variable_routes(app: FastAPI, programs: Programs) -> None:
     @app.post(
         "/v1/semantic_var",
         **describe(
@@ -161,7 +162,7 @@ def _add_variable_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def create_var(request: Request) -> Response:
         fields = parse_payload(VarCreateRequest, await read_fields(request))
-        var_id = core.create_var(
+        var_id = programs.create_var(
             fields.session_id, fields.session_auth, fields.var_name, fields.content
         )
         return json_response(VarCreateResponse(var_id=var_id))
@@ -177,7 +178,7 @@ def _add_variable_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def list_vars(request: Request) -> Response:
         scope = parse_payload(SessionScoped, await read_fields(request))
-        return json_response(core.list_vars(scope.session_id, scope.session_auth))
+        return json_response(programs.list_vars(scope.session_id, scope.session_auth))
 
     @app.post(
         "/v1/semantic_var/{var_id}",
@@ -190,7 +191,7 @@ def _add_variable_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def set_var(request: Request, var_id: str) -> Response:
         fields = parse_payload(VarSetRequest, await read_fields(request))
-        core.set_var(fields.session_id, fields.session_auth, var_id, fields.content)
+        programs.set_var(fields.session_id, fields.session_auth, var_id, fields.content)
         return json_response(_EMPTY)
 
     @app.post(
@@ -204,11 +205,11 @@ def _add_variable_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def cancel_var(request: Request, var_id: str) -> Response:
         scope = parse_payload(SessionScoped, await read_fields(request))
-        core.cancel_var(scope.session_id, scope.session_auth, var_id)
+        programs.cancel_var(scope.session_id, scope.session_auth, var_id)
         return json_response(_EMPTY)
 
 
-def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
+def _add_read_routes(app: FastAPI, programs: Programs) -> None:
     @app.get(
         "/v1/semantic_var/{var_id}",
         **describe(
@@ -220,9 +221,9 @@ def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def get_var(request: Request, var_id: str) -> Response:
         fields = parse_payload(VarGetRequest, await read_fields(request))
-        node = core.node(fields, var_id)
-        if core.settled(fields, var_id) is None:
-            await run_until_disconnect(request, core.read(fields, var_id))
+        node = programs.node(fields, var_id)
+        if programs.settled(fields, var_id) is None:
+            await run_until_disconnect(request, programs.read(fields, var_id))
         return json_response(value_view(node))
 
     @app.post(
@@ -236,7 +237,7 @@ def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def first_vars(request: Request) -> Response:
         fields = parse_payload(FirstVarsRequest, await read_fields(request))
-        return json_response(await run_until_disconnect(request, core.first(fields)))
+        return json_response(await run_until_disconnect(request, programs.first(fields)))
 
     @app.get(
         "/v1/semantic_var/{var_id}/stream",
@@ -246,7 +247,7 @@ def _add_read_routes(app: FastAPI, core: ServeCore) -> None:
     )
     async def stream_var(request: Request, var_id: str) -> Response:
         fields = parse_payload(VarGetRequest, await read_fields(request))
-        return event_stream(_events(core.stream(fields, var_id), core.node(fields, var_id)))
+        return event_stream(_events(programs.stream(fields, var_id), programs.node(fields, var_id)))
 
 
 async def _events(

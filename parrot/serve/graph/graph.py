@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
@@ -65,8 +65,8 @@ class Call:
 class GraphIds:
     """Counters that all sessions of a ServeCore share."""
 
-    tasks: IdCounter
-    requests: IdCounter
+    tasks: IdCounter = field(default_factory=lambda: IdCounter(1))
+    requests: IdCounter = field(default_factory=lambda: IdCounter(1))
 
 
 class SessionGraph:

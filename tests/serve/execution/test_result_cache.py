@@ -45,14 +45,14 @@ class Program:
         template = "Ask " + "".join(f"{{{{{p['name']}}}}} " for p in parameters) + "{{out}}"
         body = {"template": template, "parameters": [*parameters, made("out", **sampling)]}
         request = SemanticCallRequest.model_validate(self.scope | body | fields)
-        return var_ids(self.core.submit_call(request))["out"]
+        return var_ids(self.core.programs.submit_call(request))["out"]
 
     def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
-        return asyncio.ensure_future(self.core.read(self.request(**fields), var_id))
+        return asyncio.ensure_future(self.core.programs.read(self.request(**fields), var_id))
 
     def stream(self, var_id: str) -> asyncio.Task[list[str]]:
         async def collect() -> list[str]:
-            return [text async for text in self.core.stream(self.request(), var_id)]
+            return [text async for text in self.core.programs.stream(self.request(), var_id)]
 
         return asyncio.ensure_future(collect())
 
@@ -204,7 +204,7 @@ async def test_late_streams_get_all_text_as_it_grows(world: World) -> None:
     first = early.stream(early.call())
     await world.settle()
     var_id = late.call()
-    deltas = late.core.stream(late.request(), var_id)
+    deltas = late.core.programs.stream(late.request(), var_id)
     assert await anext(deltas) == "abcdef"
     engine.resume.set()
     assert [text async for text in deltas] == ["ghi"]
@@ -236,7 +236,7 @@ async def test_a_leader_that_leaves_hands_its_run_over(world: World) -> None:
     await world.settle()
     reads[0].cancel()
     await world.settle()
-    programs[1].core.cancel_var(*programs[1].scope.values(), ids[1])
+    programs[1].core.programs.cancel_var(*programs[1].scope.values(), ids[1])
     await world.settle()
     programs[2].end()
     await world.settle()

@@ -1,0 +1,179 @@
+"""What programs ask inside a session: calls, variables and reads, each from its request to its
+answer."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from parrot.protocol.public import (
+    CallResponse,
+    FirstVarsRequest,
+    FirstVarsResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+    VarGetRequest,
+    VarListResponse,
+    VarValue,
+)
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.links import VariableNode
+from parrot.serve.graph.variable import VariableState
+from parrot.serve.native import NativeRunner, check_call
+from parrot.serve.observers import Observers
+from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.views import value_view, variables_view
+from parrot.utils.clock import Clock
+from parrot.utils.timers import TimerQueue
+
+
+class Programs:
+    """The verbs of one ServeCore's sessions. Each raises `NotFound`, `SessionGone` or
+    `AuthenticationFailed` first of all, and changes nothing when it raises."""
+
+    def __init__(
+        self,
+        sessions: SessionRegistry,
+        dispatcher: Dispatcher,
+        native: NativeRunner,
+        observers: Observers,
+        timers: TimerQueue,
+        clock: Clock,
+        *,
+        max_queue_size: int,
+    ) -> None:
+        self._sessions = sessions
+        self._dispatcher = dispatcher
+        self._native = native
+        self._reads = Reads(timers, clock)
+        self._observers = observers
+        self._max_queue_size = max_queue_size
+
+    def submit_call(self, request: SemanticCallRequest) -> CallResponse:
+        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
+        may raise."""
+        return self._submit(request, lambda graph: graph.submit_semantic(request))
+
+    def submit_native(self, request: NativeCallRequest) -> CallResponse:
+        """Raises as `submit_call` does."""
+        return self._submit(request, lambda graph: graph.submit_native(request))
+
+    def _submit(
+        self,
+        request: SemanticCallRequest | NativeCallRequest,
+        add: Callable[[SessionGraph], CallResponse],
+    ) -> CallResponse:
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        if isinstance(request, NativeCallRequest):
+            check_call(request)
+        if session.graph.is_known(request):
+            return add(session.graph)
+        self._require_room(session)
+        usage = usage_of(request)
+        session.account.require(usage)
+        response = add(session.graph)
+        session.account.add(usage)
+        self._observers.tell(lambda one: one.call_submitted(session, request, response))
+        return response
+
+    def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
+        session = self._sessions.authenticate(session_id, session_auth)
+        session.graph.cancel_call(request_id)
+        self._observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
+
+    def create_var(
+        self, session_id: int, session_auth: str | None, var_name: str, content: str | None
+    ) -> str:
+        """Raises `QuotaExceeded`."""
+        session = self._sessions.authenticate(session_id, session_auth)
+        usage = Usage(variables=1, text_bytes=num_bytes([content or ""]))
+        session.account.require(usage)
+        session.account.add(usage)
+        var_id = session.graph.add_variable(var_name, content).variable.id
+        self._observers.tell(lambda one: one.variable_created(session, var_id, var_name, content))
+        return var_id
+
+    def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
+        session = self._sessions.authenticate(session_id, session_auth)
+        return VarListResponse(vars=variables_view(session))
+
+    def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
+        """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
+        session = self._sessions.authenticate(session_id, session_auth)
+        usage = Usage(text_bytes=num_bytes([content]))
+        session.account.require(usage)
+        session.graph.set_variable(var_id, content)
+        session.account.add(usage)
+        self._observers.tell(lambda one: one.variable_set(session, var_id, content))
+
+    def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
+        session = self._sessions.authenticate(session_id, session_auth)
+        session.graph.cancel_variable(var_id)
+        self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
+
+    def node(self, request: VarGetRequest, var_id: str) -> VariableNode:
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        return session.graph.node(var_id)
+
+    def settled(self, request: VarGetRequest, var_id: str) -> str | None:
+        """The value if it is there, None if it has yet to come. Raises the variable's error."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        node = session.graph.node(var_id)
+        if not node.is_settled:
+            return None
+        with self._observers.reading(session, request, [var_id]):
+            return node.variable.result()
+
+    async def read(self, request: VarGetRequest, var_id: str) -> str:
+        """Wait for the value, and meanwhile want it. Raises the variable's error, `TimedOut`, or
+        `QueueFull` (to this reader alone). Cancelling withdraws the read."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        node = session.graph.node(var_id)
+        if node.is_idle:
+            self._require_room(session)
+        with self._observers.reading(session, request, [var_id]):
+            return await self._reads.value(session, node, request)
+
+    async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
+        """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
+        `read` does; the error of a variable only when fewer than `k` are left."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        nodes = [session.graph.node(var_id) for var_id in request.var_ids]
+        num_ready = sum(node.variable.state is VariableState.READY for node in nodes)
+        if num_ready < request.k and any(node.is_idle for node in nodes):
+            self._require_room(session)
+        with self._observers.reading(session, request, request.var_ids, k=request.k):
+            winners = await self._reads.first(session, nodes, request)
+        by_id = {node.variable.id: node for node in nodes}
+        return FirstVarsResponse(
+            values=[
+                VarValue(var_id=winner.id, **dict(value_view(by_id[winner.id])))
+                for winner in winners
+            ]
+        )
+
+    def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
+        """All the text in deltas, the past ones first. Raises at once what `read` raises before it
+        waits; the iterator raises the rest."""
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        node = session.graph.node(var_id)
+        if node.is_idle:
+            self._require_room(session)
+        return self._stream(session, node, request)
+
+    async def _stream(
+        self, session: Session, node: VariableNode, request: VarGetRequest
+    ) -> AsyncGenerator[str]:
+        with self._observers.reading(session, request, [node.variable.id], is_stream=True):
+            async with aclosing(self._reads.stream(session, node, request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def _require_room(self, session: Session) -> None:
+        """Before anything that may set work going. What one read sets going is queued all at once,
+        however much it is: it exists already, and refusing a part of it would fail the whole."""
+        limit = self._max_queue_size
+        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
+            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
+            require_share(session.tenant, limit, *queues)
