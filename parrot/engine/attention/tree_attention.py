@@ -245,23 +245,29 @@ class TreeAttention:
         else:
             self._tiles(step, items, rows, tile, own=own)
 
-    def _items(self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig) -> None:
-        shape, kv, plan = self.shape, step.kv, step.plan
-        attend_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
-            step.q,
-            kv.k,
-            kv.v,
-            kv.tables,
-            kv.positions,
-            plan.token_order,
+    def _arguments(self, step: _Step, items: torch.Tensor) -> tuple[object, ...]:
+        """The arguments from the block tables to the stride of q, which all items' kernels take."""
+        return (
+            step.kv.tables,
+            step.kv.positions,
+            step.plan.token_order,
             items,
-            plan.slot_of,
+            step.plan.slot_of,
             step.out,
             step.lse,
             self.partial_out,
             self.partial_lse,
             step.scale_log2,
             step.q.stride(0),
+        )
+
+    def _items(self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig) -> None:
+        shape, kv = self.shape, step.kv
+        attend_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+            step.q,
+            kv.k,
+            kv.v,
+            *self._arguments(step, items),
             kv.k.stride(0),
             kv.tables.stride(0),
             STRIDE_HEAD=kv.k.stride(1),
@@ -274,7 +280,7 @@ class TreeAttention:
     def _tiles(
         self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig, *, own: bool
     ) -> None:
-        shape, kv, plan = self.shape, step.kv, step.plan
+        shape, kv = self.shape, step.kv
         block = [tile.block_keys, shape.head_dim]
         k_rows, v_rows = (
             TensorDescriptor.from_tensor(cache.view(-1, shape.head_dim), block)
@@ -284,17 +290,7 @@ class TreeAttention:
             step.q,
             k_rows,
             v_rows,
-            kv.tables,
-            kv.positions,
-            plan.token_order,
-            items,
-            plan.slot_of,
-            step.out,
-            step.lse,
-            self.partial_out,
-            self.partial_lse,
-            step.scale_log2,
-            step.q.stride(0),
+            *self._arguments(step, items),
             kv.tables.stride(0),
             OWN=own,
             **self._constants(step, rows, tile),

@@ -1,4 +1,4 @@
-"""The attention kernels. `attention` launches them; `docs/kernels.md` has what each was tuned on.
+"""The attention kernels, launched by `tree_attention` and tuned as `docs/kernels.md` says.
 
 `attend_items` reads KV through pointers and does everything: short own spans, any page size.
 `attend_tiles` reads whole pages with the bulk copy engine, for spans that many query rows share

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.sampling_layout import (
     COUNT,
@@ -26,8 +26,6 @@ from parrot.engine.kernels.sampling_layout import (
     ROW,
 )
 from parrot.protocol.sampling import SamplingConfig
-
-IntArray = npt.NDArray[np.int32]
 
 
 class AdjustedTokens:

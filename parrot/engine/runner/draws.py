@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import PENDING, SampleSpec
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.kernels.sampling_layout import (
@@ -23,7 +24,7 @@ from parrot.engine.runner.adjustments import (
     Adjustments,
     adjustments_of,
 )
-from parrot.engine.runner.inputs import IntArray, StepInputs
+from parrot.engine.runner.inputs import StepInputs
 from parrot.engine.runner.sampling import MIN_TEMPERATURE
 from parrot.protocol.sampling import SamplingConfig
 

@@ -1,7 +1,8 @@
 """Logits of a step on the device: by fused kernels where they fit the model, or plain torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -23,34 +24,22 @@ def decode(logits: torch.Tensor) -> Decoded:
     return Decoded(best_tokens(logits), logits)
 
 
-class Forward(Protocol):
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Logits of `sample_rows`, of all rows if None: [rows, vocab]."""
-        ...
-
-
-class PlainForward:
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        hidden = self._model.forward(token_ids, plan.positions, attention, plan)
-        if sample_rows is not None:
-            hidden = hidden.index_select(0, sample_rows)
-        return self._model.logits(hidden)
+Forward = Callable[[torch.Tensor, TritonAttention, TritonPlan, torch.Tensor | None], torch.Tensor]
+"""Token ids, attention, its plan and sampled rows -> logits [sampled rows, vocab]; None: of all."""
 
 
 def make_forward(model: Decoder, max_positions: int) -> Forward:
-    return FusedDecoder(model, max_positions) if can_fuse(model.spec) else PlainForward(model)
+    return FusedDecoder(model, max_positions) if can_fuse(model.spec) else partial(_plain, model)
+
+
+def _plain(
+    model: Decoder,
+    token_ids: torch.Tensor,
+    attention: TritonAttention,
+    plan: TritonPlan,
+    sample_rows: torch.Tensor | None,
+) -> torch.Tensor:
+    hidden = model.forward(token_ids, plan.positions, attention, plan)
+    if sample_rows is not None:
+        hidden = hidden.index_select(0, sample_rows)
+    return model.logits(hidden)

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import StepRows
 from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
-
-IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True, eq=False)
@@ -143,5 +141,5 @@ def _token_ids(sequences: Sequence[SequenceStep], only_decodes: bool) -> IntArra
     return _concat([np.asarray(s.token_ids, dtype=np.int32) for s in sequences])
 
 
-def _concat(parts: Sequence[npt.NDArray[np.integer]]) -> IntArray:
+def _concat(parts: Sequence[np.ndarray]) -> IntArray:
     return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, dtype=np.int32)

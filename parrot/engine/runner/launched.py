@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.core.plan import StepResult
 from parrot.engine.runner.device import noticing_loss
-from parrot.engine.runner.inputs import IntArray, StepInputs
+from parrot.engine.runner.inputs import StepInputs
 from parrot.engine.runner.sampling import results
 from parrot.engine.runner.staging import Mark
 

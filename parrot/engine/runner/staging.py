@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from parrot.engine.runner.inputs import IntArray
+from parrot.engine.attention.context_tree import IntArray
 
 _ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
 

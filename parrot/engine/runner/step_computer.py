@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers
 from parrot.engine.attention.triton_attention import TritonPlan
 from parrot.engine.attention.work_list import WorkList
@@ -15,7 +16,7 @@ from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.runner.draws import Draws
 from parrot.engine.runner.forward import Decoded, Forward, decode
 from parrot.engine.runner.graphs import Bound, StepGraphs, StepSize
-from parrot.engine.runner.inputs import IntArray, StepInputs
+from parrot.engine.runner.inputs import StepInputs
 from parrot.engine.runner.launched import Landing, Sources, WatchedAttention
 from parrot.engine.runner.staging import Stage
 from parrot.engine.runner.token_choice import SentAdjustments, TokenChooser

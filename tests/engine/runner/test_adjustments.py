@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.sampling_layout import (
     BIAS,
@@ -25,7 +26,6 @@ from parrot.engine.kernels.sampling_layout import (
 from parrot.engine.runner.adjustments import (
     AdjustedRow,
     AdjustedTokens,
-    IntArray,
     adjustments_of,
 )
 from parrot.protocol.sampling import SamplingConfig

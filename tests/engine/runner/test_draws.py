@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.kernels.sampling_layout import (
@@ -15,7 +16,7 @@ from parrot.engine.kernels.sampling_layout import (
     TOP_K,
 )
 from parrot.engine.runner.draws import ADJUSTED, DRAWN, LIMITED, DrawBuilder, Draws
-from parrot.engine.runner.inputs import InputBuilder, IntArray
+from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.sampling import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0)
