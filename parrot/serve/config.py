@@ -77,7 +77,7 @@ class SessionQuota(_Section):
     )
     variables: Count = Field(262_144, description="Variables.")
     text_bytes: Count = Field(
-        2**28, description="Bytes of its templates, of its native functions and of all values."
+        2**28, description="Bytes of its templates, native functions, output grammars and values."
     )
 
 

@@ -130,8 +130,7 @@ class ServeCore:
 
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""
-        for session in self._sessions:
-            session.graph.check_integrity()
+        self._sessions.check_integrity()
         self._dispatcher.check_integrity()
 
     def shut_down(self) -> None:

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+import orjson
 
 from parrot.protocol.errors import QueueFull, QuotaExceeded
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
+from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import SessionQuota, TenantQuota
 
 
@@ -16,11 +19,12 @@ class Usage(NamedTuple):
     variables: int = 0
     text_bytes: int = 0
 
-    def plus(self, other: "Usage") -> "Usage":
-        return Usage(*[a + b for a, b in zip(self, other, strict=True)])
-
-    def minus(self, other: "Usage") -> "Usage":
-        return Usage(*[a - b for a, b in zip(self, other, strict=True)])
+    def plus(self, other: "Usage", sign: int = 1) -> "Usage":
+        return Usage(
+            self.calls + sign * other.calls,
+            self.variables + sign * other.variables,
+            self.text_bytes + sign * other.text_bytes,
+        )
 
 
 def usage_of(request: SemanticCallRequest | NativeCallRequest) -> Usage:
@@ -28,10 +32,23 @@ def usage_of(request: SemanticCallRequest | NativeCallRequest) -> Usage:
     if isinstance(request, NativeCallRequest):
         texts = [request.func_source]
     else:
-        texts = [request.template, request.system or ""]
-    texts += [parameter.value for parameter in request.parameters if parameter.value is not None]
-    new = sum(parameter.var_id is None for parameter in request.parameters)
-    return Usage(calls=1, variables=new, text_bytes=num_bytes(texts))
+        texts = [request.template, request.system or "", *request.models]
+    num_new = 0
+    for parameter in request.parameters:
+        num_new += parameter.var_id is None
+        if parameter.value is not None:
+            texts.append(parameter.value)
+        if parameter.sampling_config is not None:
+            texts += _grammar(parameter.sampling_config)
+    return Usage(calls=1, variables=num_new, text_bytes=num_bytes(texts))
+
+
+def _grammar(sampling: SamplingConfig) -> list[str]:
+    schema = sampling.json_schema
+    return [
+        sampling.regex or "",
+        orjson.dumps(schema).decode() if isinstance(schema, dict) else schema or "",
+    ]
 
 
 def num_bytes(texts: Iterable[str]) -> int:
@@ -56,13 +73,13 @@ class Account:
 
     def require(self, more: Usage) -> None:
         """Raise `QuotaExceeded` naming the limit if there is no room for `more`."""
-        for name, wanted in more._asdict().items():
-            limit = getattr(self._quota, name)
-            if wanted and getattr(self.usage, name) + wanted > limit:
-                raise QuotaExceeded(
-                    f"{self._quota.holder} would keep more than {limit} {_NOUNS[name]} "
-                    f"(`{self._quota.key}.{name}`)"
-                )
+        quota, after = self._quota, self.usage.plus(more)
+        if more.calls and after.calls > quota.calls:
+            self._refuse("calls", quota.calls)
+        if more.variables and after.variables > quota.variables:
+            self._refuse("variables", quota.variables)
+        if more.text_bytes and after.text_bytes > quota.text_bytes:
+            self._refuse("text_bytes", quota.text_bytes)
         if self._parent is not None:
             self._parent.require(more)
 
@@ -74,11 +91,14 @@ class Account:
     def close(self) -> None:
         """The session has ended: its tenant has room again for what it kept."""
         if self._parent is not None:
-            self._parent.usage = self._parent.usage.minus(self.usage)
+            self._parent.usage = self._parent.usage.plus(self.usage, sign=-1)
         self.usage = Usage()
 
-
-_NOUNS = {"calls": "calls", "variables": "variables", "text_bytes": "bytes of text"}
+    def _refuse(self, name: str, limit: int) -> NoReturn:
+        what = "bytes of text" if name == "text_bytes" else name
+        raise QuotaExceeded(
+            f"{self._quota.holder} would keep more than {limit} {what} (`{self._quota.key}.{name}`)"
+        )
 
 
 class QueuedByTenant(Counter[str]):

@@ -66,16 +66,20 @@ class SessionRegistry:
     def create(
         self, tenant: str, apps: Sequence[str], make_graph: Callable[[int], SessionGraph]
     ) -> Session:
-        """Raises `QuotaExceeded` when all sessions are taken."""
+        """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long."""
         limit = self._config.max_sessions_num
         if len(self._sessions) >= limit:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
+        known = self._tenants.get(tenant)
+        tenant_account, live_ids = known or (Account(self._config.tenant_quota), set())
+        account = Account(self._config.session_quota, tenant_account)
+        usage = Usage(text_bytes=num_bytes(apps))
+        account.require(usage)
+        account.add(usage)
         session_id = self._ids.next()
         self._next_id = session_id + 1
         now = self._clock.now()
-        if tenant not in self._tenants:
-            self._tenants[tenant] = (Account(self._config.tenant_quota), set())
-        tenant_account, live_ids = self._tenants[tenant]
+        self._tenants[tenant] = (tenant_account, live_ids)
         live_ids.add(session_id)
         session = Session(
             session_id,
@@ -83,7 +87,7 @@ class SessionRegistry:
             tenant,
             tuple(apps),
             make_graph(session_id),
-            Account(self._config.session_quota, tenant_account),
+            account,
             now,
             now,
         )
@@ -113,6 +117,17 @@ class SessionRegistry:
         live_ids.remove(session.id)
         if not live_ids:
             del self._tenants[session.tenant]
+
+    def check_integrity(self) -> None:
+        """Recount the graphs, and what tenants keep. Only between events of the loop."""
+        for session in self:
+            session.graph.check_integrity()
+        for tenant, (account, live_ids) in self._tenants.items():
+            total = Usage()
+            for session_id in live_ids:
+                total = total.plus(self._sessions[session_id].account.usage)
+            assert account.usage == total, (tenant, account.usage, total)
+        assert len(self) == sum(len(live_ids) for _, live_ids in self._tenants.values())
 
 
 class SessionExpiry:

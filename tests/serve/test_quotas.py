@@ -186,6 +186,38 @@ async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
     await world.core.close()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"template": "x" * 50 + "{{y}}"},
+        {"system": "x" * 50, "chat": True},
+        {"models": ["x" * 50]},
+        {"parameters": [made("y", regex="x" * 50)]},
+        {"parameters": [made("y", json_schema={"enum": ["x" * 50]})]},
+        {"parameters": [made("y"), given("x", "x" * 50)]},
+    ],
+)
+async def test_all_that_a_call_keeps_is_counted(fields: dict[str, Any]) -> None:
+    (world,) = tenants(keys=[None], session_quota={"text_bytes": 50})
+    body = {"template": "a{{y}}", "parameters": [made("y")]}
+    world.core.programs.submit_call(SemanticCallRequest.model_validate(world.scope | body))
+    request = SemanticCallRequest.model_validate(world.scope | body | fields)
+    with pytest.raises(QuotaExceeded, match="text_bytes"):
+        world.core.programs.submit_call(request)
+    await world.core.close()
+
+
+async def test_names_of_apps_are_counted_and_a_refused_session_leaves_nothing() -> None:
+    first, _ = tenants(keys=["one", "two"], tenant_quota={"text_bytes": 10})
+    for api_key in ("one", "three"):
+        with pytest.raises(QuotaExceeded, match="text_bytes"):
+            first.core.create_session(SessionCreateRequest(api_key=api_key, apps=["x" * 11]))
+    first.core.create_session(SessionCreateRequest(api_key="one", apps=["x" * 10]))
+    with pytest.raises(QuotaExceeded):
+        first.variable("x", "!")
+    await first.core.close()
+
+
 async def test_a_tenants_sessions_share_its_quota_and_others_have_their_own() -> None:
     first, second, stranger = tenants(keys=["one", "one", "two"], tenant_quota={"calls": 3})
     first.call("a")
