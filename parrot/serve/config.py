@@ -26,7 +26,9 @@ class GlobalSchedulerConfig(_Section):
     app_fifo: bool = Field(
         True, description="Order applications. Else calls are ordered singly, whatever the policy."
     )
-    graph_group: bool = Field(True, description="Place the calls of a task group together.")
+    graph_group: bool = Field(
+        True, description="Deal out together the queued calls that feed the same consumer."
+    )
     ctx_group: bool = Field(True, description="Place calls that share a prefix together.")
     ctx_aware: bool = Field(True, description="Weigh cached prefixes when choosing an engine.")
     kv_eviction: KvEviction = Field(

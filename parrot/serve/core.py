@@ -24,6 +24,7 @@ from parrot.serve.metrics import CoreCollector, CoreMetrics
 from parrot.serve.native import NativeRunner, Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
+from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.sessions import Session, SessionExpiry, SessionRegistry, tenant_labels, tenant_of
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
@@ -46,13 +47,16 @@ class ServeCore:
         sandbox: Sandbox | None = None,
         observers: Sequence[Observer] = (),
         first_session_id: int = 0,
+        order: MakeOrder | None = None,
+        placer: MakePlacer | None = None,
     ) -> None:
+        """`order` and `placer` replace the configured ones, unless a `dispatcher` is given."""
         self.config = config
         self.is_closing = False
         self._clock = clock or MonotonicClock()
         self._timers = TimerQueue(self._clock)
         self._sessions = SessionRegistry(config, self._clock, first_session_id)
-        self._dispatcher = dispatcher or Dispatcher(config, self._clock)
+        self._dispatcher = dispatcher or Dispatcher(config, self._clock, order=order, placer=placer)
         self._native = NativeRunner(config, self._clock, sandbox)
         self._metrics = CoreMetrics(tenant_labels(config.api_keys))
         self._observers = Observers(observers)

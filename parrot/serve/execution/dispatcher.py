@@ -33,6 +33,7 @@ from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.load_index import Models
+from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
@@ -51,7 +52,16 @@ class Dispatcher:
     """Owns a completion from `submit` until it has settled its output. All methods are for the
     event loop's thread; an output's callbacks run in it too, when the books are done."""
 
-    def __init__(self, config: CoreConfig, clock: Clock, connect: Connect | None = None) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Clock,
+        connect: Connect | None = None,
+        *,
+        order: MakeOrder | None = None,
+        placer: MakePlacer | None = None,
+    ) -> None:
+        """`order` and `placer` replace the scheduler's configured ones."""
         self._clock = clock
         self._timers = TimerQueue(clock)
         self._ledger = ContextLedger(
@@ -60,7 +70,9 @@ class Dispatcher:
             self._wake,
             config.global_scheduler.kv_eviction,
         )
-        self._scheduler = Scheduler(config.global_scheduler, clock, self._ledger.index)
+        self._scheduler = Scheduler(
+            config.global_scheduler, clock, self._ledger.index, order, placer
+        )
         tokenizers = TokenizerRegistry()
         self._fleet = Fleet(
             config,

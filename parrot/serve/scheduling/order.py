@@ -1,13 +1,9 @@
-"""Order policies: which queued task comes first. Tasks belong to groups: the groups are ordered by
-their keys, and the tasks within each by theirs, least first.
+"""Which queued task comes first. Tasks belong to groups: the groups are ordered by their keys, and
+the tasks within each by theirs, least first.
 
-    critical_path   by application: the least predicted work left first, aged; in it, the longest
-                    path first; calls with a deadline that is still to be met go before all
-    las             by application: the least service had so far first; in it, by arrival
-    app_fifo        by application: the first to come first; in it, by arrival
-    fcfs            by arrival, whatever the application
-
-An application is a session. Only `critical_path` uses what is known of the future."""
+    CriticalPath    by application (a session): the least predicted work left first, aged; in it,
+                    the longest path first; calls with a deadline that can still be met go before
+    OrderPolicy     by arrival, whatever the application: `fcfs`"""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -77,7 +73,7 @@ class OrderPolicy:
 
 
 @dataclass(slots=True)
-class _App:
+class Account:
     """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed (or
     has ended). `places`: of its groups, in the engines' queues."""
 
@@ -94,12 +90,12 @@ class _App:
         return self.num_tasks > 0 or self.remaining_s > 0.0
 
 
-class _ByApp(OrderPolicy):
+class ByApplication(OrderPolicy):
     """Keeps an account for each session. Subclasses say what makes a session come first."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._apps: dict[int, _App] = {}
+        self._accounts: dict[int, Account] = {}
 
     def group(self, task: CompletionTask) -> Hashable:
         return task.completion.session_id
@@ -107,7 +103,7 @@ class _ByApp(OrderPolicy):
     def priority_s(self, task: CompletionTask) -> float:
         """The group's key, as it was when one of the application's calls ended last: what is placed
         until the next ends stands side by side, as the parts of a map stage should."""
-        places, group = self._apps[task.completion.session_id].places, self.group(task)
+        places, group = self._accounts[task.completion.session_id].places, self.group(task)
         if group not in places:
             places[group] = self.group_key(group)
         return places[group]
@@ -116,51 +112,34 @@ class _ByApp(OrderPolicy):
         self._account(task.completion.session_id).num_tasks += 1
 
     def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
-        self._apps[task.completion.session_id].served_s += work_s
+        self._accounts[task.completion.session_id].served_s += work_s
 
     def ended(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
-        account = self._apps[session_id]
+        account = self._accounts[session_id]
         account.num_tasks -= 1
         account.places.clear()
         account.last_active = self._clock.now()
         if account.is_forgotten and not account.num_tasks:
-            del self._apps[session_id]
+            del self._accounts[session_id]
 
     def forget(self, session_id: int) -> None:
         """The session has ended: its account goes with its last task."""
-        account = self._apps.get(session_id)
+        account = self._accounts.get(session_id)
         if account is not None:
             account.is_forgotten = True
             if not account.num_tasks:
-                del self._apps[session_id]
+                del self._accounts[session_id]
 
-    def _account(self, session_id: int) -> _App:
+    def _account(self, session_id: int) -> Account:
         """Of a session that wants something now."""
-        account = self._apps.get(session_id)
+        account = self._accounts.get(session_id)
         if account is None:
-            account = self._apps[session_id] = _App(self._clock.now())
+            account = self._accounts[session_id] = Account(self._clock.now())
         return account
 
 
-class AppFifo(_ByApp):
-    """Older applications first."""
-
-    def group_key(self, group: Hashable) -> float:
-        assert isinstance(group, int)
-        return self._apps[group].start
-
-
-class LeastAttainedService(_ByApp):
-    """The application first that has had the least, running calls included; each counts as the
-    seconds that it was predicted to take when it was placed."""
-
-    def group_key(self, group: Hashable) -> float:
-        assert isinstance(group, int)
-        return self._apps[group].served_s
-
-
-class CriticalPath(_ByApp):
+class CriticalPath(ByApplication):
     """The shortest remaining work first, so that the mean time to completion is small. The key of
     an application is the time when it came, plus a multiple of its remaining work: so one that is
     far from its end waits longer, but only in proportion, and nobody starves.
@@ -185,7 +164,7 @@ class CriticalPath(_ByApp):
         if group == _URGENT:
             return float("-inf")
         session_id, is_latency = group
-        account = self._apps[session_id]
+        account = self._accounts[session_id]
         work_s = _WORK_WEIGHT * account.remaining_s + _SERVED_WEIGHT * account.served_s
         return account.start + work_s - (_LATENCY_LEAD_S if is_latency else 0.0)
 
@@ -221,7 +200,7 @@ class CriticalPath(_ByApp):
     def ended(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
         self._running.discard(task)
-        self._apps[session_id].served_s += self._placed_s.pop(task, 0.0)
+        self._accounts[session_id].served_s += self._placed_s.pop(task, 0.0)
         self._running.changed(session_id)
         super().ended(task)
         self._deadlines.forget(task)
@@ -233,7 +212,7 @@ class CriticalPath(_ByApp):
         return self._deadlines.next_change()
 
     def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
-        if not remaining_s and session_id not in self._apps:
+        if not remaining_s and session_id not in self._accounts:
             return ()
         account = self._account(session_id)
         before_s, account.remaining_s = account.remaining_s, remaining_s
@@ -241,10 +220,10 @@ class CriticalPath(_ByApp):
         self._running.changed(session_id)
         return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
 
-    def _account(self, session_id: int) -> _App:
-        account = self._apps.get(session_id)
+    def _account(self, session_id: int) -> Account:
+        account = self._accounts.get(session_id)
         if account is None:
-            account = self._apps[session_id] = _App(self._clock.now())
+            account = self._accounts[session_id] = Account(self._clock.now())
         elif not account.is_active and self._clock.now() - account.last_active > _BURST_GAP_S:
             account.start, account.served_s = self._clock.now(), 0.0
         return account

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Hashable, Iterable
 from heapq import heappop, heappush
-from itertools import chain, islice
 from math import inf, nextafter
 
 from parrot.serve.contexts.index import PrefixIndex
@@ -22,42 +21,9 @@ _LEAST_LOADED = 4  # engines considered for their load alone
 _MAX_SITES = 16  # the same for a block, or twice its size
 _MAX_HOLDERS = 16  # engines considered for what they have; a warm prefix may be on all of them
 _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
-_GROUP_PULL = 0.25  # of the task's own decode time: what being with its group is worth
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
 # How much later a block may end for the sake of using fewer engines.
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
-
-
-class GraphGroups:
-    """Tasks of a group that come one by one go where the others are: they share a batch, and leave
-    the other engines to others. The pull is weaker than a real difference in load."""
-
-    def __init__(self) -> None:
-        self._running: dict[tuple[int, str], dict[int, int]] = {}
-
-    def engines(self, task: CompletionTask) -> Collection[int]:
-        """Where others of its group run."""
-        return () if task.group is None else self._running.get(task.group, ())
-
-    def extra_s(self, task: CompletionTask, engine: EngineLoad) -> float:
-        """Predicted seconds on top of the task's own time; negative for an advantage."""
-        if engine.id not in self.engines(task):
-            return 0.0
-        return -_GROUP_PULL * task.expected_output * engine.costs.step_s
-
-    def placed(self, task: CompletionTask, engine_id: int) -> None:
-        if task.group is not None:
-            engines = self._running.setdefault(task.group, {})
-            engines[engine_id] = engines.get(engine_id, 0) + 1
-
-    def ended(self, task: CompletionTask, engine_id: int) -> None:
-        if task.group is not None:
-            engines = self._running[task.group]
-            engines[engine_id] -= 1
-            if not engines[engine_id]:
-                del engines[engine_id]
-                if not engines:
-                    del self._running[task.group]
 
 
 class Placer:
@@ -103,9 +69,8 @@ class PredictedSeconds(Placer):
     already there, each weighted by what a second is worth to it. Queued tasks that belong together
     are dealt out as a block, in the first of their turns.
 
-    The least loaded engines are considered, those that need not compute a beginning of the prompt
-    (since `index` has it, or, if `with_running`, a prompt that runs there) and those where `groups`
-    has others of the task's group."""
+    The least loaded engines are considered, and those that need not compute a beginning of the
+    prompt, since `index` has it, or, if `with_running`, a prompt that runs there."""
 
     def __init__(
         self,
@@ -115,12 +80,10 @@ class PredictedSeconds(Placer):
         *,
         index: PrefixIndex | None,
         with_running: bool,
-        groups: GraphGroups | None,
     ) -> None:
         super().__init__(loads, running)
         self._index = index
         self._with_running = with_running
-        self._groups = groups
         self._blocks = blocks
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
 
@@ -128,7 +91,7 @@ class PredictedSeconds(Placer):
         known = None
         if not task.avoided and self._loads.num_open(task.models) > 1:
             block = self._blocks.find(task)
-            if block is not None:
+            if block is not None or (task.models, task.group) in self._plans:
                 known = self._find(task)
                 planned = self._next_planned(task, block, now, known)
                 if planned is not None:
@@ -170,14 +133,6 @@ class PredictedSeconds(Placer):
     def unqueued(self, task: CompletionTask) -> None:
         self._blocks.remove(task)
 
-    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
-        if self._groups is not None:
-            self._groups.placed(task, load.id)
-
-    def ended(self, task: CompletionTask, load: EngineLoad) -> None:
-        if self._groups is not None:
-            self._groups.ended(task, load.id)
-
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None:
         self._blocks.check_integrity(queued)
 
@@ -199,8 +154,7 @@ class PredictedSeconds(Placer):
 
     def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
         models, proposed = task.models, {}
-        group = () if self._groups is None else self._groups.engines(task)
-        for engine_id in chain(known.engines(_MAX_HOLDERS), islice(group, _MAX_HOLDERS)):
+        for engine_id in known.engines(_MAX_HOLDERS):
             load = self._loads.get(engine_id)
             if load is None or not load.is_open or (models and load.model not in models):
                 continue
@@ -222,10 +176,7 @@ class PredictedSeconds(Placer):
         prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s
         cost_s += outlook.steps_s(output) + output * growth_s
-        cost_s += outlook.harm_s(prefill_s, output, growth_s) / weight
-        if self._groups is not None and task.group is not None:
-            cost_s += self._groups.extra_s(task, load)
-        return cost_s
+        return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight
 
     def _growth_s(
         self, task: CompletionTask, load: EngineLoad, new_prompt: int, now: float
@@ -241,11 +192,13 @@ class PredictedSeconds(Placer):
     # Blocks
 
     def _next_planned(
-        self, task: CompletionTask, block: Block, now: float, known: Beginnings
+        self, task: CompletionTask, block: Block | None, now: float, known: Beginnings
     ) -> EngineLoad | None:
-        plan = self._plans.get(block.key)
-        if not plan:
-            plan = self._plans[block.key] = self._plan(task, block, now, known)
+        """`block` None: the task is the last one of a group whose plan was made in this round."""
+        key = (task.models, task.group) if block is None else block.key
+        plan = self._plans.get(key, [])
+        if not plan and block is not None:
+            plan = self._plans[key] = self._plan(task, block, now, known)
         while plan:
             # In turns: tasks come by length, and the longest must not all be on one engine.
             left, engine_id = heappop(plan)

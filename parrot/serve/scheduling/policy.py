@@ -1,43 +1,42 @@
 """The one place that knows which configuration key stands for which policy."""
 
+from collections.abc import Callable
+
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import QueuedBlocks, RunningPrefixes
 from parrot.serve.scheduling.load_index import LoadIndex
-from parrot.serve.scheduling.order import AppFifo, CriticalPath, LeastAttainedService, OrderPolicy
-from parrot.serve.scheduling.placement import GraphGroups, Placer, PredictedSeconds
-from parrot.serve.scheduling.routers import PrefixAware, RoundRobin
+from parrot.serve.scheduling.order import CriticalPath, OrderPolicy
+from parrot.serve.scheduling.placement import Placer, PredictedSeconds
 from parrot.utils.clock import Clock
 
+MakeOrder = Callable[[Clock], OrderPolicy]
+MakePlacer = Callable[[LoadIndex, RunningPrefixes], Placer]
 
-def build_order(config: GlobalSchedulerConfig, clock: Clock) -> OrderPolicy:
+
+def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
+    """What makes the configured order policy."""
     policy = config.policy if config.app_fifo else "fcfs"
-    match policy:
-        case "critical_path":
-            return CriticalPath(clock)
-        case "las":
-            return LeastAttainedService(clock)
-        case "app_fifo":
-            return AppFifo(clock)
-        case "fcfs":
-            return OrderPolicy()
+    if policy == "critical_path":
+        return CriticalPath
+    if policy == "fcfs":
+        return lambda clock: OrderPolicy()
+    from parrot.serve.scheduling import baselines
+
+    return baselines.AppFifo if policy == "app_fifo" else baselines.LeastAttainedService
 
 
-def build_placer(
-    config: GlobalSchedulerConfig, index: PrefixIndex, loads: LoadIndex, running: RunningPrefixes
-) -> Placer:
-    match config.placement:
-        case "predicted":
-            blocks = QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group)
-            return PredictedSeconds(
-                loads,
-                running,
-                blocks,
-                index=index if config.ctx_aware else None,
-                with_running=config.ctx_group,
-                groups=GraphGroups() if config.graph_group else None,
-            )
-        case "round_robin":
-            return RoundRobin(loads, running)
-        case "prefix_aware":
-            return PrefixAware(loads, running)
+def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlacer:
+    """What makes the configured placer. `index` has the cached prefixes of all engines."""
+    if config.placement == "predicted":
+        return lambda loads, running: PredictedSeconds(
+            loads,
+            running,
+            QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group),
+            index=index if config.ctx_aware else None,
+            with_running=config.ctx_group,
+        )
+    from parrot.serve.scheduling import baselines
+
+    is_turns = config.placement == "round_robin"
+    return baselines.RoundRobin if is_turns else baselines.PrefixAware

@@ -13,7 +13,7 @@ from parrot.serve.scheduling.engine_load import EngineLoad
 from parrot.serve.scheduling.hold_back import should_wait
 from parrot.serve.scheduling.load_index import LoadIndex, Models
 from parrot.serve.scheduling.placement import end_of_patience
-from parrot.serve.scheduling.policy import build_order, build_placer
+from parrot.serve.scheduling.policy import MakeOrder, MakePlacer, order_maker, placer_maker
 from parrot.serve.scheduling.predictor import Pace
 from parrot.serve.scheduling.queue import SortKey, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask, Placement
@@ -57,13 +57,16 @@ class Scheduler:
         config: GlobalSchedulerConfig,
         clock: Clock,
         index: PrefixIndex,
+        order: MakeOrder | None = None,
+        placer: MakePlacer | None = None,
     ) -> None:
+        """`order` and `placer` replace the configured ones."""
         self._clock = clock
         self._costs: dict[str, StepCosts] = {}  # by model, as an engine of it reported last
         self._running = RunningPrefixes()
-        self._order = build_order(config, clock)
+        self._order = (order or order_maker(config))(clock)
         self._loads = LoadIndex()
-        self._placer = build_placer(config, index, self._loads, self._running)
+        self._placer = (placer or placer_maker(config, index))(self._loads, self._running)
         self._queues: dict[Models, TaskQueue] = {}
         self._patience: float | None = None  # when that of a task passed over ends first
         self._failed: list[CompletionTask] = []

@@ -10,6 +10,7 @@ from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.segments import PrefixHasher, Segment, SegmentKind
+from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import ManualClock
@@ -21,11 +22,16 @@ LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPU
 class Bench:
     """A scheduler on virtual time."""
 
-    def __init__(self, **config: object) -> None:
+    def __init__(
+        self,
+        order: MakeOrder | None = None,
+        placer: MakePlacer | None = None,
+        **config: object,
+    ) -> None:
         self.clock = ManualClock()
         self.index = PrefixIndex()
         self.scheduler = Scheduler(
-            GlobalSchedulerConfig.model_validate(config), self.clock, self.index
+            GlobalSchedulerConfig.model_validate(config), self.clock, self.index, order, placer
         )
         self._ids = count()
 

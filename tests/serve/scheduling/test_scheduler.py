@@ -1,6 +1,8 @@
 """The global scheduler: order, capacity, and that nothing starves or leaks."""
 
 import random
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from parrot.serve.config import OrderName
 from parrot.serve.graph.nodes import Objective
+from parrot.serve.scheduling.baselines import RoundRobin
+from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
@@ -93,6 +97,31 @@ def test_an_app_that_paused_starts_anew() -> None:
     again = bench.task(session=1, path=50)
     bench.add(again)
     assert bench.order() == [newer, again]
+
+
+class LastComeFirst(OrderPolicy):
+    def task_key(self, task: CompletionTask) -> float:
+        return -task.arrived
+
+
+def test_order_and_placement_can_be_given() -> None:
+    bench = Bench(order=lambda clock: LastComeFirst(), placer=RoundRobin)
+    bench.engines(3, slots=1)
+    tasks = []
+    for _ in range(3):
+        tasks.append(bench.task("same", prefix_len=1000))
+        bench.add(tasks[-1])
+        bench.later(1)
+    assert bench.run() == {tasks[2]: 0, tasks[1]: 1, tasks[0]: 2}
+
+
+def test_baselines_are_imported_only_where_they_are_named() -> None:
+    code = "import sys, parrot.serve.core as c; c.ServeCore(c.CoreConfig()); print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "parrot.serve.scheduling.placement" in modules
+    assert "parrot.serve.scheduling.baselines" not in modules
 
 
 def test_update_moves_a_task() -> None:

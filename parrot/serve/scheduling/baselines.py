@@ -1,13 +1,23 @@
-"""What request routers do, for comparison: they know neither graphs nor predicted seconds."""
+"""Order and placement as other services have them, to compare with. Nothing but measurements and
+configurations that name one of them imports this module.
 
-from collections import OrderedDict
+    app_fifo        by application: the first to come first; in it, by arrival
+    las             by application: the least service had so far first; in it, by arrival
+    round_robin     every engine in turn
+    prefix_aware    the engine that was sent the longest beginning of the prompt, as routers do
+
+They know neither graphs nor predicted seconds."""
+
+from collections.abc import Hashable
 from itertools import chain
 
 from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.engine_load import EngineLoad
 from parrot.serve.scheduling.load_index import LoadIndex
+from parrot.serve.scheduling.order import ByApplication
 from parrot.serve.scheduling.placement import Placer
 from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.heaps import LruDict
 
 # The defaults of SGLang's router.
 _MIN_MATCH = 0.3  # of a prompt that an engine must have seen to attract it
@@ -16,7 +26,26 @@ _BALANCE_ABS, _BALANCE_REL = 64, 1.5  # beyond both differences in load, load al
 _MAX_KEYS = 100_000  # prefixes remembered
 
 
+class AppFifo(ByApplication):
+    """Older applications first."""
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, int)
+        return self._accounts[group].start
+
+
+class LeastAttainedService(ByApplication):
+    """The application first that has had the least, running calls included; each counts as the
+    seconds that it was predicted to take when it was placed."""
+
+    def group_key(self, group: Hashable) -> float:
+        assert isinstance(group, int)
+        return self._accounts[group].served_s
+
+
 class Router(Placer):
+    """Knows which engines have room for a task. Subclasses choose one of them."""
+
     def _open(self, task: CompletionTask) -> list[EngineLoad]:
         """Where it fits; engines that failed with it only if there is no other."""
         found = [load for load in self._loads.members(task.models) if self._has_room(task, load)]
@@ -52,7 +81,7 @@ class PrefixAware(Router):
 
     def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
         super().__init__(loads, running)
-        self._sent: OrderedDict[bytes, set[int]] = OrderedDict()
+        self._sent: LruDict[bytes, set[int]] = LruDict(_MAX_KEYS)
 
     def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
         found = self._open(task)
@@ -67,10 +96,9 @@ class PrefixAware(Router):
 
     def placed(self, task: CompletionTask, load: EngineLoad) -> None:
         for key in task.keys:
-            self._sent.setdefault(key, set()).add(load.id)
-            self._sent.move_to_end(key)
-        while len(self._sent) > _MAX_KEYS:
-            self._sent.popitem(last=False)
+            if (engines := self._sent.get(key)) is None:
+                self._sent.put(key, engines := set())
+            engines.add(load.id)
 
     def _is_uneven(self, task: CompletionTask) -> bool:
         counts = [load.num_tasks for load in self._loads.members(task.models)]
@@ -80,7 +108,7 @@ class PrefixAware(Router):
     def _matched(self, task: CompletionTask, load: EngineLoad) -> int:
         matched = 0
         for key, length in zip(task.keys, task.lengths, strict=True):
-            if load.id not in self._sent.get(key, ()):
+            if load.id not in (self._sent.peek(key) or ()):
                 break
             matched += length
         return matched
