@@ -1,0 +1,89 @@
+"""What the service passes on of a request, and in which order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from parrot.engine.config import SimConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import BACKGROUND, EngineRequest
+from parrot.engine.core.output import Language
+from parrot.engine.reorder import ReorderingService
+from parrot.engine.runner_service import RunnerService
+from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.runner import SimRunner
+from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.engine_api import FillRequest, GenerateRequest
+from parrot.protocol.errors import Cancelled
+from parrot.utils.clock import ManualClock
+
+CONFIG = SimConfig()
+
+
+class RefusingCore:
+    """Stands in for the core behind verbs: keeps each request and refuses it."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+
+    def submit(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+        request.sink.fail(Cancelled("seen"))
+
+    def abort(self, request_id: int) -> None: ...
+
+
+class RefusingDriver:
+    is_lost = False
+
+    def __init__(self) -> None:
+        self.core = RefusingCore()
+
+    async def start(self) -> EngineCore:
+        language = Language.of(byte_tokenizer_response())
+        return EngineCore(CONFIG, SimRunner(CONFIG.instance), language, ManualClock())
+
+    def post(self, verb: Callable[[Any], None]) -> None:
+        verb(self.core)
+
+    async def close(self) -> None: ...
+
+
+async def submitted(request: FillRequest | GenerateRequest) -> EngineRequest:
+    driver = RefusingDriver()
+    service = RunnerService(CONFIG, driver, warm_up=False)
+    await service.start()
+    with pytest.raises(Cancelled, match="seen"):
+        if isinstance(request, FillRequest):
+            await service.fill(request)
+        else:
+            await service.generate(request)
+    return driver.core.requests[0]
+
+
+async def test_a_request_keeps_its_tenant_and_its_urgency() -> None:
+    fields = {"context_id": 1, "priority": 7, "cache_salt": "tenant"}
+    fill = await submitted(FillRequest(**fields, token_ids=[5]))
+    generate = await submitted(GenerateRequest(**fields, fills=[{"token_ids": [5]}]))
+    for request in (fill, generate):
+        assert (request.priority, request.cache_salt) == (7, "tenant")
+        assert list(request.pieces[0].token_ids) == [5]
+    assert fill.sampling is None
+    assert generate.sampling is not None
+
+
+async def test_a_background_fill_comes_last_and_keeps_its_share() -> None:
+    request = FillRequest(context_id=1, token_ids=[5], background=True, background_share=0.07)
+    wanted = await submitted(request)
+    assert (wanted.priority, wanted.background_share) == (BACKGROUND, 0.07)
+
+
+async def test_after_a_reset_ids_begin_anew() -> None:
+    service = ReorderingService(create_sim_engine(CONFIG), ManualClock())
+    await service.start()
+    await service.free_contexts([7])  # the free of a request that never came
+    await service.reset()
+    fill = await service.fill(FillRequest(context_id=7, token_ids=[5]))
+    assert fill.filled_len == 1
+    await service.close()
