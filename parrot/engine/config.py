@@ -123,8 +123,8 @@ class HuggingFaceInstance(ConfigModel):
 
 
 class SimInstance(ConfigModel):
-    """What each part of a step costs; a step's time is their sum. The defaults resemble an 8B model
-    on one large GPU; sample_configs/engine/sim_*.json are fitted to what was measured."""
+    """The cost of each part of a step; a step's time is their sum. The defaults resemble an 8B
+    model on one large GPU; sample_configs/engine/sim_*.json are fitted to what was measured."""
 
     num_kv_cache_blocks: PositiveInt = 8192
     block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
@@ -142,9 +142,9 @@ class SimInstance(ConfigModel):
 
 
 class EngineConfig(ConfigModel):
-    """What all engine types share. `engine_name` empty: from model and port, so that a restarted
-    engine has the same name. `tokens_capacity` null: what the KV pool holds. `fill_chunk_size`
-    null: as much as fits the step's token budget."""
+    """The keys that all engine types share. `engine_name` empty: from model and port, so that a
+    restarted engine has the same name. `tokens_capacity` null: what the KV pool holds.
+    `fill_chunk_size` null: as much as fits the step's token budget."""
 
     engine_type: Literal["builtin", "openai", "huggingface", "sim"]
     model: str = Field(min_length=1)

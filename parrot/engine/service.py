@@ -1,4 +1,4 @@
-"""What the engine's HTTP server needs of an engine, whatever its type."""
+"""The interface between the engine's HTTP server and an engine of any type."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
@@ -57,7 +57,7 @@ class EngineService(Protocol):
     def runtime_info(self) -> RuntimeInfo: ...
 
     def engine_info(self) -> EngineInfo:
-        """What to register with; valid after `start`."""
+        """Return the facts to register with; valid after `start`."""
         ...
 
     def tokenizer(self) -> TokenizerResponse | None:

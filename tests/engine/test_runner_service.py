@@ -54,11 +54,9 @@ async def submitted(request: FillRequest | GenerateRequest) -> EngineRequest:
     driver = RefusingDriver()
     service = RunnerService(CONFIG, driver, warm_up=False)
     await service.start()
+    is_fill = isinstance(request, FillRequest)
     with pytest.raises(Cancelled, match="seen"):
-        if isinstance(request, FillRequest):
-            await service.fill(request)
-        else:
-            await service.generate(request)
+        await (service.fill(request) if is_fill else service.generate(request))
     return driver.core.requests[0]
 
 

@@ -22,15 +22,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from parrot.engine.core.block_keys import BlockHasher
-from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.block_pool import BlockHasher, BlockPool
 from parrot.engine.core.plan import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A fork not yet carried out: begin with the parent's first `length` tokens. None: with all it
-    has once job number `after` (the parent's last when the fork was asked for) has ended."""
+    """A fork not yet carried out: the context is to begin with the parent's first `length` tokens.
+    If `length` is None, with all that the parent has once job number `after`, its last when the
+    fork was asked for, has ended."""
 
     parent: "Context"
     length: int | None
@@ -132,7 +132,7 @@ class ContextTree:
         child.num_published = min(parent.num_published, child.num_computed // self.block_size)
 
     def next_key(self, context: Context) -> bytes | None:
-        """The key of the next block that the context's tokens fill; None: there is none, or
+        """The key of the next block that the context's tokens fill, or None if they fill none or
         nothing is published."""
         block = context.num_computed // self.block_size
         if self._hasher is None or block >= (num_full := len(context.token_ids) // self.block_size):

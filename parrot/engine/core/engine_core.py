@@ -22,10 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.block_keys import BlockHasher
-from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.block_pool import BlockHasher, BlockPool
 from parrot.engine.core.contexts import ContextTree
-from parrot.engine.core.jobs import EngineRequest, Job, StepTotals
+from parrot.engine.core.jobs import POLICIES, EngineRequest, Job, StepTotals
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import (
     DeviceLost,
@@ -36,7 +35,6 @@ from parrot.engine.core.plan import (
     StepPlan,
     StepResult,
 )
-from parrot.engine.core.policy import POLICIES
 from parrot.engine.core.requests import Delivery, RequestTable
 from parrot.engine.core.scheduler import LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
@@ -94,7 +92,7 @@ class EngineCore:
             config.scheduler,
             config.fill_chunk_size,
             self._tree,
-            POLICIES[config.scheduler.policy](),
+            POLICIES[config.scheduler.policy],
         )
         self.max_context_len = min(info.max_seq_len, num_blocks * info.block_size)
         self._totals = StepTotals()
@@ -174,7 +172,7 @@ class EngineCore:
         return plan is not None or before is not None
 
     def _launch(self, step: Step, before: _Flight | None) -> _Flight | None:
-        """None: it must be run, once the one before it has landed."""
+        """Launch a step, or return None if it must be run once the one before it has landed."""
         self._suspects = [job for job in self._suspects if not job.has_ended]
         if self._overlapping is None or self._suspects:
             return None

@@ -1,8 +1,8 @@
-"""What the engine was asked for: requests, their jobs, and the queues that keep them in order."""
+"""Requests, their jobs, and the queues and policies that keep the jobs in order."""
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Protocol
@@ -72,7 +72,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Of an engine's steps so far: their number, their sequences and prompt tokens added up."""
+    """The number of an engine's steps so far, and the sums of their sequences and prompt tokens."""
 
     num_steps: int = 0
     num_sequences: int = 0
@@ -240,3 +240,21 @@ class JobQueue:
         at = bisect_left(self._jobs, job.key, key=_KEY)
         assert self._jobs[at] is job, f"job {job.job_id} is not in the queue"
         del self._jobs[at]
+
+
+Policy = Callable[[Job], tuple[int, ...]]
+"""Gives each job its key, by which jobs run: unique and total, so that the first of all jobs always
+runs and all end some day. Background jobs come after all others."""
+
+
+def priority_first(job: Job) -> tuple[int, ...]:
+    """By the request's priority, then by arrival."""
+    return (job.priority, job.job_id)
+
+
+def first_come_first_served(job: Job) -> tuple[int, ...]:
+    """By arrival alone."""
+    return (int(job.is_background), job.job_id)
+
+
+POLICIES: dict[str, Policy] = {"priority": priority_first, "fcfs": first_come_first_served}

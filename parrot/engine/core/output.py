@@ -96,7 +96,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What a model reads and writes: its tokenizer, as it travels and as it works."""
+    """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`)."""
 
     response: TokenizerResponse
     tokenizer: Tokenizer

@@ -68,8 +68,8 @@ class RequestTable:
         return len(self._forks) > 0
 
     def take_outcomes(self) -> list[Delivery]:
-        """What has happened to requests since the last call: calls to make, in order, as (method of
-        a sink, argument)."""
+        """Return what has happened to requests since the last call: calls to make, in order, as
+        (method of a sink, argument)."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -267,17 +267,17 @@ class RequestTable:
 
     def fail_all(self, requests: Iterable[RequestState], error: ParrotError) -> None:
         """Fail these requests, and those that cannot succeed without them."""
-        doomed = deque((request, error) for request in requests)
+        failing = deque((request, error) for request in requests)
         touched: dict[Context, None] = {}
-        while doomed:
-            request, reason = doomed.popleft()
+        while failing:
+            request, reason = failing.popleft()
             if request.has_ended:
                 continue
             self._close(request)
             self.deliver_later(request.sink.fail, reason)
             for job in request.jobs:
                 if not job.has_ended:
-                    doomed += self._requests_behind(job, reason)
+                    failing += self._requests_behind(job, reason)
                     touched[job.context] = None
                     self._withdraw(job)
         for context in touched:

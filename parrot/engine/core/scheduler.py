@@ -18,9 +18,8 @@ from typing import NamedTuple
 from parrot.engine.config import SchedulerConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
-from parrot.engine.core.jobs import Job, JobQueue
+from parrot.engine.core.jobs import Job, JobQueue, Policy
 from parrot.engine.core.plan import PENDING, BlockCopy, SampleSpec, SequenceStep, StepPlan
-from parrot.engine.core.policy import Policy
 from parrot.engine.core.room import IdleContexts, drop_kv
 
 
@@ -110,7 +109,7 @@ class LocalScheduler:
         """Take a job whose context misses at least one token's KV."""
         assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
         self.idle.discard(job.context)
-        job.key = self._policy.key(job)
+        job.key = self._policy(job)
         self._queue_of(job).add(job)
 
     def remove(self, job: Job) -> None:
@@ -128,7 +127,7 @@ class LocalScheduler:
         is_decoding = job in self._decoding
         self._queue_of(job).remove(job)
         job.priority = priority
-        job.key = self._policy.key(job)
+        job.key = self._policy(job)
         (self._decoding if is_decoding else self._queue_of(job)).add(job)
 
     def _queue_of(self, job: Job) -> JobQueue:
@@ -164,7 +163,7 @@ class LocalScheduler:
             self._pace.stepped(elapsed_s, step.num_background_tokens, share)
 
     def _background_share(self) -> float:
-        """That of the background job whose turn it is."""
+        """The share that the first background job may take, within the engine's limit."""
         limit = self._limits.background_share
         first = next(iter(self._background), None)
         return limit if first is None else min(limit, first.request.wanted.background_share)

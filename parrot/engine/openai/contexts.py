@@ -52,7 +52,8 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Fork:
     """A fork not yet carried out, since the parent had too little text: it happens after another
-    job's turn, and after what the same job did before. `length` None: all that the parent has."""
+    job's turn, and after what the same job did before. If `length` is None, it takes all
+    that the parent has."""
 
     length: int | None
     after: "asyncio.Future[None] | None"

@@ -1,4 +1,4 @@
-"""What a foreign server's refusals mean to Parrot, and which of them are worth another try.
+"""A foreign server's refusals as Parrot's errors, and which of them are worth another try.
 
 HTTP                     Parrot's error        tried again
 400, context too long    PromptTooLong         no

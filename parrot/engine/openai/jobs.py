@@ -1,7 +1,11 @@
-"""The openai engine's account of one request."""
+"""The openai engine's account of one request, and the gate that bounds how many run."""
 
 import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Generic, TypeVar
 
 from parrot.engine.openai.contexts import Turn
@@ -14,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class Job(Generic[R]):
-    """One request. `error` is why it was aborted, if it was; None in `chunks` is their end."""
+    """One request. `error` is why it was aborted, if it was. The last of `chunks` is None."""
 
     turns: dict[int, Turn]
     chunks: "asyncio.Queue[StreamChunk | None]"
@@ -32,7 +36,7 @@ class Job(Generic[R]):
 
 @dataclass(slots=True)
 class Times:
-    """Stamps of one Generate, in the clock's seconds."""
+    """When a Generate came, began and had its first text, in the clock's seconds."""
 
     submitted: float
     started: float
@@ -49,3 +53,43 @@ class Times:
             prefill_s=self.first_text - self.started,
             decode_s=now - self.first_text,
         )
+
+
+class PriorityGate:
+    """At most `limit` are inside. Who waits enters by priority (lower first), then by arrival."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._arrivals = count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self.num_inside = 0
+
+    @asynccontextmanager
+    async def pass_through(self, priority: int) -> AsyncIterator[None]:
+        await self._enter(priority)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, priority: int) -> None:
+        if self.num_inside < self._limit:
+            self.num_inside += 1
+            return
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), admitted))
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Give the place to the first who still waits for one."""
+        while self._waiting:
+            _, _, admitted = heapq.heappop(self._waiting)
+            if not admitted.done():
+                admitted.set_result(None)
+                return
+        self.num_inside -= 1

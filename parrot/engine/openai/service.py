@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.contexts import TextContext, TextContexts
-from parrot.engine.openai.gate import PriorityGate
-from parrot.engine.openai.jobs import Job, Times
+from parrot.engine.openai.jobs import Job, PriorityGate, Times
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.protocol.engine_api import (

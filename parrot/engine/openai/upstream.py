@@ -12,9 +12,17 @@ import stamina
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.dialect import BY_OWNER, OPENAI, Dialect
 from parrot.engine.openai.errors import ErrorTranslator, backoff
-from parrot.engine.openai.wire import DONE, Answer, Target, parse_answer, request_body
+from parrot.engine.openai.wire import (
+    BY_OWNER,
+    DONE,
+    OPENAI,
+    Answer,
+    Dialect,
+    Target,
+    parse_answer,
+    request_body,
+)
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable, UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig

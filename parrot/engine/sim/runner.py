@@ -84,7 +84,8 @@ class SimRunner:
         )
 
     def costs(self, plan: StepPlan, num_steps: int) -> list[float]:
-        """Of `num_steps` steps of which `plan` is the first. All its sequences have one token."""
+        """Seconds of each of `num_steps` steps, of which `plan` is the first. All its sequences
+        have one token."""
         count, num_read = len(plan.sequences), self._num_read(plan.sequences)
         return [self._decode_cost(count, num_read + n * count) for n in range(num_steps)]
 

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from parrot.engine.attention.work_list import SplitConfig, plan_work
-from parrot.engine.core.block_keys import BlockHasher
+from parrot.engine.core.block_pool import BlockHasher
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.errors import ModelNumerics

@@ -2,8 +2,7 @@
 
 import pytest
 
-from parrot.engine.core.jobs import JobQueue
-from parrot.engine.core.policy import FirstComeFirstServed, PriorityFirst
+from parrot.engine.core.jobs import JobQueue, first_come_first_served, priority_first
 from parrot.testing.core_harness import Harness, piece
 
 
@@ -236,8 +235,8 @@ def test_policies_are_total_orders():
 
         priority, job_id = 3, 7
 
-    assert PriorityFirst().key(FakeJob) == (3, 7)
-    assert FirstComeFirstServed().key(FakeJob) == (0, 7)
+    assert priority_first(FakeJob) == (3, 7)
+    assert first_come_first_served(FakeJob) == (0, 7)
 
 
 def test_an_urgent_request_takes_its_room_from_the_least_urgent():
