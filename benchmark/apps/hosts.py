@@ -165,7 +165,7 @@ class SimHost(Host):
         async def ask() -> str | None:
             async with SimCluster(1, engine=self._config) as cluster:
                 (engine,) = cluster.engines.values()
-                return (await engine.link.tokenizer()).tokenizer_json
+                return (await engine.client.tokenizer()).tokenizer_json
 
         return run_virtual(ask())
 

@@ -22,7 +22,8 @@ from typing import Any
 from benchmark.results import Report, run
 from benchmark.serve.common import ENGINES, Data, Session, Var, core_config, words
 from parrot.engine.config import SimConfig
-from parrot.simulation import SimClient, SimCluster, run_virtual
+from parrot.protocol.serve_client import ServeClient
+from parrot.simulation import SimCluster, run_virtual
 from parrot.simulation.report import percentile
 from parrot.utils.config import read_json_object
 
@@ -70,7 +71,7 @@ class Load:
         self.setup = setup
         self.times = Times([], [], [], [])
         self._cluster = cluster
-        self._client: SimClient = cluster.client()
+        self._client: ServeClient = cluster.client()
         self._is_over = False
 
     async def run(self) -> None:

@@ -23,7 +23,8 @@ from benchmark.serve.common import Data, Session, Var, core_config, words
 from benchmark.serve.kv_belady import Replay, Turn, farthest, mean_live, oldest
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.simulation import SimClient, SimCluster, run_virtual
+from parrot.protocol.serve_client import ServeClient
+from parrot.simulation import SimCluster, run_virtual
 
 BLOCK_SIZE = 16
 TASKS_CAPACITY = 16
@@ -64,7 +65,7 @@ TOOLS_S: dict[str, dict[str, tuple[float, float]]] = {
 class Chats:
     """Chats with tools: each turn's answer calls a tool, whose result is the next message."""
 
-    def __init__(self, setup: Setup, client: SimClient) -> None:
+    def __init__(self, setup: Setup, client: ServeClient) -> None:
         self.setup = setup
         self.turns: list[Turn] = []
         self._client = client
@@ -126,7 +127,7 @@ class Apps:
 
         read (doc i) -> question -> read again (doc i, question) -> answer"""
 
-    def __init__(self, setup: Setup, client: SimClient) -> None:
+    def __init__(self, setup: Setup, client: ServeClient) -> None:
         self.setup = setup
         self.seconds: list[float] = []
         self._client = client

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, get_args
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from benchmark.serve.common import ENGINES, Data, Session, Var, core_config, sim_engine
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import OrderName
-from parrot.simulation import SimClient, SimCluster, fixed, run_virtual
+from parrot.simulation import SimCluster, fixed, run_virtual
 
 POLICIES = get_args(OrderName)
 NUM_FIRST = 8  # chats that do not count
@@ -124,7 +125,7 @@ class Run:
             await asyncio.gather(*[self._job(client, job) for job in self._jobs])
             cluster.core.check_integrity()
 
-    async def _job(self, client: SimClient, job: Job) -> None:
+    async def _job(self, client: ServeClient, job: Job) -> None:
         await asyncio.sleep(job.arrives)
         loop = asyncio.get_running_loop()
         begin = loop.time()

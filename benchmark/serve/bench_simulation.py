@@ -16,7 +16,8 @@ from typing import Any
 from benchmark.results import Report, run
 from benchmark.serve.common import ENGINES, Data, Session, core_config, sim_engine, words
 from parrot.protocol.public import CompletionInfo
-from parrot.simulation import SimClient, SimCluster, VirtualLoop, run_virtual
+from parrot.protocol.serve_client import ServeClient
+from parrot.simulation import SimCluster, VirtualLoop, run_virtual
 
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
 NUM_MAPS = 9
@@ -24,7 +25,7 @@ NUM_PREFIXES = 50
 SLOTS = 8  # completions that ServeCore may place on one engine at once
 
 
-async def application(client: SimClient, prefix: str, rng: random.Random) -> list[CompletionInfo]:
+async def application(client: ServeClient, prefix: str, rng: random.Random) -> list[CompletionInfo]:
     session = await Session.begin(client)
     parts = []
     for _ in range(NUM_MAPS):

@@ -11,8 +11,9 @@ from benchmark.results import ROOT
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient
+from parrot.simulation import PATIENT
 
 ENGINES = ROOT / "sample_configs" / "engine"
 LETTERS = "abcdefghijklmnopqrstuvwxyz      "
@@ -50,12 +51,12 @@ class Var:
 class Session:
     """One session of a simulated program."""
 
-    def __init__(self, client: SimClient, scope: Mapping[str, Any]) -> None:
+    def __init__(self, client: ServeClient, scope: Mapping[str, Any]) -> None:
         self.client = client
         self.scope = scope
 
     @classmethod
-    async def begin(cls, client: SimClient) -> "Session":
+    async def begin(cls, client: ServeClient) -> "Session":
         return cls(client, (await client.create_session()).model_dump())
 
     async def call(

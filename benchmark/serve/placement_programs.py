@@ -20,7 +20,8 @@ from benchmark.apps.workloads.traffic import (
 from benchmark.serve.common import Data, Session, Var, core_config, words
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.simulation import SimClient, SimCluster, run_virtual
+from parrot.protocol.serve_client import ServeClient
+from parrot.simulation import SimCluster, run_virtual
 
 NUM_ENGINES = 4
 GPTS_FIXED = {  # engines of each application; better than all others up to 64 requests/s
@@ -74,7 +75,7 @@ class Site:
 class Programs(ABC):
     """The calls of many users, each in a session of its own."""
 
-    client: SimClient
+    client: ServeClient
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)

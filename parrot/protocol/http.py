@@ -1,45 +1,35 @@
-"""The one HTTP client of all tiers: JSON both ways, typed errors, server-sent events.
+"""The one HTTP client of all tiers.
 
 aiohttp is imported when the first client is made, so that `import parrot` stays fast."""
 
 import io
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from parrot.protocol.errors import (
-    InternalError,
-    InvalidRequest,
-    ParrotError,
-    Unavailable,
-    error_from_payload,
+from parrot.protocol.errors import Unavailable
+from parrot.protocol.transport import (
+    ErrorReader,
+    decode_answer,
+    encode_body,
+    own_error,
+    parse_events,
 )
 
 if TYPE_CHECKING:
     import aiohttp
 
 _JSON_HEADERS = {"Content-Type": "application/json"}
-_MAX_SSE_EVENT = 64 * 2**20
 _LARGE_BODY = 2**20  # aiohttp sends larger ones in pieces, so that the event loop stays free
-
-ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
-"""The error meant by an answer's decoded body (None: not JSON), status and headers."""
-
-
-def _own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
-    return error_from_payload(payload, status)
 
 
 class HttpClient:
-    """Keep-alive connections to one server. Use from one event loop; close when done.
-
-    Raises `Unavailable` when the server cannot be reached or the connection breaks, and the
-    server's own error (errors.py) for any status of 400 and above."""
+    """The `Transport` over HTTP: keep-alive connections to one server."""
 
     def __init__(
         self,
@@ -48,7 +38,7 @@ class HttpClient:
         bearer_token: str | None = None,
         max_connections: int = 0,
         headers: Mapping[str, str] | None = None,
-        read_error: ErrorReader = _own_error,
+        read_error: ErrorReader = own_error,
     ) -> None:
         """`max_connections` 0 means no limit. `headers` go with every request. `read_error` is for
         servers that are not ours."""
@@ -85,8 +75,7 @@ class HttpClient:
         body: Any = None,
         timeout_s: float | None = 30.0,
     ) -> Any:
-        """One exchange; returns the decoded JSON answer. `timeout_s` None waits as long as the
-        peer's host is alive (TCP keep-alive notices a dead one). `body`: orjson-serialisable."""
+        """See `Transport`. TCP keep-alive notices when the peer's host is gone."""
         import aiohttp
 
         try:
@@ -98,8 +87,7 @@ class HttpClient:
                 headers=_JSON_HEADERS if body is not None else None,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0),
             ) as response:
-                raw = await response.read()
-                return self._decode(raw, response.status, response.headers)
+                return self._decode(await response.read(), response.status, response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
@@ -112,11 +100,7 @@ class HttpClient:
         body: Any = None,
         idle_timeout_s: float = 60.0,
     ) -> AsyncGenerator[tuple[str, Any], None]:
-        """Server-sent events as (event name, decoded data). Keep-alive comments are skipped, but
-        silence of more than `idle_timeout_s` (servers send one every 15 s) is `Unavailable`.
-
-        The end of the body is only the end of iteration: the caller must insist on the protocol's
-        final event, since a broken server may close in the middle."""
+        """See `Transport`."""
         raw_events = self.stream_raw(
             method, path, params=params, body=body, idle_timeout_s=idle_timeout_s
         )
@@ -149,7 +133,7 @@ class HttpClient:
             ) as response:
                 if response.status >= 400:
                     self._decode(await response.read(), response.status, response.headers)
-                async for event in _parse_events(response.content):
+                async for event in parse_events(response.content.iter_any()):
                     yield event
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
@@ -168,17 +152,7 @@ class HttpClient:
         return self._session
 
     def _decode(self, raw: bytes, status: int, headers: Mapping[str, str]) -> Any:
-        try:
-            payload = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            if status < 400:
-                raise InternalError(
-                    f"{self.base_url} answered with something that is not JSON"
-                ) from None
-            payload = None
-        if status >= 400:
-            raise self._read_error(payload, status, headers)
-        return payload
+        return decode_answer(raw, status, headers, self.base_url, self._read_error)
 
     def _unreachable(self, error: BaseException) -> Unavailable:
         reason = str(error) or type(error).__name__
@@ -186,13 +160,8 @@ class HttpClient:
 
 
 def _encode(body: Any) -> bytes | io.BytesIO | None:
-    if body is None:
-        return None
-    try:
-        raw = orjson.dumps(body)
-    except orjson.JSONEncodeError as error:
-        raise InvalidRequest(f"the request cannot be sent as JSON: {error}") from None
-    return raw if len(raw) < _LARGE_BODY else io.BytesIO(raw)
+    raw = encode_body(body)
+    return raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw)
 
 
 def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
@@ -205,22 +174,3 @@ def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     return sock
-
-
-async def _parse_events(content: "aiohttp.StreamReader") -> AsyncIterator[tuple[str, bytes]]:
-    """The part of the SSE format that servers of JSON use: `event`, `data` and comment lines, ended
-    by LF or CRLF."""
-    name, data = "message", b""
-    pending = b""
-    async for chunk in content.iter_any():
-        *lines, pending = (pending + chunk).split(b"\n")
-        if len(pending) > _MAX_SSE_EVENT:
-            raise InternalError("an event of the stream is too large")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data += line[5:].removesuffix(b"\r")
-            elif line.startswith(b"event:"):
-                name = line[6:].strip().decode()
-            elif data and line in (b"", b"\r"):
-                yield name, data
-                name, data = "message", b""

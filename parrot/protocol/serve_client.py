@@ -13,7 +13,6 @@ from parrot.protocol.engine_api import (
     RuntimeInfo,
 )
 from parrot.protocol.errors import Unavailable, error_from_payload
-from parrot.protocol.http import HttpClient
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsResponse,
@@ -29,6 +28,7 @@ from parrot.protocol.public import (
     VarListResponse,
     VarValue,
 )
+from parrot.protocol.transport import Transport
 
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
 
@@ -37,7 +37,7 @@ class ServeClient:
     """One method per route. `session_auth` travels in the body or query, not as a header, so that
     one client can serve many sessions."""
 
-    def __init__(self, http: HttpClient) -> None:
+    def __init__(self, http: Transport) -> None:
         self._http = http
 
     async def close(self) -> None:

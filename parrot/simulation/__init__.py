@@ -13,7 +13,6 @@ async def main() -> float:
 seconds = run_virtual(main())
 """
 
-from parrot.simulation.client import SimClient
 from parrot.simulation.cluster import PATIENT, SimCluster, SimEngine
 from parrot.simulation.links import Latency, fixed, lan, sampled, wan
 from parrot.simulation.loop import Deadlock, LoopClock, VirtualLoop, run_virtual
@@ -23,7 +22,6 @@ __all__ = [
     "Deadlock",
     "Latency",
     "LoopClock",
-    "SimClient",
     "SimCluster",
     "SimEngine",
     "VirtualLoop",

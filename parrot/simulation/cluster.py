@@ -3,19 +3,22 @@
 from types import TracebackType
 from typing import Any
 
+from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderingService
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, RegisterRequest
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.trace import TraceSink
+from parrot.protocol.transport import App, AppTransport
+from parrot.serve.api.app import create_app as create_serve_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.native import Sandbox
 from parrot.serve.recorder import Recorder
-from parrot.simulation.client import SimClient
-from parrot.simulation.engine_link import EngineLink
-from parrot.simulation.links import LAN_RTT_S, Latency, lan
+from parrot.simulation.links import LAN_RTT_S, DistantTransport, Latency, fixed, lan
 from parrot.simulation.loop import LoopClock
 from parrot.simulation.natives import BlockingSandbox
 from parrot.utils.clock import Clock
@@ -36,9 +39,9 @@ _BEATS_PER_TIMEOUT = 3
 class SimEngine:
     """One engine of a cluster."""
 
-    def __init__(self, service: SimService, link: EngineLink) -> None:
+    def __init__(self, service: SimService, client: EngineClient) -> None:
         self.service = service
-        self.link = link
+        self.client = client
         self.engine_id = -1
         self.is_registered = False
         self.is_alive = True
@@ -98,7 +101,8 @@ class SimCluster:
             "observers": () if trace is None else (Recorder(trace, self.clock),),
         }
         self.core = ServeCore(config, **parts)
-        self._clients: list[SimClient] = []
+        self._app: App | None = None  # when the first client asks for it: it takes a moment
+        self._clients: list[ServeClient] = []
         self._tasks = TaskSet()
         self._num_named = 0
 
@@ -122,9 +126,10 @@ class SimCluster:
         for engine in self.engines.values():
             await engine.service.close()
 
-    def client(self, latency: Latency | None = None) -> SimClient:
+    def client(self, latency: Latency | None = None) -> ServeClient:
         """A program `latency` away; default a LAN."""
-        client = SimClient(self.core, latency or lan())
+        self._app = self._app or create_serve_app(self.core)
+        client = ServeClient(DistantTransport(AppTransport(self._app), latency or lan()))
         self._clients.append(client)
         return client
 
@@ -137,7 +142,9 @@ class SimCluster:
         own = base.model_copy(update={"engine_name": name} | changes)
         service = SimService(own, self.clock, leaps=self._leaps)
         await service.start()
-        engine = SimEngine(service, EngineLink(ReorderingService(service, self.clock), self._rtt_s))
+        app = create_engine_app(ReorderingService(service, self.clock), own)
+        transport = DistantTransport(AppTransport(app), fixed(self._rtt_s))
+        engine = SimEngine(service, EngineClient(transport))
         self.engines[engine.name] = engine
         await self._register(engine)
         return engine
@@ -150,8 +157,8 @@ class SimCluster:
             if engine.is_alive:
                 engine.service.check_integrity()
 
-    def _connect(self, info: EngineInfo) -> EngineLink:
-        return self.engines[info.engine_name].link
+    def _connect(self, info: EngineInfo) -> EngineClient:
+        return self.engines[info.engine_name].client
 
     async def _register(self, engine: SimEngine) -> None:
         request = RegisterRequest(engine_config=engine.service.engine_info())

@@ -1,8 +1,10 @@
-"""The HTTP client against the server base, over real sockets."""
+"""The transports against the server base: over real sockets, and inside the process."""
 
 import asyncio
 import io
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from itertools import count
 
 import aiohttp
 import pytest
@@ -20,6 +22,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
+from parrot.protocol.transport import AppTransport, Transport
 from parrot.testing.app_server import serve_app
 
 
@@ -42,6 +45,14 @@ class Probe:
         finally:
             self.cancelled.set()
         return Response()
+
+    async def numbers(self) -> AsyncIterator[tuple[str, BaseModel]]:
+        try:
+            for number in count():
+                yield "delta", Item(name="n", count=number)
+                await asyncio.sleep(0.01)
+        finally:
+            self.cancelled.set()
 
 
 def make_app(probe: Probe) -> FastAPI:
@@ -77,6 +88,10 @@ def make_app(probe: Probe) -> FastAPI:
     async def events(end: str) -> Response:
         return server.event_stream(generate(end))
 
+    @app.get("/endless")
+    async def endless() -> Response:
+        return server.event_stream(probe.numbers())
+
     return app
 
 
@@ -101,9 +116,20 @@ async def client(probe: Probe) -> AsyncIterator[HttpClient]:
         yield http
 
 
-async def test_json_goes_there_and_back(client: HttpClient) -> None:
+@pytest.fixture(params=["http", "in process"])
+async def transport(request: pytest.FixtureRequest, probe: Probe) -> AsyncIterator[Transport]:
+    if request.param == "http":
+        async with serve_app(make_app(probe)) as url, HttpClient(url) as http:
+            yield http
+    else:
+        local = AppTransport(make_app(probe))
+        yield local
+        await local.close()
+
+
+async def test_json_goes_there_and_back(transport: Transport) -> None:
     sent = {"name": "é\n\u2028", "count": 3}
-    assert await client.request("POST", "/item", body=sent) == sent
+    assert await transport.request("POST", "/item", body=sent) == sent
 
 
 @pytest.mark.parametrize(
@@ -111,10 +137,10 @@ async def test_json_goes_there_and_back(client: HttpClient) -> None:
     [({"count": 1}, "name"), ({"name": "a", "count": "x"}, "count"), ([1], None), ("text", None)],
 )
 async def test_ill_typed_bodies_are_422_and_name_the_field(
-    client: HttpClient, body: object, param: str | None
+    transport: Transport, body: object, param: str | None
 ) -> None:
     with pytest.raises(ValidationFailed) as caught:
-        await client.request("POST", "/item", body=body)
+        await transport.request("POST", "/item", body=body)
     assert caught.value.param == param
 
 
@@ -158,10 +184,10 @@ async def test_hostile_bodies_get_a_typed_error(
     ],
 )
 async def test_every_error_is_typed(
-    client: HttpClient, method: str, path: str, expected: type[Exception]
+    transport: Transport, method: str, path: str, expected: type[Exception]
 ) -> None:
     with pytest.raises(expected) as caught:
-        await client.request(method, path)
+        await transport.request(method, path)
     assert "secret detail" not in str(caught.value)
 
 
@@ -193,35 +219,46 @@ async def test_a_dead_server_is_unavailable() -> None:
 
 
 async def test_a_client_timeout_is_unavailable_and_cancels_the_work(
-    client: HttpClient, probe: Probe
+    transport: Transport, probe: Probe
 ) -> None:
     with pytest.raises(Unavailable):
-        await client.request("GET", "/slow", timeout_s=0.2)
+        await transport.request("GET", "/slow", timeout_s=0.2)
     await asyncio.wait_for(probe.cancelled.wait(), 30)
 
 
 async def test_a_cancelled_read_withdraws_the_work_at_the_server(
-    client: HttpClient, probe: Probe
+    transport: Transport, probe: Probe
 ) -> None:
-    read = asyncio.create_task(client.request("GET", "/slow", timeout_s=None))
+    read = asyncio.create_task(transport.request("GET", "/slow", timeout_s=None))
     await asyncio.wait_for(probe.started.wait(), 30)
     read.cancel()
     await asyncio.wait_for(probe.cancelled.wait(), 30)
 
 
-async def test_events_keep_their_text_and_order(client: HttpClient) -> None:
-    events = [(name, data["name"]) async for name, data in client.stream("GET", "/events/normal")]
+async def test_events_keep_their_text_and_order(transport: Transport) -> None:
+    events = [
+        (name, data["name"]) async for name, data in transport.stream("GET", "/events/normal")
+    ]
     assert events == [("delta", "two\nlines\r\n\n é \u2028 end"), ("delta", "b"), ("done", "c")]
 
 
 @pytest.mark.parametrize(("end", "kind"), [("typed", "timed_out"), ("defect", "internal_error")])
 async def test_a_failing_stream_ends_with_an_error_event(
-    client: HttpClient, end: str, kind: str
+    transport: Transport, end: str, kind: str
 ) -> None:
-    events = [event async for event in client.stream("GET", f"/events/{end}")]
+    events = [event async for event in transport.stream("GET", f"/events/{end}")]
     assert [name for name, _ in events] == ["delta", "delta", "error"]
     assert events[-1][1]["error"]["type"] == kind
     assert "secret" not in str(events)
+
+
+async def test_a_stream_that_is_closed_ends_at_the_server(
+    transport: Transport, probe: Probe
+) -> None:
+    async with aclosing(transport.stream("GET", "/endless")) as events:
+        async for _ in events:
+            break
+    await asyncio.wait_for(probe.cancelled.wait(), 30)
 
 
 async def test_idle_streams_are_kept_alive(

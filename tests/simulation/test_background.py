@@ -8,7 +8,8 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.public import SemanticCallRequest
-from parrot.simulation import SimClient, SimCluster, run_virtual
+from parrot.protocol.serve_client import ServeClient
+from parrot.simulation import SimCluster, run_virtual
 from parrot.simulation.cluster import PATIENT
 
 STEP_S = 0.01
@@ -16,7 +17,7 @@ COSTS = {"step_s": STEP_S, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_t
 
 
 class Program:
-    def __init__(self, client: SimClient, scope: dict[str, Any]) -> None:
+    def __init__(self, client: ServeClient, scope: dict[str, Any]) -> None:
         self.client = client
         self.scope = scope
 

@@ -7,14 +7,15 @@ from typing import Any
 
 from parrot.engine.config import SimConfig
 from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 TOOLS_S = {"quick": (1.0, 2.0), "slow": (20.0, 25.0)}
 CAPACITY = 6000
 
 
-async def call(client: SimClient, scope: dict[str, Any], template: str, **fields: Any) -> Any:
+async def call(client: ServeClient, scope: dict[str, Any], template: str, **fields: Any) -> Any:
     """`fields` beside the request's own are the inputs: texts, or ids of variables."""
     own = {name: fields.pop(name) for name in ("func_name", "successor_of") if name in fields}
     inputs = [{"name": name, **value} for name, value in fields.items()]
@@ -23,7 +24,7 @@ async def call(client: SimClient, scope: dict[str, Any], template: str, **fields
     return await client.semantic_call(SemanticCallRequest.model_validate(body))
 
 
-async def chat(client: SimClient, seed: int) -> None:
+async def chat(client: ServeClient, seed: int) -> None:
     draw = random.Random(seed)
     scope = (await client.create_session()).model_dump()
     previous = None

@@ -12,8 +12,9 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
 from parrot.protocol.errors import EngineFailed, NoEngine, NotFound, Unavailable
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig
-from parrot.simulation import SimClient, SimCluster, fixed, run_virtual, wan
+from parrot.simulation import SimCluster, fixed, run_virtual, wan
 from parrot.simulation.natives import NATIVE_S
 
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-3, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -23,7 +24,7 @@ ENGINE = SimConfig.model_validate({"instance": COSTS})
 class Program:
     """One session, with the few verbs that tests need."""
 
-    def __init__(self, client: SimClient) -> None:
+    def __init__(self, client: ServeClient) -> None:
         self.client = client
         self.scope: dict[str, Any] = {}
 
@@ -229,7 +230,7 @@ def test_a_hung_engine_costs_its_reads_a_heartbeat_timeout_and_no_text(
 def test_a_reset_connection_costs_no_bystander() -> None:
     async def body(cluster: SimCluster, program: Program) -> float:
         engine = cluster.engines["engine0"]
-        generate, num_resets = engine.link.generate, 0
+        generate, num_resets = engine.client.generate, 0
 
         async def hiccup(request: GenerateRequest) -> GenerateResponse:
             nonlocal num_resets
@@ -238,7 +239,7 @@ def test_a_reset_connection_costs_no_bystander() -> None:
                 raise Unavailable("one connection was reset")
             return await generate(request)
 
-        engine.link.generate = hiccup
+        engine.client.generate = hiccup
         bystanders = [await program.call(f"story {i}", length=1000) for i in range(8)]
         reads = [asyncio.create_task(program.read(var_id)) for var_id in bystanders]
         for _ in range(2):

@@ -11,8 +11,9 @@ from parrot.engine.config import SimConfig, SimInstance
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import PromptTooLong
 from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 NUM_ENGINES, SIBLINGS, PREFIX, OUTPUT = 3, 12, 3000, 24
 ENGINE = SimConfig.model_validate(
@@ -21,7 +22,9 @@ ENGINE = SimConfig.model_validate(
 Scope = dict[str, Any]
 
 
-async def call(client: SimClient, scope: Scope, model: str | None, number: int, prefix: str) -> str:
+async def call(
+    client: ServeClient, scope: Scope, model: str | None, number: int, prefix: str
+) -> str:
     """A sibling: the prefix that all have, and a question of its own."""
     sampling = {"max_gen_length": OUTPUT, "ignore_tokenizer_eos": True, "temperature": 1.0}
     request = SemanticCallRequest.model_validate(
@@ -40,7 +43,7 @@ async def call(client: SimClient, scope: Scope, model: str | None, number: int, 
     return (await client.semantic_call(request)).param_info[-1].var_id
 
 
-async def read_all(client: SimClient, scope: Scope, outputs: list[str]) -> None:
+async def read_all(client: ServeClient, scope: Scope, outputs: list[str]) -> None:
     reads = [
         client.get_var(**scope, var_id=out, criteria=PerformanceCriteria.LATENCY) for out in outputs
     ]
@@ -126,7 +129,7 @@ def test_an_engine_that_becomes_slow_is_known_with_its_next_heartbeat() -> None:
     assert run_virtual(main()) == {"engine1": 4}
 
 
-async def submit(client: SimClient, scope: Scope, prompt: str, length: int) -> str:
+async def submit(client: ServeClient, scope: Scope, prompt: str, length: int) -> str:
     sampling = {"max_gen_length": length, "ignore_tokenizer_eos": True}
     parameters = [
         {"name": "prompt", "value": prompt},

@@ -3,6 +3,7 @@
 Handlers take the raw request: one validation in pydantic instead of FastAPI's several layers, and
 our own error table. What they accept and answer is declared here, beside each route."""
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -59,7 +60,19 @@ def describe(
 
 
 def install_schema(app: FastAPI) -> None:
-    """Generate the description once all routes are there; `/openapi.json` and `/docs` serve it."""
+    """Generate the description when `/openapi.json` or `/docs` first asks for it."""
+    described_by_fastapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _complete(app, described_by_fastapi)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _complete(app: FastAPI, described_by_fastapi: Callable[[], dict[str, Any]]) -> None:
     requests = {
         (route.path, method.lower()): model
         for route in app.routes
@@ -67,7 +80,7 @@ def install_schema(app: FastAPI) -> None:
         if (model := route.openapi_extra.pop(_REQUEST_KEY, None)) is not None
         for method in route.methods or ()
     }
-    schema = app.openapi()  # which keeps it, so it can be completed in place
+    schema = described_by_fastapi()  # which keeps it, so it can be completed in place
     for (path, method), model in requests.items():
         _describe_request(schema["paths"][path][method], method, model)
     _, definitions = models_json_schema(

@@ -13,9 +13,10 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FillRequest
 from parrot.protocol.errors import EngineFailed, OutOfMemory, PromptTooLong
 from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.execution.prefetch import EagerCounts
-from parrot.simulation import PATIENT, SimClient, SimCluster, run_virtual
+from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-4, "sequence_s": 0.0, "context_token_s": 0.0}
 ENGINE = SimConfig.model_validate({"instance": COSTS, "scheduler": {"prefix_caching": False}})
@@ -24,7 +25,7 @@ LONG = "a long story " * 100  # 1300 tokens: the sim engine's are bytes
 
 
 class Program:
-    def __init__(self, cluster: SimCluster, client: SimClient) -> None:
+    def __init__(self, cluster: SimCluster, client: ServeClient) -> None:
         self.cluster = cluster
         self.client = client
         self.scope: dict[str, Any] = {}
@@ -302,13 +303,13 @@ def test_tenants_share_nothing_that_is_computed_ahead():
 
     async def body(program: Program) -> tuple[int, ...]:
         (engine,) = program.cluster.engines.values()
-        fill = engine.link.fill
+        fill = engine.client.fill
 
         async def record(request: FillRequest) -> Any:
             salts.append(request.cache_salt)
             return await fill(request)
 
-        engine.link.fill = record  # type: ignore[method-assign]
+        engine.client.fill = record  # type: ignore[method-assign]
         computed = []
         for api_key in ("acme", "rival"):
             tenant = Program(program.cluster, program.cluster.client())
@@ -351,7 +352,7 @@ def test_an_engine_without_room_refuses_and_nothing_else_changes():
             async def refuse(request: Any) -> Any:
                 raise OutOfMemory("there is no room for a background fill")
 
-            engine.link.fill = refuse  # type: ignore[method-assign]
+            engine.client.fill = refuse  # type: ignore[method-assign]
         return await ask_late(program)
 
     text, cached, _ = simulate(body)
@@ -387,7 +388,7 @@ def test_memory_that_somebody_wants_is_not_taken():
 async def share_of(program: Program, *, from_call: bool) -> float | None:
     """The share that a fill may take whose completion waits for the program, or for a call. None:
     nothing was filled."""
-    links = [engine.link for engine in program.cluster.engines.values()]
+    links = [engine.client for engine in program.cluster.engines.values()]
     fills = [link.fill for link in links]
     shares: list[float] = []
 

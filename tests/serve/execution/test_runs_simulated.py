@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from parrot.protocol.public import SemanticCallRequest
-from parrot.simulation import SimClient, SimCluster, run_virtual
+from parrot.protocol.serve_client import ServeClient
+from parrot.simulation import SimCluster, run_virtual
 
 DOCUMENT = "d" * 3000
 
@@ -13,7 +14,7 @@ DOCUMENT = "d" * 3000
 class User:
     """A program with one session that asks about one document."""
 
-    def __init__(self, client: SimClient, scope: dict[str, object]) -> None:
+    def __init__(self, client: ServeClient, scope: dict[str, object]) -> None:
         self.client = client
         self.scope = scope
 

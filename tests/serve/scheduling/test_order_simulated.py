@@ -7,8 +7,9 @@ from typing import Any
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimClient, SimCluster, fixed, run_virtual
+from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
 
 STEP_S = 0.01
 COSTS = {"step_s": STEP_S, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -16,7 +17,7 @@ ONE_SLOT = SimConfig.model_validate({"instance": COSTS, "tasks_capacity": 1})
 
 
 async def application(
-    client: SimClient,
+    client: ServeClient,
     begin: float,
     num_calls: int,
     length: int,

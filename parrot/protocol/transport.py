@@ -1,0 +1,237 @@
+"""How a client reaches its server: over HTTP (`HttpClient`), or inside one process."""
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    MutableMapping,
+)
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+import orjson
+
+from parrot.protocol.errors import (
+    InternalError,
+    InvalidRequest,
+    ParrotError,
+    Unavailable,
+    error_from_payload,
+)
+from parrot.utils.tasks import TaskSet
+
+_MAX_SSE_EVENT = 64 * 2**20
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
+"""The error meant by an answer's decoded body (None: not JSON), status and headers."""
+
+
+class Transport(Protocol):
+    """One server, as its clients see it. Use from one event loop; close when done.
+
+    Raises `Unavailable` when the server cannot be reached or the connection breaks, and the
+    server's own error (errors.py) for any status of 400 and above. Cancelling a request, or closing
+    a stream, aborts it at the server."""
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        timeout_s: float | None = 30.0,
+    ) -> Any:
+        """One exchange; returns the decoded JSON answer. `timeout_s` None waits as long as the
+        peer is there. `body`: orjson-serialisable."""
+        ...
+
+    def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        idle_timeout_s: float = 60.0,
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        """Server-sent events as (event name, decoded data). Keep-alive comments are skipped, but
+        silence of more than `idle_timeout_s` (servers send one every 15 s) is `Unavailable`.
+
+        The end of the body is only the end of iteration: the caller must insist on the protocol's
+        final event, since a broken server may close in the middle."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AppTransport:
+    """The transport's in-process twin: calls an ASGI app, with the same bytes as over HTTP. A
+    stream is never silent for too long, since only a peer elsewhere can vanish."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._streams = TaskSet()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        timeout_s: float | None = 30.0,
+    ) -> Any:
+        """See `Transport`. The app runs in the caller's task, so cancelling reaches it at once."""
+        raw = encode_body(body)
+        messages: list[Message] = []
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                receive = _receiver(raw, asyncio.Event())
+                await self._app(_scope(method, path, params, raw), receive, send)
+        except TimeoutError:
+            raise Unavailable(f"no answer to {method} {path} within {timeout_s} s") from None
+        except Exception:
+            if not messages:  # a defect is told to the client before the server hears of it
+                raise
+        answer = b"".join(message.get("body", b"") for message in messages)
+        return decode_answer(answer, messages[0]["status"], {}, path)
+
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        idle_timeout_s: float = 60.0,
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        """See `Transport`."""
+        raw = encode_body(body)
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        is_gone = asyncio.Event()
+
+        async def run() -> None:
+            try:
+                scope = _scope(method, path, params, raw)
+                await self._app(scope, _receiver(raw, is_gone), messages.put)
+            finally:
+                messages.put_nowait(None)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            while (message := await messages.get()) is not None:
+                yield message.get("body", b"")
+
+        self._streams.spawn(run(), name=f"{method} {path}")
+        try:
+            start = await messages.get()
+            if start is None:
+                raise Unavailable(f"no answer to {method} {path}")
+            if start["status"] >= 400:
+                answer = b"".join([chunk async for chunk in chunks()])
+                decode_answer(answer, start["status"], {}, path)
+            async for name, data in parse_events(chunks()):
+                yield name, orjson.loads(data)
+        finally:
+            is_gone.set()
+
+    async def close(self) -> None:
+        await self._streams.close()
+
+
+def _scope(
+    method: str, path: str, params: Mapping[str, str] | None, raw: bytes | None
+) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": urlencode(params or {}).encode(),
+        "headers": [(b"content-length", b"%d" % len(raw or b""))],
+        "client": None,
+        "server": None,
+    }
+
+
+def _receiver(raw: bytes | None, is_gone: asyncio.Event) -> Receive:
+    """The client's side: its body, and much later that it has gone."""
+    bodies = [raw or b""]
+
+    async def receive() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await is_gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+def encode_body(body: Any) -> bytes | None:
+    """The body as JSON. Raises `InvalidRequest` for what JSON cannot say."""
+    if body is None:
+        return None
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"the request cannot be sent as JSON: {error}") from None
+
+
+def own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
+    """The error of a Parrot server."""
+    return error_from_payload(payload, status)
+
+
+def decode_answer(
+    raw: bytes,
+    status: int,
+    headers: Mapping[str, str],
+    server: str,
+    read_error: ErrorReader = own_error,
+) -> Any:
+    """The answer's JSON. Raises the error that it means, or `InternalError` if it is not JSON."""
+    try:
+        payload = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        if status < 400:
+            raise InternalError(f"{server} answered with something that is not JSON") from None
+        payload = None
+    if status >= 400:
+        raise read_error(payload, status, headers)
+    return payload
+
+
+async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:
+    """Events of the part of the SSE format that servers of JSON use: `event`, `data` and comment
+    lines, ended by LF or CRLF."""
+    name, data = "message", b""
+    pending = b""
+    async for chunk in chunks:
+        *lines, pending = (pending + chunk).split(b"\n")
+        if len(pending) > _MAX_SSE_EVENT:
+            raise InternalError("an event of the stream is too large")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data += line[5:].removesuffix(b"\r")
+            elif line.startswith(b"event:"):
+                name = line[6:].strip().decode()
+            elif data and line in (b"", b"\r"):
+                yield name, data
+                name, data = "message", b""
