@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol
 
 from parrot.protocol.engine_api import EngineInfo
@@ -82,6 +82,7 @@ class Observers:
                 logger.exception("%s failed, and stops", type(observer).__name__)
                 self._observers.remove(observer)
 
+    @contextmanager
     def reading(
         self,
         session: Session,
@@ -90,21 +91,11 @@ class Observers:
         *,
         k: int | None = None,
         is_stream: bool = False,
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Tell of the beginning and the end of the read that is made in the block."""
         if not self._observers:
-            return _UNOBSERVED
-        return self._reading(session, options, var_ids, k, is_stream)
-
-    @contextmanager
-    def _reading(
-        self,
-        session: Session,
-        options: ReadOptions,
-        var_ids: Sequence[str],
-        k: int | None,
-        is_stream: bool,
-    ) -> Iterator[None]:
+            yield
+            return
         read_id = self._read_ids.next()
         self.tell(lambda one: one.read_began(session, read_id, options, var_ids, k, is_stream))
         failure: BaseException | None = None
@@ -115,6 +106,3 @@ class Observers:
             raise
         finally:
             self.tell(lambda one: one.read_ended(session, read_id, failure))
-
-
-_UNOBSERVED = nullcontext()

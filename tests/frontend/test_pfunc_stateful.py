@@ -34,6 +34,17 @@ def test_a_chat_remembers(vm: P.VirtualMachine, serve: FakeServe) -> None:
     assert [call.successor_of is None for call in serve.calls] == [True, False, False]
 
 
+def test_only_the_first_turn_of_a_chat_has_the_system_message(
+    vm: P.VirtualMachine, serve: FakeServe
+) -> None:
+    brief = P.chat_template.with_system("Be brief.").transform(chat)
+    with vm.running_scope():
+        for human in ("hi", "and?"):
+            brief.invoke_statefully(brief, human)
+    assert [call.system for call in serve.calls] == ["Be brief.", None]
+    assert all(call.chat for call in serve.calls)
+
+
 async def test_async_chat(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         await start.ainvoke_statefully(chat, "Polly")
