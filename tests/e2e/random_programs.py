@@ -313,7 +313,7 @@ class Story(World):
         await asyncio.sleep(1.0)
         self.cluster.check_integrity()
         self.check_contexts()
-        await asyncio.sleep(2 * PREFIX_TIMEOUT_S)
+        await asyncio.sleep(4 * PREFIX_TIMEOUT_S)  # a context goes after what was forked from it
         self.cluster.check_integrity()
         self.check_contexts()
         dispatcher = self.core._dispatcher

@@ -58,6 +58,14 @@ def test_a_map_stage_is_throughput_work_in_one_task_group(graph: SessionGraph) -
     assert depths == [0, 1, 2, 3]
 
 
+def test_a_stage_that_two_calls_read_is_throughput_work(graph: SessionGraph) -> None:
+    maps = [link_call(graph, f"map{n}", []) for n in range(3)]
+    readers = [link_call(graph, name, maps) for name in ("summary", "title")]
+    for variable in readers:
+        graph.add_reader(graph.node(variable), Criteria.LATENCY)
+    assert {objective(graph, m).criteria for m in maps} == {Criteria.THROUGHPUT}
+
+
 @pytest.mark.parametrize("criteria", list(Criteria))
 def test_a_chain_works_for_its_reader(graph: SessionGraph, criteria: Criteria) -> None:
     a = link_call(graph, "a", [])
