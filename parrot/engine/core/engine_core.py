@@ -18,12 +18,13 @@ Not thread-safe: a driver (driver.py) calls everything here, and only between st
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.block_pool import BlockHasher, BlockPool
 from parrot.engine.core.contexts import ContextTree
+from parrot.engine.core.isolation import StepOutcome, run_isolated
 from parrot.engine.core.jobs import POLICIES, EngineRequest, Job, StepTotals
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import (
@@ -45,19 +46,10 @@ from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-_CANNOT_RUN = "the engine could not run this request"
 _NO_BACKGROUND_ROOM = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
 _REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
 _MIN_REQUESTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """A `StepResult`, and why sequences (by index) could not be run at all."""
-
-    result: StepResult
-    broken: Mapping[int, ParrotError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +148,20 @@ class EngineCore:
             self._flight.launched.wait_until_due()
 
     def step(self) -> bool:
-        """Run a step; or, where the runner can, launch one and wait for the one before it. False
-        when there was nothing to do."""
-        before, self._flight = self._flight, None
-        plan = self.plan()
+        """Plan a step and run it; or, where the runner can, launch it and wait for the one before
+        it. Returns False when there was nothing to do."""
+        running, self._flight = self._flight, None
+        self.plan()
         planned = self._planned
-        flight = None if planned is None else self._launch(planned, before)
-        if before is not None and not self._land(before):
-            self._give_up([before.step] if planned is None else [before.step, planned])
-        elif flight is not None:
-            self._enter(flight.step, {})
-            self._flight = flight
+        launched = None if planned is None else self._launch(planned, running)
+        if running is not None and not self._land(running):
+            self._give_up([running.step] if planned is None else [running.step, planned])
+        elif launched is not None:
+            self._enter(launched.step, {})
+            self._flight = launched
         elif planned is not None:
             self._run_planned(planned)
-        return plan is not None or before is not None
+        return planned is not None or running is not None
 
     def _launch(self, step: Step, before: _Flight | None) -> _Flight | None:
         """Launch a step, or return None if it must be run once the one before it has landed."""
@@ -187,7 +179,7 @@ class EngineCore:
         return None if launched is None else _Flight(launched, step)
 
     def _land(self, flight: _Flight) -> bool:
-        """Wait for a step and enter its tokens. False: it has failed."""
+        """Wait for a step and enter its tokens. Returns False if it has failed."""
         try:
             result = flight.launched.wait()
         except DeviceLost:
@@ -237,36 +229,7 @@ class EngineCore:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Raises `DeviceLost`, and nothing else."""
-        try:
-            return StepOutcome(self._runner.run(plan))
-        except DeviceLost:
-            raise
-        except Exception:
-            logger.exception("a step of %d sequences failed", len(plan.sequences))
-            return self._run_one_by_one(plan)
-
-    def _run_one_by_one(self, plan: StepPlan) -> StepOutcome:
-        """One sequence may have broken the step for all: run each alone. The copies come first
-        again, which does no harm: nobody has written over their sources yet."""
-        tokens: dict[int, int] = {}
-        errors: dict[int, ParrotError] = {}
-        broken: dict[int, ParrotError] = {}
-        copies = plan.copies
-        for index, sequence in enumerate(plan.sequences):
-            try:
-                result = self._runner.run(StepPlan((sequence,), copies))
-            except DeviceLost:
-                raise
-            except Exception as error:
-                logger.exception("context %d cannot be run", sequence.context_id)
-                broken[index] = (
-                    error if isinstance(error, ParrotError) else EngineFailed(_CANNOT_RUN)
-                )
-                continue
-            copies = ()
-            tokens |= result.tokens
-            errors |= result.errors
-        return StepOutcome(StepResult(tokens, errors), broken)
+        return run_isolated(self._runner, plan)
 
     def deliver(self, outcome: StepOutcome) -> None:
         """Enter what the step that was planned last has computed, and answer the requests that it
