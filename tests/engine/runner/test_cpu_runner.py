@@ -9,11 +9,14 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.loader import load_decoder
 from parrot.engine.runner import load
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.kernel_cases import SHARE_ALL
 from parrot.testing.runner_driver import GREEDY, Driver
 from parrot.testing.tiny_model import BOS_ID, EOS_ID, make_tiny_model
 from parrot.utils.config import ConfigError
@@ -81,6 +84,41 @@ def test_blocks_of_random_ids_and_an_earlier_owner_do_not_matter(runner: ModelRu
     want = clean.generate([clean.context(p) for p in prompts], 20)
     dirty = Driver(runner, seed=2)
     assert dirty.generate([dirty.context(p) for p in prompts], 20) == want
+
+
+def test_forks_decode_for_longer_than_a_plan_lasts(folder: Path) -> None:
+    """A plan is used again while contexts grow; sharing or not, all get the tokens they get
+    alone."""
+    model = load_decoder(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    outputs = []
+    for gate in (SHARE_ALL, None):
+        runner = ModelRunner(model, 300, 4, gate=gate)
+        driver = Driver(runner)
+        parent = driver.context([i % 250 for i in range(33)])
+        driver.step([(parent, 33)])
+        children = [driver.fork(parent, length) for length in (33, 32, 19)]
+        for i, child in enumerate(children):
+            child.tokens += [100 + i]
+        outputs.append(driver.generate(children, 140))
+        outputs.append(
+            [driver.generate([driver.context(c.tokens[: -c.num_output])], 140)[0] for c in children]
+        )
+        assert (runner.shared_tokens_saved > 140 * 32) == (gate is not None)
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_contexts_that_take_turns_in_few_rows(folder: Path) -> None:
+    """More contexts than the block table has rows for."""
+    model = load_decoder(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    few, many = (Driver(ModelRunner(model, 64, 4, max_rows=rows)) for rows in (1, 8))
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+    want = many.generate([many.context(p) for p in prompts], 6)
+    contexts = [few.context(p) for p in prompts]
+    for _ in range(6):
+        for context in contexts:
+            (token,) = few.step([(context, context.wanted)]).tokens.values()
+            context.tokens.append(token)
+    assert [c.tokens[len(p) :] for c, p in zip(contexts, prompts, strict=True)] == want
 
 
 def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path) -> None:
