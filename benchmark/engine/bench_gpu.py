@@ -99,11 +99,11 @@ def bench_decode(runner: CudaRunner, case: Decode) -> Row:
 
 
 def _graph_ms(runner: CudaRunner) -> float | None:
-    graphs, planned = runner.computer.graphs, runner._planned
+    graphs, work = runner.computer.graphs, runner._planner.last
     assert graphs is not None
-    assert planned is not None
+    assert work is not None
     captured = (graph for rooms in graphs._graphs.values() for graph in rooms.values())
-    used = [graph for graph in captured if graph.work is planned[1]]
+    used = [graph for graph in captured if graph.work is work]
     if not used:
         return None
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(21)]

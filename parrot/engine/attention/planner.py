@@ -35,14 +35,24 @@ class WorkPlanner:
         self.num_plans = 0
         self.num_shared_steps = 0
 
-    def plan(self, context_ids: Sequence[int], step: StepRows) -> WorkList:
+    @property
+    def last(self) -> WorkList | None:
+        """The work list of the last step; None before the first."""
+        return self._work
+
+    def plan(
+        self, context_ids: Sequence[int], step: StepRows, table_rows: IntArray | None = None
+    ) -> WorkList:
         """The step's work list; the same object as last time means that nothing has to be sent.
+
+        Its items name the rows of the step's tables, or `table_rows[i]` in the place of row i.
 
         `context_ids` names the rows of `step`. While a context is in consecutive steps, the pages
         that it has filled stay where they are in its row of the table."""
         key = tuple(context_ids)
         if self._work is None or not self._still_holds(key, step):
-            self._work = plan_work(step, self._shape, self._gate, self._split)
+            work = plan_work(step, self._shape, self._gate, self._split)
+            self._work = work if table_rows is None else work.with_table_rows(table_rows)
             self._context_ids, self._starts = key, step.starts.copy()
             self.num_plans += 1
         self.num_shared_steps += self._work.num_shared_tokens > 0

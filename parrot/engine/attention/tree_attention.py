@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parrot.engine.attention.work_list import ITEM_FIELDS, WorkList
+from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig, WorkList
 from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.kv_view import KVView, NewKV
@@ -18,6 +18,7 @@ from parrot.engine.kernels.launch import early_launch, starts_early
 from parrot.engine.kernels.merge_kernels import merge_partials
 
 _HOPPER = 9
+_DENSE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +326,16 @@ class TreeAttention:
             num_warps=self.config.merge_warps,
             **early_launch(step.early),
         )
+
+
+def split_for(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> SplitConfig:
+    """The cuts that suit a device."""
+    if device.type != "cuda":
+        return SplitConfig()
+    return SplitConfig(
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        dense=_DENSE_TOKENS if can_be_dense(shape, dtype, device) else None,
+    )
 
 
 def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:

@@ -31,6 +31,7 @@ class TritonAttention:
     ) -> None:
         _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
         self.shape = AttentionShape(num_heads, kv_heads, head_dim, self._block_size)
+        self._memory = memory
         self._spare_block = num_blocks - 1
         self._layers = [(layer[0], layer[1]) for layer in memory]
         self.device = memory.device
@@ -40,6 +41,10 @@ class TritonAttention:
     @property
     def max_slots(self) -> int:
         return len(self._kernels.partial_out)
+
+    def sibling(self, max_slots: int) -> "TritonAttention":
+        """Attention over the same memory, with partial results of its own."""
+        return TritonAttention(self._memory, self.shape.num_heads, max_slots)
 
     def ensure_slots(self, num_slots: int) -> None:
         """Make room for a plan's partial results. Captured graphs keep using the old room, so

@@ -7,24 +7,19 @@ import torch
 
 from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.planner import WorkPlanner
-from parrot.engine.attention.tree_attention import can_be_dense
-from parrot.engine.attention.triton_attention import TritonAttention
-from parrot.engine.attention.work_list import SplitConfig, WorkList
+from parrot.engine.attention.tree_attention import split_for
 from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
-from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import noticing_loss
 from parrot.engine.runner.draws import DrawBuilder
-from parrot.engine.runner.forward import Forward, make_forward
+from parrot.engine.runner.forward import make_forward
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
-from parrot.engine.runner.inputs import InputBuilder, StepInputs
+from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.launched import Landing, Launched, WatchedAttention
 from parrot.engine.runner.step_computer import PlannedStep, StepComputer
 from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
-
-_DENSE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +58,13 @@ class CudaRunner:
         self._overlap = options.overlap
         self._inputs = InputBuilder(max_rows, -(-max_seq_len // block_size), block_size)
         self._draws = DrawBuilder(max_rows)
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
-        split = _split_config(shape, model.dtype, device)
-        self._planner = WorkPlanner(shape, options.gate, split)
-        self._planned: tuple[WorkList, WorkList] | None = None
-        memory = self._cache.pool.transpose(2, 3)
+        memory, layer_weights = self._cache.pool.transpose(2, 3), spec.num_layer_weights
         self._attention = WatchedAttention(
-            memory, spec.num_heads, 1, spec.num_layer_weights, upcast=options.upcast
+            memory, spec.num_heads, 1, layer_weights, upcast=options.upcast
         )
+        shape = self._attention.shape
+        split = split_for(shape, model.dtype, device)
+        self._planner = WorkPlanner(shape, options.gate, split)
         forward = make_forward(model, max_seq_len)
         self.computer = StepComputer(
             forward,
@@ -81,19 +75,14 @@ class CudaRunner:
         )
         if options.use_graphs:
             sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
-            sizes += mixed_sizes(options.max_rows, options.max_tokens, spec.num_layer_weights)
-            self.computer.graphs = self._make_graphs(forward, memory, Rooms(shape, split), sizes)
+            sizes += mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
+            self.computer.graphs = StepGraphs(
+                forward, self._attention, Rooms(shape, split), sizes, self.computer.bind
+            )
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launching: Future[torch.Tensor] = Future()
         self._launching.set_result(torch.empty(0))
         self.shared_tokens_saved = 0
-
-    def _make_graphs(
-        self, forward: Forward, memory: torch.Tensor, rooms: Rooms, sizes: list[StepSize]
-    ) -> StepGraphs:
-        max_slots = max(rooms.largest(size).slots for size in sizes)
-        attention = TritonAttention(memory, self._attention.shape.num_heads, max_slots)
-        return StepGraphs(forward, attention, rooms, sizes, self.computer.bind)
 
     @property
     def info(self) -> RunnerInfo:
@@ -146,7 +135,7 @@ class CudaRunner:
             self._inputs.forget()
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
-        work = self._plan_work(inputs)
+        work = self._planner.plan(inputs.versions, inputs.step, inputs.rows)
         self.shared_tokens_saved += work.num_shared_tokens
         sources = None
         if inputs.pending:
@@ -158,19 +147,3 @@ class CudaRunner:
         step = PlannedStep(inputs, self._draws.build(inputs), work, sources)
         self._launching = self.computer.launch(step, landing)
         return Launched(inputs, self._launching, landing, due, self._device)
-
-    def _plan_work(self, inputs: StepInputs) -> WorkList:
-        """The step's plan, with the rows of the device's table in place of the step's own."""
-        work = self._planner.plan(inputs.versions, inputs.step)
-        if self._planned is None or self._planned[0] is not work:
-            self._planned = (work, work.with_table_rows(inputs.rows))
-        return self._planned[1]
-
-
-def _split_config(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> SplitConfig:
-    if device.type != "cuda":
-        return SplitConfig()
-    return SplitConfig(
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
-        dense=_DENSE_TOKENS if can_be_dense(shape, dtype, device) else None,
-    )

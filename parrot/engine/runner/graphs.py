@@ -120,7 +120,8 @@ class Rooms:
 
 
 class StepGraphs:
-    """Owns the graphs; `attention` must be used by nothing else. `sizes` by number of rows."""
+    """Owns the graphs, and partial results of their own. `sizes`: decodes by number of rows, then
+    steps with prompts."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class StepGraphs:
         bind: Bind,
     ) -> None:
         self._forward = forward
-        self._attention = attention
+        self._attention = attention.sibling(max(rooms.largest(size).slots for size in sizes))
         self._rooms = rooms
         self.sizes = sizes
         self._bind = bind

@@ -317,3 +317,15 @@ def test_the_planner_plans_anew_for_another_batch() -> None:
     plans = [first] + [planner.plan(ids, rows) for ids, rows in changes]
     assert len({id(plan) for plan in plans}) == 4
     assert planner.plan([1, 2, 3, 5], restarted) is not plans[-1]
+
+
+def test_items_name_the_rows_of_the_device_s_table() -> None:
+    planner, step = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS), shared_step(3, 64)
+    own = plan_work(step, shape_of(2), FREE_SHARING, SMALL_SPLITS)
+    rows = np.array([5, 9, 2], dtype=np.int32)
+    moved = planner.plan([1, 2, 3], step, rows)
+    assert planner.last is moved
+    assert items_of(moved)[:, TABLE_ROW].tolist() == rows[items_of(own)[:, TABLE_ROW]].tolist()
+    assert (
+        np.delete(items_of(moved), TABLE_ROW, 1) == np.delete(items_of(own), TABLE_ROW, 1)
+    ).all()
