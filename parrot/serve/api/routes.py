@@ -157,7 +157,7 @@ def _add_variable_routes(app: FastAPI, programs: Programs) -> None:
             "Create a variable",
             request=VarCreateRequest,
             response=VarCreateResponse,
-            errors=(*_SCOPED, 413),
+            errors=(*_SCOPED, 413, 429),
         ),
     )
     async def create_var(request: Request) -> Response:
@@ -186,7 +186,7 @@ def _add_variable_routes(app: FastAPI, programs: Programs) -> None:
             "Set a variable, once",
             request=VarSetRequest,
             response=EmptyResponse,
-            errors=(*_SCOPED, 409, 413),
+            errors=(*_SCOPED, 409, 413, 429),
         ),
     )
     async def set_var(request: Request, var_id: str) -> Response:
