@@ -73,6 +73,7 @@ class Programs:
         usage = usage_of(request)
         session.account.require(usage)
         response = add(session.graph)
+        self._reads.wake_soon(session)
         session.account.add(usage)
         self._observers.tell(lambda one: one.call_submitted(session, request, response))
         return response

@@ -16,6 +16,10 @@ from parrot.utils.timers import TimerQueue
 # After a read has timed out, its work goes on for this long: a program that reads again and again
 # with short timeouts must not start it from the beginning each time.
 READ_GRACE_S = 0.25
+# What a program holds runs in the background so long after it was submitted, once it has read
+# anything. The read of a call that is wanted at once comes earlier, and says how it is to run.
+WAKE_DELAY_S = 0.1
+_ROUNDING_S = 1e-6
 
 
 class Reads:
@@ -25,6 +29,14 @@ class Reads:
     def __init__(self, timers: TimerQueue, clock: Clock) -> None:
         self._timers = timers
         self._clock = clock
+
+    def wake_soon(self, session: Session) -> None:
+        """The session was read, or a call was submitted: wake in time what its program holds, if
+        anything was read."""
+        if session.was_read and not session.is_wake_due:
+            session.is_wake_due = True
+            when = self._clock.now() + WAKE_DELAY_S
+            self._timers.call_at(when, lambda: self._wake(session))
 
     async def value(self, session: Session, node: VariableNode, options: ReadOptions) -> str:
         variable = node.variable
@@ -72,11 +84,18 @@ class Reads:
                 race.close()
         return race.result()
 
+    def _wake(self, session: Session) -> None:
+        session.is_wake_due = False
+        if session.graph.wake(until=self._clock.now() - WAKE_DELAY_S + _ROUNDING_S):
+            self.wake_soon(session)
+
     @contextmanager
     def _open(self, session: Session, options: ReadOptions) -> Iterator["_Read"]:
         read = _Read(session, options, self._clock.now())
         if read.end is not None:
             session.timed_reads[read] = read.end
+        session.was_read = True
+        self.wake_soon(session)
         grace_s = 0.0
         try:
             yield read
@@ -93,9 +112,8 @@ class Reads:
 
 
 class _Read:
-    """The wants of one request, which wake the session. `end`: when it times out, on the clock's
-    scale. `candidates` of a race: those that were not ready in time are not made in the background
-    either."""
+    """The wants of one request. `end`: when it times out, on the clock's scale. `candidates` of a
+    race: those that were not ready in time are not made in the background either."""
 
     def __init__(self, session: Session, options: ReadOptions, now: float) -> None:
         limits = [s for s in (options.timeout, options.deadline) if s is not None]
@@ -116,7 +134,6 @@ class _Read:
                 may_lose=may_lose,
             )
         )
-        self._graph.wake()
 
     def leave(self) -> None:
         """Want nothing any more. Safe in any state."""

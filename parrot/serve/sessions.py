@@ -20,7 +20,8 @@ PUBLIC_TENANT = "public"
 @dataclass(slots=True, eq=False)
 class Session:
     """`last_active`: when a request came in, or a task of the session ended. `timed_reads`: the
-    open reads with a timeout, and when they end. Times are on the clock's scale."""
+    open reads with a timeout, and when they end. Times are on the clock's scale. `was_read`: a read
+    has had to wait, so what the program holds may run; `is_wake_due`: it will be woken soon."""
 
     id: int
     auth: str
@@ -31,6 +32,8 @@ class Session:
     created_at: float
     last_active: float
     timed_reads: dict[object, float] = field(default_factory=dict)
+    was_read: bool = False
+    is_wake_due: bool = False
 
     def task_finished(self, task: Task, now: float) -> None:
         """Count the end of one of its tasks as activity, and the texts that it made as kept."""

@@ -12,7 +12,7 @@ from parrot.protocol.public import FirstVarsRequest, SemanticCallRequest, Sessio
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Task
-from parrot.serve.readers import READ_GRACE_S
+from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 
@@ -133,13 +133,14 @@ async def test_losers_are_not_made_in_the_background_and_neither_is_what_needs_t
     ratings = [world.call(draft) for draft in drafts]
     free = world.call()
     reading = world.first(drafts, 1)
-    await world.clock.advance(0)
+    await world.clock.advance(WAKE_DELAY_S)
     await world.finish(drafts[1])
     assert await reading == [drafts[1]]
     started = {next(task.outputs()).id for task in world.dispatcher.started}
     assert started == {ratings[1], free}
     await world.finish(ratings[1])
-    later = [world.call(), world.call()]  # they run at once: the session is awake
+    later = [world.call(), world.call()]  # they run soon: the session was read
+    await world.clock.advance(WAKE_DELAY_S)
     await world.finish(later[0])
     assert await world.first(later, 1) == [later[0]]  # decided without waiting
     assert [next(task.outputs()).id for task in world.dispatcher.started] == [free]

@@ -29,7 +29,7 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.observers import Observer
-from parrot.serve.readers import READ_GRACE_S
+from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 
@@ -474,6 +474,8 @@ async def test_one_thousand_reads_leave_nothing_behind(world: World) -> None:
         for reading in readings:
             reading.cancel()
         await world.settle()
+    await world.clock.advance(2 * WAKE_DELAY_S)
+    assert world.dispatcher.started == []  # given up, so not made in the background either
     session = world.core._sessions.find(world.scope["session_id"])
     assert session is not None
     assert not session.timed_reads

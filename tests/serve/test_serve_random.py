@@ -21,6 +21,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.readers import WAKE_DELAY_S
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 
@@ -123,10 +124,11 @@ class Program:
         await self.clock.advance([0.1, 5.0, 30.0][self.draw(0, 2)])
 
     async def end(self) -> None:
-        """Every engine does its work; then time passes."""
+        """Every engine does its work, in the background too; then time passes."""
+        await self.clock.advance(2 * WAKE_DELAY_S)
         while self.dispatcher.started:
             await self.finish()
-            await self.clock.advance(0)
+            await self.clock.advance(2 * WAKE_DELAY_S)
         await self.clock.advance(200 + 2 * LIFE_SPAN_S)
         for read in self.reads:
             assert read.done()

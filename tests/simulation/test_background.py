@@ -53,12 +53,12 @@ def simulate(body: Any, *, on_demand: bool = False, **engine: Any) -> Any:
 
 
 async def read_one_by_one(program: Program) -> float:
-    var_ids = [await program.call(100) for _ in range(8)]
+    var_ids = [await program.call(400) for _ in range(8)]
     return [await program.read(var_id) for var_id in var_ids][-1]
 
 
 async def read_at_once(program: Program) -> float:
-    var_ids = [await program.call(100) for _ in range(8)]
+    var_ids = [await program.call(400) for _ in range(8)]
     return max(await asyncio.gather(*map(program.read, var_ids)))
 
 

@@ -1,5 +1,6 @@
 """Activation: start what somebody wants, and what that needs; stop what nobody wants any more."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf, isclose
@@ -25,9 +26,9 @@ class Activation:
     """Counts who wants each task, starts wanted tasks whose inputs are ready, and stops tasks that
     nobody wants any more. `num_started`: tasks that are with the runner now.
 
-    From `wake` on, the program itself wants every task that it holds: in the background, behind
-    what is read. A task stops to be held when a reader leaves it, when the program `release`s it,
-    or when the last task that was read and needed it is cancelled or left.
+    `wake` lets the program itself want the tasks that it holds: in the background, behind what is
+    read. A task stops to be held when a reader leaves it, when the program `release`s it, or when
+    the last task that was read and needed it is cancelled or left.
 
     Walks are loops, not recursion: a session may be one chain of 10,000 calls. What answers teach
     reaches a task's objective when its inputs are complete, and all objectives after the session's
@@ -38,7 +39,7 @@ class Activation:
         self._runner = runner
         self._predictor = predictor
         self.num_started = 0
-        self.is_awake = False
+        self._asleep: deque[TaskNode] = deque()  # held, but not woken yet, the oldest first
         self._wanted: dict[TaskNode, float] = {}  # with the work in the sum below
         self._remaining_s = 0.0
         self._num_finished = 0
@@ -74,29 +75,33 @@ class Activation:
             self._release_consumers(producer)
         self._lower([producer], was_asked=True)
 
-    def wake(self, tasks: Iterable[TaskNode]) -> None:
-        """Want all tasks that the program holds, now and later; `tasks` are all of the graph's."""
-        if self.is_awake:
-            return
-        self.is_awake = True
-        held = [task for task in tasks if task.is_held and not task.is_finished]
-        for task in held:
-            task.demand += 1
-        self._activate([task for task in held if task.demand == 1])
+    def wake(self, until: float) -> bool:
+        """Want what the program holds and has submitted `until` then. False if nothing is left."""
+        woken = []
+        while self._asleep and (self._asleep[0].task.times.submitted or 0.0) <= until:
+            task = self._asleep.popleft()
+            if task.is_held and not task.is_finished:
+                task.is_woken = True
+                task.demand += 1
+                woken.append(task)
+        self._activate([task for task in woken if task.demand == 1])
+        return bool(self._asleep)
 
     def release(self, task: TaskNode) -> None:
         """The program holds it no more. Nothing happens to it while somebody asks for it."""
         if task.asked or task.is_finished:
             return
         self._release_consumers(task)
-        was_wished = self._is_wished(task)
-        task.is_held = False
-        if was_wished:
+        was_woken = task.is_woken
+        task.is_held = task.is_woken = False
+        if was_woken:
             self._lower([task], was_asked=False)
 
     def add_producer(self, task: TaskNode) -> None:
         """A task was linked; its outputs may have been wanted before it came."""
         task.demand, task.asked = self._count_demand(task)
+        if task.is_held:
+            self._asleep.append(task)
         if task.demand:
             self._activate([task])
 
@@ -148,15 +153,12 @@ class Activation:
         assert isclose(self._remaining_s, remaining_s, abs_tol=1e-6), self._remaining_s
         assert not any(task.is_finished for task in self._wanted), self._wanted
 
-    def _is_wished(self, task: TaskNode) -> bool:
-        return self.is_awake and task.is_held
-
     def _count_demand(self, task: TaskNode) -> tuple[int, int]:
         """Number of those who want the task, and of those who ask for it."""
         num_readers = sum(1 for _ in task.readers())
         consumers = list(task.wanted_consumers())
         num_asking = num_readers + sum(consumer.asked > 0 for consumer in consumers)
-        return num_readers + len(consumers) + self._is_wished(task), num_asking
+        return num_readers + len(consumers) + task.is_woken, num_asking
 
     def _activate(self, roots: Sequence[TaskNode]) -> None:
         """The roots have just become wanted, and so has all that they need. Either all of them are
@@ -248,8 +250,8 @@ class Activation:
             task.demand -= 1
             if task.is_finished:
                 continue
-            if task.demand and task in unasked and task.demand == self._is_wished(task):
-                task.is_held = False
+            if task in unasked and task.demand == task.is_woken:
+                task.is_held = task.is_woken = False
                 task.demand = 0
             if task.demand:
                 kept.add(task)
@@ -261,18 +263,24 @@ class Activation:
         self._report(tasks[0])
 
     def _release_consumers(self, task: TaskNode) -> None:
-        """Stop all that is made of the task, directly or not, in the background."""
-        found = dict.fromkeys(c for c in task.wanted_consumers() if not c.asked)
-        below = list(found)
+        """Make nothing of the task, directly or not, in the background: now, and after the next
+        `wake`, which would want what is asleep."""
+        below: dict[TaskNode, None] = {}
+        stack = [task]
+        for other in stack:
+            for consumer in other.open_consumers():
+                if consumer.asked or consumer in below:
+                    continue
+                if self._asleep or consumer.is_wanted:
+                    below[consumer] = None
+                    stack.append(consumer)
+        stopped = [consumer for consumer in below if consumer.is_wanted]
         for consumer in below:
-            others = [other for other in consumer.wanted_consumers() if other not in found]
-            found.update(dict.fromkeys(others))
-            below += dict.fromkeys(others)
-        for consumer in below:
-            consumer.is_held = False
+            consumer.is_held = consumer.is_woken = False
+        for consumer in stopped:
             consumer.demand = 0
             self._stop(consumer)
-        lost = [p for consumer in below for p in consumer.producers() if p not in found]
+        lost = [p for consumer in stopped for p in consumer.producers() if p not in below]
         self._lower(lost, was_asked=False)
 
     def _stop(self, task: TaskNode) -> None:

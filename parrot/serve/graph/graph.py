@@ -3,6 +3,7 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
@@ -194,10 +195,11 @@ class SessionGraph:
     def remove_reader(self, reader: Reader) -> None:
         self._activation.remove_reader(reader)
 
-    def wake(self) -> None:
-        """From now on, run in the background what the program holds: every call that is not on
-        demand, until its outputs are cancelled or released, or a reader leaves one of them."""
-        self._activation.wake(task for call in self.calls.values() for task in call.tasks)
+    def wake(self, until: float = inf) -> bool:
+        """Run in the background what the program holds and has submitted `until` then: every call
+        that is not on demand, until its outputs are cancelled or released, or a reader leaves one
+        of them. False if nothing is left to be woken later."""
+        return self._activation.wake(until)
 
     def release(self, node: VariableNode) -> None:
         """The program has decided against the variable: do not make it in the background."""

@@ -54,11 +54,11 @@ class TaskNode:
 
     `missing` counts its unsettled inputs, `demand` the readers of its outputs plus its wanted
     consumers (one for each of their unsettled inputs that it produces), plus the program if that
-    holds the task and the session is awake. `asked` counts, of these, the readers and the consumers
+    holds the task and that was woken. `asked` counts, of these, the readers and the consumers
     that are asked for themselves: a wanted task that nobody asks for is background work.
-    `is_held`: it may run in the background. `is_started`: it is with the dispatcher or the sandbox
-    now; `is_ended`: its end was handled. The last group of fields belongs to deduction and means
-    something only while the task is wanted."""
+    `is_held`: it may run in the background; `is_woken`: the program wants it to. `is_started`: it
+    is with the dispatcher or the sandbox now; `is_ended`: its end was handled. The last group of
+    fields belongs to deduction and means something only while the task is wanted."""
 
     task: Task
     inputs: tuple[VariableNode, ...]  # distinct
@@ -67,6 +67,7 @@ class TaskNode:
     demand: int = 0
     asked: int = 0
     is_held: bool = True
+    is_woken: bool = False
     is_started: bool = False
     is_ended: bool = False
 
@@ -94,11 +95,15 @@ class TaskNode:
             if node.producer is not None and not node.variable.is_settled:
                 yield node.producer
 
-    def wanted_consumers(self) -> Iterator["TaskNode"]:
-        """Yield the wanted tasks that wait for its unsettled outputs, once for each output."""
+    def open_consumers(self) -> Iterator["TaskNode"]:
+        """Yield the unfinished tasks that wait for its unsettled outputs, once for each output."""
         for node in self.outputs:
             if not node.variable.is_settled:
-                yield from (consumer for consumer in node.consumers if consumer.is_wanted)
+                yield from (consumer for consumer in node.consumers if not consumer.is_finished)
+
+    def wanted_consumers(self) -> Iterator["TaskNode"]:
+        """Yield those of them that are wanted."""
+        return (consumer for consumer in self.open_consumers() if consumer.demand > 0)
 
     def readers(self) -> Iterator[Reader]:
         for node in self.outputs:

@@ -467,6 +467,8 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
         None,
     ]
     later = link_call(graph, "later", [])
+    assert "later" not in runner.names()
+    assert not graph.wake()
     assert "later" in runner.names()
     graph.add_reader(graph.node(later), Criteria.TTFT)
     assert objectives(graph, later) == [(Criteria.TTFT, False)]
@@ -558,3 +560,30 @@ def test_cancellation_and_the_end_stop_background_work(
     graph.close(SessionGone("the session has expired"))
     assert runner.names() == []
     assert graph.num_started == 0
+
+
+def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
+    graph: SessionGraph, runner: FakeRunner
+) -> None:
+    a = link_call(graph, "a", [])
+    b = link_call(graph, "b", [a])
+    lazy = link_call(graph, "lazy", [b], on_demand=True)
+    link_call(graph, "c", [lazy])
+    link_call(graph, "free", [])
+    graph.remove_reader(graph.add_reader(graph.node(b), Criteria.LATENCY))
+    graph.wake()
+    assert runner.names() == ["free"]
+    graph.check_integrity()
+
+
+async def test_calls_are_woken_in_the_order_of_their_submission(runner: FakeRunner) -> None:
+    clock = ManualClock(start=10)
+    graph = make_graph(runner, clock)
+    link_call(graph, "early", [])
+    await clock.advance(2)
+    link_call(graph, "late", [])
+    assert graph.wake(until=11)
+    assert runner.names() == ["early"]
+    assert not graph.wake(until=12)
+    assert runner.names() == ["early", "late"]
+    graph.check_integrity()

@@ -30,6 +30,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.graph = make_graph(self.runner)
         self.readers: list[Reader] = []
         self.is_awake = False
+        self.woken: set[TaskNode] = set()
         self.reasons: dict[str, type[ParrotError]] = {}  # by the ids of variables that failed first
         self.held: set[TaskNode] = set()  # what nobody has given up, in a way that tells
 
@@ -98,6 +99,7 @@ class GraphMachine(RuleBasedStateMachine):
     def wake(self) -> None:
         self.graph.wake()
         self.is_awake = True
+        self.woken = {task for call in self.graph.calls.values() for task in call.tasks}
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
@@ -214,7 +216,7 @@ class GraphMachine(RuleBasedStateMachine):
                     assert objective.is_background == (node not in asked)
                 if not self.is_awake:
                     assert node.is_wanted == (node in asked)
-                elif node in self.held:
+                elif node in self.held and node in self.woken:
                     assert node.is_wanted
 
     @invariant()
