@@ -1,4 +1,7 @@
-"""The `parrot` command. Each subcommand imports what it needs when it runs."""
+"""The `parrot` command.
+
+The room owns what a person sees: arguments, tables, pictures and exit codes. It decides nothing
+that a library user could not have, and each subcommand imports what it needs when it runs."""
 
 
 def main() -> None:

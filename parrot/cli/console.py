@@ -1,4 +1,4 @@
-"""How commands speak, fail and are interrupted."""
+"""Output, failure and interruption of commands."""
 
 import signal
 import sys

@@ -102,7 +102,7 @@ def _summarize(cluster: Cluster, parts: list[str], begin: float) -> tuple[Sessio
 
 
 def _write(text: str) -> None:
-    """As it is: rich would hold back the piece to the end of its line."""
+    """Write a piece at once: rich would hold it back to the end of its line."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

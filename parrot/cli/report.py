@@ -1,4 +1,4 @@
-"""What a session did, as a table."""
+"""The table of a session's calls."""
 
 from collections import Counter
 

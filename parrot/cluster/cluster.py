@@ -290,5 +290,5 @@ class Cluster:
 
 
 def _reachable(host: str) -> str:
-    """Where to connect to a server that binds `host`."""
+    """Host to connect to for a server that binds `host`."""
     return "localhost" if host in ("0.0.0.0", "::", "") else host

@@ -20,7 +20,7 @@ def free_port(host: str, taken: set[int]) -> int:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on `host`:`port` now."""
+    """True if a server could listen on `host`:`port` now."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -54,7 +54,7 @@ class ServerProcess:
         return not self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended, at the latest after `timeout_s`."""
+        """Wait at most `timeout_s`; True if the process has ended."""
         return self._ended.wait(timeout_s)
 
     def start(self, on_exit: "Callable[[ServerProcess], None] | None" = None) -> None:

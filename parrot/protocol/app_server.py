@@ -36,7 +36,7 @@ class AppServer(uvicorn.Server):
         self._end_requests = end_requests
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn does, but the signal is not raised again after a clean end: exit status 0."""
+        """Do as uvicorn does, but exit with status 0 after a clean end, not by the signal."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 

@@ -1,4 +1,4 @@
-"""What the reader of a variable wants from the service."""
+"""Performance that the reader of a variable wants from the service."""
 
 from enum import StrEnum
 

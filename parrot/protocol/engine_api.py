@@ -103,8 +103,8 @@ class GenerateRequest(JobRequest):
 
 
 class Usage(InternalPayload):
-    """What a request took, and (`steps`; zero: unknown) what the engine did from its first step to
-    its last."""
+    """Tokens and seconds that a request took, and (`steps`; zero: unknown) the work of the engine
+    from its first step to its last."""
 
     cached_tokens: int = Field(0, description="prompt tokens whose KV was already there")
     computed_tokens: int = Field(0, description="prompt tokens computed for this request")
@@ -213,7 +213,7 @@ class TokenizerResponse(InternalPayload):
 
 
 class EngineInfo(InternalPayload):
-    """What an engine tells ServeCore of itself when it registers.
+    """Description of an engine, sent to ServeCore when it registers.
 
     `tokenizer_id` is the SHA-256 of its tokenizer.json; null: its contexts are text."""
 

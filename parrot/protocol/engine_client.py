@@ -73,7 +73,7 @@ class EngineClient:
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """What `model_dump` would give, ten to a hundred times faster: it visits every token id."""
+    """Give what `model_dump` would, ten to a hundred times faster: that visits every token id."""
     return dict(request) | {
         "fills": [dict(fill) for fill in request.fills],
         "sampling_config": request.sampling_config.model_dump(mode="json", exclude_defaults=True),

@@ -117,7 +117,7 @@ class HttpClient:
         body: Any = None,
         idle_timeout_s: float = 60.0,
     ) -> AsyncGenerator[tuple[str, bytes], None]:
-        """As `stream`, for servers whose events are not all JSON."""
+        """Do as `stream`, for servers whose events are not all JSON."""
         import aiohttp
 
         try:

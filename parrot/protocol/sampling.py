@@ -1,4 +1,4 @@
-"""How an output is generated. One class for the front end, REST, and the engines."""
+"""Sampling settings of an output: one class for the front end, REST, and the engines."""
 
 from typing import Annotated, Any
 

@@ -1,7 +1,9 @@
 """Async client of ServeCore: the REST API for programs, registration for engines."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import (
@@ -30,6 +32,8 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.transport import Transport
 
+T = TypeVar("T", bound=BaseModel)
+
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
 
 
@@ -43,6 +47,9 @@ class ServeClient:
     async def close(self) -> None:
         await self._http.close()
 
+    async def _ask(self, kind: type[T], method: str, path: str, **options: Any) -> T:
+        return kind.model_validate(await self._http.request(method, path, **options))
+
     async def create_session(
         self,
         api_key: str | None = None,
@@ -51,15 +58,11 @@ class ServeClient:
         on_demand: bool = False,
     ) -> SessionCreateResponse:
         body = {"api_key": api_key, "apps": apps, "on_demand": on_demand}
-        return SessionCreateResponse.model_validate(
-            await self._http.request("POST", "/v1/session", body=body)
-        )
+        return await self._ask(SessionCreateResponse, "POST", "/v1/session", body=body)
 
     async def session_info(self, session_id: int, session_auth: str) -> SessionInfo:
-        return SessionInfo.model_validate(
-            await self._http.request(
-                "GET", f"/v1/session/{session_id}", params={"session_auth": session_auth}
-            )
+        return await self._ask(
+            SessionInfo, "GET", f"/v1/session/{session_id}", params={"session_auth": session_auth}
         )
 
     async def delete_session(self, session_id: int, session_auth: str) -> None:
@@ -69,28 +72,21 @@ class ServeClient:
 
     async def semantic_call(self, request: SemanticCallRequest) -> CallResponse:
         body = request.model_dump(mode="json", exclude_defaults=True)
-        return CallResponse.model_validate(
-            await self._http.request("POST", "/v1/semantic_call", body=body)
-        )
+        return await self._ask(CallResponse, "POST", "/v1/semantic_call", body=body)
 
     async def native_call(self, request: NativeCallRequest) -> CallResponse:
         body = request.model_dump(mode="json", exclude_defaults=True)
-        return CallResponse.model_validate(
-            await self._http.request("POST", "/v1/py_native_call", body=body)
-        )
+        return await self._ask(CallResponse, "POST", "/v1/py_native_call", body=body)
 
     async def create_var(
         self, session_id: int, session_auth: str, var_name: str, content: str | None = None
     ) -> str:
         body = _scope(session_id, session_auth) | {"var_name": var_name, "content": content}
-        answer = await self._http.request("POST", "/v1/semantic_var", body=body)
-        return VarCreateResponse.model_validate(answer).var_id
+        return (await self._ask(VarCreateResponse, "POST", "/v1/semantic_var", body=body)).var_id
 
     async def list_vars(self, session_id: int, session_auth: str) -> list[VarInfo]:
-        answer = await self._http.request(
-            "GET", "/v1/semantic_var", params=_query(session_id, session_auth)
-        )
-        return VarListResponse.model_validate(answer).vars
+        query = _query(session_id, session_auth)
+        return (await self._ask(VarListResponse, "GET", "/v1/semantic_var", params=query)).vars
 
     async def set_var(self, session_id: int, session_auth: str, var_id: str, content: str) -> None:
         body = _scope(session_id, session_auth) | {"content": content}
@@ -122,13 +118,13 @@ class ServeClient:
     ) -> VarGetResponse:
         """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
         read at the server."""
-        answer = await self._http.request(
+        return await self._ask(
+            VarGetResponse,
             "GET",
             f"/v1/semantic_var/{var_id}",
             params=_read_query(session_id, session_auth, criteria, timeout_s, deadline_s),
             timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
         )
-        return VarGetResponse.model_validate(answer)
 
     async def first_vars(
         self,
@@ -149,13 +145,10 @@ class ServeClient:
             "timeout": timeout_s,
             "deadline": deadline_s,
         }
-        answer = await self._http.request(
-            "POST",
-            "/v1/semantic_vars/first",
-            body=body,
-            timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
-        )
-        return FirstVarsResponse.model_validate(answer).values
+        limit_s = None if timeout_s is None else timeout_s + READ_MARGIN_S
+        path = "/v1/semantic_vars/first"
+        answer = await self._ask(FirstVarsResponse, "POST", path, body=body, timeout_s=limit_s)
+        return answer.values
 
     async def stream_var(
         self,
@@ -199,12 +192,11 @@ class ServeClient:
         await self._http.request("GET", "/health", timeout_s=10.0)
 
     async def models(self) -> ModelsResponse:
-        return ModelsResponse.model_validate(await self._http.request("GET", "/v1/models"))
+        return await self._ask(ModelsResponse, "GET", "/v1/models")
 
     async def register_engine(self, engine: EngineInfo) -> int:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")
-        answer = await self._http.request("POST", "/register_engine", body=body)
-        return RegisterResponse.model_validate(answer).engine_id
+        return (await self._ask(RegisterResponse, "POST", "/register_engine", body=body)).engine_id
 
     async def engine_heartbeat(
         self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo
@@ -212,8 +204,9 @@ class ServeClient:
         request = HeartbeatRequest(
             engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info
         )
-        answer = await self._http.request("POST", "/engine_heartbeat", body=request.model_dump())
-        return HeartbeatResponse.model_validate(answer)
+        return await self._ask(
+            HeartbeatResponse, "POST", "/engine_heartbeat", body=request.model_dump()
+        )
 
 
 def _scope(session_id: int, session_auth: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What both servers (ServeCore and engines) share: strict JSON, the error table, SSE, keys.
+"""Common parts of both servers (ServeCore and engines): strict JSON, the error table, SSE, keys.
 
 Only server processes import this module; it needs FastAPI."""
 

@@ -122,7 +122,7 @@ class ReadEnded(SessionEvent):
 
 
 class CancelAsked(SessionEvent):
-    """Of a variable or of a whole call."""
+    """A program cancelled a variable or a whole call."""
 
     event: Literal["cancel"] = "cancel"
     var_id: str | None = None
@@ -130,7 +130,7 @@ class CancelAsked(SessionEvent):
 
 
 class SessionDeleted(SessionEvent):
-    """By its program."""
+    """A program deleted its session."""
 
     event: Literal["delete"] = "delete"
 

@@ -1,4 +1,4 @@
-"""How a client reaches its server: over HTTP (`HttpClient`), or inside one process."""
+"""The way from a client to its server: over HTTP (`HttpClient`), or inside one process."""
 
 import asyncio
 from collections.abc import (

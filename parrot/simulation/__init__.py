@@ -1,5 +1,8 @@
 """Simulation: the real ServeCore and real engine cores on virtual time.
 
+The room owns time, distance and what engines cost; clients reach the servers' own apps in this
+process. It knows no rule of scheduling or of engines: those are the real ones.
+
 from parrot.simulation import SimCluster, run_virtual
 
 async def main() -> float:

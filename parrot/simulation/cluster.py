@@ -55,7 +55,8 @@ class SimEngine:
         self.service.slow_down(factor)
 
     async def kill(self) -> None:
-        """Its process dies: what it was asked, and will be asked, fails with `Unavailable`."""
+        """End the engine as if its process died: all open and later requests fail with
+        `Unavailable`."""
         self.is_alive = False
         await self.service.close()
 

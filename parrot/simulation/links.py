@@ -1,4 +1,4 @@
-"""How long messages are under way. A `Latency` gives the seconds of one round trip."""
+"""Simulated network: a `Latency` gives the seconds of one round trip."""
 
 import asyncio
 import math

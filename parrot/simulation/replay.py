@@ -64,7 +64,7 @@ class Replay:
     kv_tokens: int | None = None
 
     def run(self, trace: Trace) -> Trace:
-        """What it would have been. Its sessions are in the order of those of `trace`."""
+        """Simulate the trace under these settings; its sessions stay in their order."""
         return run_virtual(self._run(trace))
 
     async def _run(self, trace: Trace) -> Trace:
@@ -269,7 +269,7 @@ class _Player:
         return fields
 
     def _sampling(self, parameter: TraceParameter) -> dict[str, Any]:
-        """As long an output as there was, since no one knows why it ended there."""
+        """Sampling of an output as long as the recorded one: why that ended is not known."""
         recorded = parameter.sampling_config or {}
         row = self._rows.get(parameter.var_id)
         length = 0 if row is None else row.output_tokens

@@ -1,4 +1,4 @@
-"""What a trace, recorded or replayed, comes to."""
+"""Summary of a trace, recorded or replayed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def changes(before: Trace, after: Trace) -> list[Change]:
-    """Of the sessions that were answered in both, those that gain most first."""
+    """Changes of the sessions that were answered in both, largest gain first."""
     pairs = zip(before.sessions, after.sessions, strict=True)
     found = [
         Change(index, old.jct_s, new.jct_s)

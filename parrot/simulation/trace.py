@@ -33,7 +33,7 @@ _TOKENS_PER_CHAR = 0.25  # where a trace does not tell
 
 @dataclass(slots=True)
 class TracedSession:
-    """What one session asked, in order. `calls`: what became of it, empty if it has not ended."""
+    """Requests of one session in order. `calls`: their results, empty if it has not ended."""
 
     began: SessionBegan
     events: list[SessionEvent] = field(default_factory=list)
@@ -112,7 +112,7 @@ def _parse(lines: list[bytes], source: str) -> Iterator[AnyTraceEvent]:
 
 
 class TokenCounts:
-    """How many tokens a trace's texts have. Only sums are known, of the prompts that were computed:
+    """Number of tokens of a trace's texts. Only sums are known, of the prompts that were computed:
     a call's texts share what is left of its prompt behind generated inputs, by their lengths."""
 
     def __init__(self, sessions: Iterable[TracedSession]) -> None:
@@ -121,7 +121,7 @@ class TokenCounts:
         self._mean = fmean(ratios) if ratios else _TOKENS_PER_CHAR
 
     def of(self, text_id: str, num_chars: int) -> int:
-        """Of the characters that the id adds to the one before."""
+        """Number of tokens of the characters that the id adds to the one before."""
         ratios = self._by_id.get(text_id)
         return max(1, round(num_chars * (fmean(ratios) if ratios else self._mean)))
 
@@ -143,7 +143,7 @@ class TokenCounts:
 
 
 def _given_chars(session: TracedSession) -> dict[str, int]:
-    """Of the variables that no model made."""
+    """Number of characters, by variable, of those that no model made."""
     given = {var_id: text.chars for var_id, text in session.native_texts.items()}
     for event in session.events:
         if isinstance(event, VariableCreated | VariableSet) and event.value is not None:

@@ -20,7 +20,7 @@ Pair = tuple[SequenceStep, Sequence[int]]
 
 
 def chain(token_ids: Sequence[int]) -> list[int]:
-    """What the KV of each position depends on: its token and all before it."""
+    """A value for each position that depends on its token and all before it, as KV does."""
     values, value = [], 1
     for token in token_ids:
         value = hash((value, token))
@@ -202,7 +202,7 @@ class Launched:
         return self.result
 
     def _token_of(self, context_id: int) -> int:
-        """What the step before sampled for the context; any token if that failed."""
+        """The token that the last step sampled for the context; any token if that failed."""
         before = self.previous
         assert before is not None, f"context {context_id} waits for no step"
         assert before.result is not None, "steps are not waited for in order"

@@ -72,7 +72,7 @@ def penalized(vocab_size: int, length: int, seed: int = 0) -> list[SampleSpec]:
 
 
 def without_newest(specs: Sequence[SampleSpec]) -> list[SampleSpec]:
-    """As they are while that token is pending."""
+    """The rows as they are while their newest token is pending."""
     return [s._replace(output_ids=s.output_ids[:-1], context_ids=s.context_ids[:-1]) for s in specs]
 
 
@@ -88,7 +88,7 @@ def adjustments_for(specs: Sequence[SampleSpec], *, pending: bool) -> Adjustment
 def adjusted(
     logits: torch.Tensor, step: Adjustments, tokens: Sequence[int], device: str = "cpu"
 ) -> torch.Tensor:
-    """What the kernel makes of them there; asserts that it leaves what is beyond the rows alone."""
+    """Logits as the kernel adjusts them; asserts that it leaves what is beyond the rows alone."""
     rows, vocab_size = logits.shape
     wide = torch.full((rows, vocab_size + 5), 9.0, device=device)
     wide[:, :vocab_size] = logits

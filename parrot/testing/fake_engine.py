@@ -32,7 +32,7 @@ Contents = list[Any]  # ids, or characters
 
 @dataclass
 class Script:
-    """What the engine does with a request. `text`: from the whole prompt's text to the output;
+    """The engine's reaction to a request. `text`: from the whole prompt's text to the output;
     `steps`: how many chunks a stream has; `hang_after`: chunks (0: before the first) after which it
     waits for `resume`; `stop_token`: ends the ids."""
 

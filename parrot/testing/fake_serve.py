@@ -66,7 +66,7 @@ class FakeServe:
         self.reset()
 
     def reset(self) -> None:
-        """As new. For tests that share a server."""
+        """Forget everything, for tests that share a server."""
         self.calls: list[Call] = []
         self.ended: list[int] = []
         self.num_requests: dict[str, int] = {}

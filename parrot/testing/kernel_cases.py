@@ -119,7 +119,7 @@ def _sequences(
 
 
 def _page_keys(index: int, request: Request, page: int) -> list[PageKey]:
-    """What identifies each page of a request: the prefix that fills it, or the request itself."""
+    """Identity of each page of a request: the prefix that fills it, or the request itself."""
     keys: list[PageKey] = []
     for depth in range(1, len(request.path) + 1):
         name = request.path[:depth]
@@ -167,7 +167,7 @@ def _reference(q: torch.Tensor, kv: Sequence, start: int) -> tuple[torch.Tensor,
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of norms; NaN anywhere gives NaN, which passes no comparison."""
+    """Relative error of norms; NaN anywhere gives NaN, which passes no comparison."""
     difference = actual.double().cpu() - expected
     return float(difference.norm() / expected.norm())
 

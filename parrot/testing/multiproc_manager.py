@@ -15,7 +15,7 @@ class MultiProcessManager:
         self._jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def add_proc(self, target: Callable[..., Any], args: Sequence[Any] = ()) -> None:
-        """What `target` returns must be picklable."""
+        """Add a function; its result must be picklable."""
         self._jobs.append((target, tuple(args)))
 
     def run_all(self) -> None:

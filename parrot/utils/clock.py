@@ -1,10 +1,10 @@
 """The seam for time: whatever waits or measures takes a `Clock`, so tests need no sleeping."""
 
 import asyncio
-import heapq
 import time
-from itertools import count
 from typing import Protocol
+
+from parrot.utils.heaps import LazyHeap
 
 
 class Clock(Protocol):
@@ -30,23 +30,26 @@ class ManualClock:
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
-        self._order = count()
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._sleepers: LazyHeap[asyncio.Future[None], float] = LazyHeap()
 
     def now(self) -> float:
         return self._now
 
     async def sleep(self, seconds: float) -> None:
         wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), wake))
-        await wake
+        self._sleepers.set(wake, self._now + seconds)
+        try:
+            await wake
+        finally:
+            self._sleepers.discard(wake)
 
     async def advance(self, seconds: float) -> None:
         """Move time on by `seconds`, waking sleepers in order of their wake-up times."""
         end = self._now + seconds
         await self._settle()
-        while self._sleepers and self._sleepers[0][0] <= end:
-            self._now, _, wake = heapq.heappop(self._sleepers)
+        while (first := self._sleepers.top()) is not None and first[0] <= end:
+            self._now, wake = first
+            self._sleepers.discard(wake)
             if not wake.done():
                 wake.set_result(None)
             await self._settle()

@@ -32,7 +32,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What others may know of an engine. Tokens are characters for engines whose contexts are
+    """State of an engine as shown to others. Tokens are characters for engines whose contexts are
     text; `silent_s`: since its last sign of life."""
 
     id: int

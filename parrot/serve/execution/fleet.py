@@ -82,7 +82,8 @@ class Fleet:
         return HeartbeatResponse(state="ok")
 
     def lose(self, engine: Engine, reason: str) -> None:
-        """It counts as dead from now on; if it is not, it will be told so and register again."""
+        """Take the engine for dead from now on. If it is not, its next heartbeat is told so and it
+        registers again."""
         if not engine.is_alive:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
