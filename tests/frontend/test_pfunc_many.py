@@ -15,6 +15,7 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.readers import WAKE_DELAY_S
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.testing.fake_serve import running_in_thread
 from parrot.utils.clock import MonotonicClock
@@ -197,3 +198,45 @@ def test_a_variable_tells_why_its_text_ended_and_what_it_took(
         given = P.variable(content="there")
         assert given.get() == "there"
         assert given.finish_reason is None
+
+
+class Meeting(FakeEngine):
+    """Answers nobody before three have asked."""
+
+    async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
+        if num_chunks == 0 and len(self.prompts) == 3:
+            self.resume.set()
+        await super()._maybe_hang(Script(hang_after=0), num_chunks)
+
+
+class TestBackground:
+    @pytest.fixture
+    def engine(self) -> FakeEngine:
+        plain = fake_engine()
+        return Meeting(plain.info, plain.tokenizer_response, Script(text=number_in))
+
+    def test_a_fan_out_may_be_read_one_by_one(self, vm: P.VirtualMachine) -> None:
+        with vm.running_scope():
+            answers = [try_it(number) for number in range(3)]
+            assert [answer.get(timeout=20) for answer in answers] == ["0", "1", "2"]
+
+    def test_a_machine_or_a_function_can_ask_for_demand_alone(
+        self, vm: P.VirtualMachine, engine: FakeEngine
+    ) -> None:
+        engine.resume.set()
+        on_demand = P.VirtualMachine(vm.core_http_addr, on_demand=True)
+        with on_demand.running_scope():
+            answers = [try_it(number) for number in range(2)]
+            assert answers[1].get() == "1"
+            time.sleep(2 * WAKE_DELAY_S)
+            wait_for_states(on_demand, "idle", "done")
+        lazy = P.semantic_function(on_demand=True)(lazily)
+        with vm.running_scope():
+            lazy(1)
+            assert try_it(2).get() == "2"
+            try_it(3)
+            wait_for_states(vm, "idle", "done", "done")
+
+
+def lazily(number: P.Input, answer: P.Output):
+    """Try {{number}} lazily: {{answer}}"""
