@@ -50,7 +50,7 @@ class StepCostMeter:
             )
 
     def costs(self) -> StepCosts | None:
-        """None before the first step. May be called from another thread."""
+        """The costs; None before the first step. May be called from another thread."""
         return self._known or self._fit.costs()
 
 

@@ -11,7 +11,7 @@ from parrot.utils.clock import Clock
 
 @dataclass(slots=True)
 class _Totals:
-    """What the server has done so far: answers and their tokens of context, times seconds, and
+    """Sums of the server's work so far: answers and their tokens of context, times seconds, and
     prompt tokens computed."""
 
     answer_s: float = 0.0
@@ -40,7 +40,7 @@ class AnswerCosts:
         self._num_tokens = 0.0
 
     def costs(self) -> StepCosts | None:
-        """None before the first answer that counts its tokens."""
+        """The costs; None before the first answer that counts its tokens."""
         return self._fit.costs()
 
     @contextmanager

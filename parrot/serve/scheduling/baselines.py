@@ -17,6 +17,7 @@ from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.order import ByApplication
 from parrot.serve.scheduling.placement import Placer
 from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 
 # The defaults of SGLang's router.
@@ -26,7 +27,27 @@ _BALANCE_ABS, _BALANCE_REL = 64, 1.5  # beyond both differences in load, load al
 _MAX_KEYS = 100_000  # prefixes remembered
 
 
-class AppFifo(ByApplication):
+class _Ranked(ByApplication):
+    """Tells engines each application's place, too: its key, as it was when one of its calls ended
+    last. What is placed until the next ends stands side by side, as the parts of a stage should."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._places: dict[int, float] = {}
+
+    def priority_s(self, task: CompletionTask) -> float:
+        session_id = task.completion.session_id
+        return self._places.setdefault(session_id, self.group_key(session_id))
+
+    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
+        self._accounts[task.completion.session_id].served_s += work_s
+
+    def ended(self, task: CompletionTask) -> None:
+        super().ended(task)
+        self._places.pop(task.completion.session_id, None)
+
+
+class AppFifo(_Ranked):
     """Older applications first."""
 
     def group_key(self, group: Hashable) -> float:
@@ -34,7 +55,7 @@ class AppFifo(ByApplication):
         return self._accounts[group].start
 
 
-class LeastAttainedService(ByApplication):
+class LeastAttainedService(_Ranked):
     """The application first that has had the least, running calls included; each counts as the
     seconds that it was predicted to take when it was placed."""
 
@@ -47,7 +68,7 @@ class Router(Placer):
     """Knows which engines have room for a task. Subclasses choose one of them."""
 
     def _open(self, task: CompletionTask) -> list[EngineLoad]:
-        """Where it fits; engines that failed with it only if there is no other."""
+        """The engines with room for the task; those that failed with it only if no other has."""
         found = [load for load in self._loads.members(task.models) if self._has_room(task, load)]
         return [load for load in found if load.id not in task.avoided] or found
 
@@ -59,7 +80,7 @@ class Router(Placer):
 
 
 class RoundRobin(Router):
-    """Every engine in turn."""
+    """Takes every engine in turn."""
 
     def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
         super().__init__(loads, running)

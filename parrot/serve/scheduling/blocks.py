@@ -101,8 +101,8 @@ Holders = Callable[[bytes], Collection[int] | None]
 def find_beginnings(
     task: CompletionTask, running: Holders, cached: Holders, with_running: bool
 ) -> Beginnings:
-    """Where the beginnings of its prompt are. Those in `running` prompts can be used again only if
-    `with_running`, those that are `cached` in any case."""
+    """Find who has a beginning of the task's prompt. Those in `running` prompts can be
+    used again only if `with_running`, those that are `cached` in any case."""
     running_there: list[tuple[Collection[int], int]] = []
     reusable: list[tuple[Collection[int], int]] = []
     length = task.prompt_len
@@ -138,7 +138,7 @@ class QueuedBlocks:
         self._num_tasks: Counter[tuple[str, ...]] = Counter()
 
     def num_tasks(self, models: tuple[str, ...]) -> int:
-        """All that are queued for one of these models."""
+        """Number of tasks that are queued for these models."""
         return self._num_tasks[models]
 
     def add(self, task: CompletionTask) -> None:

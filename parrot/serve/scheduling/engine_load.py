@@ -1,6 +1,7 @@
-"""What runs on one engine, what that costs there, and what a newcomer would find."""
+"""The load of one engine, and what a newcomer would find there."""
 
 from dataclasses import dataclass, field
+from math import isclose
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import StepCosts
@@ -14,7 +15,7 @@ _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on ea
 
 
 def weight_of(task: CompletionTask) -> float:
-    """What a second more is worth to the task; 1.0 for throughput work."""
+    """The weight of a second that the task loses; 1.0 for throughput work."""
     if not task.is_latency:
         return 1.0
     objective = task.objective
@@ -27,7 +28,7 @@ def weight_of(task: CompletionTask) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
-    """What a placed task was predicted to cost its engine, to be taken back when it ends."""
+    """A placed task's part of its engine's load, to be taken back when it ends."""
 
     room: int  # tokens kept for the output
     num_read: int  # tokens of the output that a step reads, on average
@@ -72,7 +73,7 @@ class EngineLoad:
 
     @property
     def rank(self) -> float:
-        """What a step of a typical newcomer costs it and the others, for the order of load."""
+        """Weighted seconds that a step costs a typical newcomer and the others there."""
         newcomer_s = self.costs.sequence_s + _TYPICAL_TOKENS * self.costs.token_s
         return self.step_s + self.weight * newcomer_s
 
@@ -137,7 +138,9 @@ class EngineLoad:
         assert self.num_latency == sum(task.is_latency for task in self.tasks), self.id
         assert self.num_tokens == num_prompt + sum(c.room for c in charges), self.id
         assert self.num_read == num_prompt + sum(c.num_read for c in charges), self.id
-        assert abs(self.weight - sum(c.weight for c in charges)) < 1e-6, self.id
+        assert isclose(self.weight, sum(c.weight for c in charges), abs_tol=1e-6), self.id
+        weighted_end = sum(c.weight * c.end for c in charges)
+        assert isclose(self.weighted_end, weighted_end, rel_tol=1e-6, abs_tol=1e-6), self.id
 
     def _advance(self, now: float) -> None:
         self._usual.advance(now, self.num_tasks, self.num_read, self.weight, self.prefill_until)

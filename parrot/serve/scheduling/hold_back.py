@@ -73,8 +73,8 @@ class RunningApps:
                 engine.stale.add(session_id)
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
-        """Of the other applications on the engine, how many go before the task's, and how many
-        there are."""
+        """The number of other applications on the engine that go before the task's, and of all
+        others there."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return 0, 0

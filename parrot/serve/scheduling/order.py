@@ -6,7 +6,7 @@ the tasks within each by theirs, least first.
     OrderPolicy     by arrival, whatever the application: `fcfs`"""
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parrot.serve.scheduling.deadlines import Deadlines, latest_start
 from parrot.serve.scheduling.hold_back import RunningApps
@@ -22,7 +22,7 @@ _BURST_GAP_S = 10.0  # an app that wanted nothing for so long starts again as a 
 
 
 class OrderPolicy:
-    """By arrival, all in one group: `fcfs`. What a policy overrides it keeps up by itself.
+    """Orders tasks by arrival, all in one group. A policy keeps up by itself what it overrides.
 
     A task's keys may change only by `update` of the scheduler, or when `due` names it. A group's
     key may grow at any time; when it may have shrunk, `progressed` names the group."""
@@ -53,20 +53,20 @@ class OrderPolicy:
     def arrived(self, task: CompletionTask) -> None: ...
 
     def updated(self, task: CompletionTask) -> None:
-        """It was read anew, and will be in the queue again."""
+        """Note that a task's objective was read anew; it will be in the queue again."""
 
     def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None: ...
 
     def ended(self, task: CompletionTask) -> None: ...
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
-        """Of the other applications on the engine, how many go before the task, so that it should
-        wait for their sake, and how many there are. Only if it `holds_back`."""
+        """The number of other applications on the engine for whose sake the task should wait, since
+        they go before it, and of all others there. Called only if the policy `holds_back`."""
         raise NotImplementedError
 
     def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
-        """The work of all that the session wants and has not got, in seconds of an engine that does
-        nothing else."""
+        """Take in the work of all that the session wants and has not got, in seconds of an engine
+        that does nothing else. Returns the groups whose keys may have shrunk."""
         return ()
 
     def forget(self, session_id: int) -> None: ...
@@ -74,8 +74,8 @@ class OrderPolicy:
 
 @dataclass(slots=True)
 class Account:
-    """`num_tasks`: queued or placed. `served_s`: predicted seconds of what was placed (or
-    has ended). `places`: of its groups, in the engines' queues."""
+    """What is known of an application. `num_tasks` are queued or placed, `served_s` the predicted
+    seconds of what it was given so far."""
 
     start: float
     served_s: float = 0.0
@@ -83,7 +83,6 @@ class Account:
     num_tasks: int = 0
     last_active: float = 0.0
     is_forgotten: bool = False
-    places: dict[Hashable, float] = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
@@ -100,25 +99,13 @@ class ByApplication(OrderPolicy):
     def group(self, task: CompletionTask) -> Hashable:
         return task.completion.session_id
 
-    def priority_s(self, task: CompletionTask) -> float:
-        """The group's key, as it was when one of the application's calls ended last: what is placed
-        until the next ends stands side by side, as the parts of a map stage should."""
-        places, group = self._accounts[task.completion.session_id].places, self.group(task)
-        if group not in places:
-            places[group] = self.group_key(group)
-        return places[group]
-
     def arrived(self, task: CompletionTask) -> None:
         self._account(task.completion.session_id).num_tasks += 1
-
-    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
-        self._accounts[task.completion.session_id].served_s += work_s
 
     def ended(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
         account = self._accounts[session_id]
         account.num_tasks -= 1
-        account.places.clear()
         account.last_active = self._clock.now()
         if account.is_forgotten and not account.num_tasks:
             del self._accounts[session_id]
@@ -132,7 +119,7 @@ class ByApplication(OrderPolicy):
                 del self._accounts[session_id]
 
     def _account(self, session_id: int) -> Account:
-        """Of a session that wants something now."""
+        """The account of a session that wants something now."""
         account = self._accounts.get(session_id)
         if account is None:
             account = self._accounts[session_id] = Account(self._clock.now())
@@ -183,7 +170,7 @@ class CriticalPath(ByApplication):
         self._running.discard(task)
 
     def priority_s(self, task: CompletionTask) -> float:
-        """By urgency alone. Which application is first is decided before its calls are placed:
+        """Urgency alone counts. Which application is first is decided before its calls are placed:
         prompts in that order would wait beside each call that generates, and batches be small."""
         if self._deadlines.is_urgent(task):
             return float("-inf")

@@ -9,7 +9,7 @@ _MAX_PROMPT_SHARE = 0.8  # of the time: prompts that are given faster wait, and 
 
 
 class Outlook(NamedTuple):
-    """What a newcomer would find: the wait for the prompts there, the steps of the tasks there,
+    """A newcomer's view of an engine: the wait for the prompts there, the steps of the tasks there,
     which go on for `remaining_s` on average by weight, and the engine's usual steps after that."""
 
     wait_s: float
@@ -67,5 +67,5 @@ class UsualLoad:
 
     @property
     def stretch(self) -> float:
-        """How many times as long steps take because of the prompts that are computed meanwhile."""
+        """Factor by which prompts that are computed meanwhile lengthen steps."""
         return 1.0 / (1.0 - min(self.prompt_share, _MAX_PROMPT_SHARE))

@@ -167,7 +167,8 @@ class PredictedSeconds(Placer):
     def _cost_s(
         self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings, weight: float
     ) -> float | None:
-        """None: not there, not now. `weight`: the task's."""
+        """Predicted seconds, of which those that others lose count by their weights over the task's
+        `weight`; None if the task cannot be placed on this engine now."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
         growth_s = self._growth_s(task, load, new_prompt, now)
         if growth_s is None:
@@ -181,8 +182,8 @@ class PredictedSeconds(Placer):
     def _growth_s(
         self, task: CompletionTask, load: EngineLoad, new_prompt: int, now: float
     ) -> float | None:
-        """By how much it lengthens a step; None: it may not be there now. `new_prompt`: tokens of
-        its prompt that no running one there has."""
+        """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
+        now. `new_prompt`: tokens of its prompt that no running one there has."""
         if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
             return None
         num_read = new_prompt + task.expected_output // 2
@@ -260,9 +261,9 @@ def end_of_patience(task: CompletionTask) -> float:
 
 
 def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float:
-    """By how much a newcomer may lengthen a step: latency tasks bound the batch they sit in. What
-    has waited for as long as it will take comes in all the same: where there are always latency
-    tasks it would starve, and its queue with it."""
+    """Seconds by which a newcomer may lengthen a step: latency tasks bound the batch they sit in.
+    Throughput work that has waited for as long as it will take comes in all the same: where there
+    are always latency tasks it would starve, and its queue with it."""
     if task.is_latency or not load.num_latency or now >= end_of_patience(task):
         return float("inf")
     return _LATENCY_STEP_GROWTH * load.costs.step_s - load.step_s

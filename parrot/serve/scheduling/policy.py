@@ -15,7 +15,7 @@ MakePlacer = Callable[[LoadIndex, RunningPrefixes], Placer]
 
 
 def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
-    """What makes the configured order policy."""
+    """Choose the configured order policy."""
     policy = config.policy if config.app_fifo else "fcfs"
     if policy == "critical_path":
         return CriticalPath
@@ -27,7 +27,7 @@ def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
 
 
 def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlacer:
-    """What makes the configured placer. `index` has the cached prefixes of all engines."""
+    """Choose the configured placer. `index` has the cached prefixes of all engines."""
     if config.placement == "predicted":
         return lambda loads, running: PredictedSeconds(
             loads,

@@ -114,7 +114,7 @@ class Scheduler:
         return 0 if load is None else load.num_tasks
 
     def pace(self, models: Models) -> Pace:
-        """How fast the engines with these models are now, on average."""
+        """Average speed of the engines with these models, as they are loaded now."""
         known = [self._costs[model] for model in models or self._costs if model in self._costs]
         costs = known[0] if known else _USUAL_COSTS
         alone_s = costs.decode_step_s(1, 0)
@@ -221,7 +221,7 @@ class Scheduler:
         return min([when for when in times if when is not None], default=None)
 
     def _choose(self, task: CompletionTask, now: float) -> _Choice | None:
-        """None if there is no room for it now."""
+        """Choose an engine; None if there is no room for the task now."""
         load = self._placer.choose(task, now)
         if load is None:
             return None

@@ -9,7 +9,7 @@ from parrot.serve.prompts.segments import Segment, SegmentKind
 
 @dataclass(slots=True, eq=False)
 class CompletionTask:
-    """What is to be run: the prompt, and how, of the completion that asked for it first.
+    """A prompt to be run, and how, of the completion that asked for it first.
 
     `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
     of that segment's tokens. `expected_output`: tokens that the output is predicted to have."""
@@ -43,7 +43,7 @@ class CompletionTask:
 
     @property
     def num_chars(self) -> int:
-        """Of the prompt."""
+        """Characters of the prompt."""
         return sum([len(segment.text) for segment in self.segments])
 
     @property
@@ -68,7 +68,7 @@ class CompletionTask:
 
     @property
     def num_constant(self) -> int:
-        """How many segments of the prompt's start come from the template alone."""
+        """Number of segments at the prompt's start that come from the template alone."""
         for i, segment in enumerate(self.segments):
             if segment.kind is not SegmentKind.CONSTANT:
                 return i

@@ -46,6 +46,31 @@ def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:
     assert outlook.steps_s(5000) == pytest.approx(left_s + rest * idle_s, rel=0.01)
 
 
+def test_an_engine_whose_tasks_have_ended_keeps_nobody_waiting() -> None:
+    bench = Bench()
+    bench.engines(1)
+    task = bench.task(own_len=100_000)
+    bench.add(task)
+    bench.run()
+    assert engine_of(bench).outlook(bench.clock.now()).wait_s > 1.0
+    bench.scheduler.ended(task, 0)
+    outlook = engine_of(bench).outlook(bench.clock.now())
+    assert (outlook.wait_s, outlook.remaining_s, outlook.weight) == (0.0, 0.0, 0.0)
+
+
+def test_who_is_there_waits_for_the_prompt_of_a_newcomer() -> None:
+    bench = Bench()
+    bench.engines(1)
+    task = bench.task(output=2000)
+    bench.add(task)
+    bench.run()
+    outlook = engine_of(bench).outlook(bench.clock.now())
+    assert outlook.remaining_s > 1.0
+    assert outlook.harm_s(0.5, 0, 0.0) == pytest.approx(0.5 * weight_of(task))
+    assert outlook.harm_s(0.5, 10, 1e-3) == pytest.approx(0.51 * weight_of(task))
+    assert outlook.harm_s(1e9, 0, 0.0) == pytest.approx(outlook.remaining_s * weight_of(task))
+
+
 def test_those_who_will_come_are_harmed_too() -> None:
     bench = Bench()
     bench.engines(1)

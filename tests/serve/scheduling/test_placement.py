@@ -18,6 +18,35 @@ def test_load_is_spread() -> None:
     assert {placed.count(engine) for engine in range(4)} == {5}
 
 
+@pytest.mark.parametrize("num_engines", [2, 40])
+@pytest.mark.parametrize("group", [None, "g"])
+def test_of_equal_engines_the_first_is_taken(num_engines: int, group: str | None) -> None:
+    bench = Bench()
+    bench.engines(num_engines)
+    task = bench.task(group=group)
+    bench.add(task)
+    assert bench.run() == {task: 0}
+    other = bench.task(session=2, own_len=5000)
+    bench.add(other)
+    assert bench.run() == {other: 1}
+
+
+def test_an_engine_that_still_computes_prompts_is_passed_over() -> None:
+    """Both run the same; on engine 1 the prompt is done."""
+    bench = Bench()
+    bench.engines(2)
+    for engine_id in (1, 0):
+        long = bench.task(own_len=100_000, output=2000, criteria=THROUGHPUT, session=engine_id)
+        long.avoided.add(1 - engine_id)
+        bench.add(long)
+        assert bench.run() == {long: engine_id}
+        bench.later(3.0)
+    bench.later(-3.0)
+    task = bench.task(session=5, output=20)
+    bench.add(task)
+    assert bench.run() == {task: 1}
+
+
 def cache(bench: Bench, task: CompletionTask, engine_id: int, length: int) -> None:
     context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
     bench.index.publish(context, Boundary(task.keys[0], length, 0))
