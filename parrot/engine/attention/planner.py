@@ -11,7 +11,7 @@ from parrot.engine.kernels.attention_shape import AttentionShape
 
 
 class WorkPlanner:
-    """Plans steps, and hands out the previous plan while the same contexts only decode.
+    """Plans steps, and returns the previous plan while the same contexts only decode.
 
     A plan stays right as its contexts grow, since the device reads their positions; after
     `max_growth` tokens it is made again to keep the splits even. `num_plans` and

@@ -74,7 +74,7 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class _Merge:
     """Row r takes partial `first[r]`; the rows `rows` take the merge of their `parts`
-    [len(rows), most parts], where one past the last partial stands for none."""
+    [len(rows), most parts], where the index past the last partial means that there is none."""
 
     first: torch.Tensor
     rows: torch.Tensor | None

@@ -98,7 +98,7 @@ class PlanBuffers:
 
         [ narrow | shared | fills | token_order | slot_indptr | slot_of ]
 
-    What a smaller plan leaves over is zero: items without tokens, tokens without slots."""
+    A smaller plan leaves zeros behind: items without tokens, tokens without slots."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         sizes = (

@@ -18,7 +18,7 @@ _NO_POSITION = tl.constexpr(1 << 30)
 
 @triton.jit
 def _row_slots(slot_of, slot_first, member, live, q_count):
-    """The partial-result slot of each row; loaded early, so that nobody waits for it later."""
+    """The partial-result slot of each row; loaded early, so that the store need not wait."""
     is_partial = live & (member < tl.where(slot_first < 0, 0, q_count))
     return tl.load(slot_of + slot_first + member, mask=is_partial, other=0)
 

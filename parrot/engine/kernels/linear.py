@@ -20,8 +20,8 @@ _HALF = FEW_ROWS // 2
 
 @dataclass(frozen=True, slots=True)
 class UndividedRows:
-    """RMS-normed rows but for their division by the root mean square, which whoever multiplies them
-    with a matrix does afterwards.
+    """RMS-normed rows but for their division by the root mean square, which a product of them
+    does at its end.
 
     rows     [tokens, size]: values times the norm's weight
     squares  float32 [tokens, parts]: sums of the squares of the values' parts"""
@@ -130,7 +130,7 @@ def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def can_rotate(shape: AttentionShape, num_rows: int) -> bool:
-    """Whether `few_rows_qkv` takes so many rows with such heads."""
+    """Whether `few_rows_qkv` takes this number of rows and these heads."""
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return num_rows <= FEW_ROWS and shape.head_dim % _num_outputs(num_rows, num_out) == 0
 
@@ -214,7 +214,7 @@ def _tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
 
 
 def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
-    """x is read by every program, and with so many rows takes as long as the weights do."""
+    """Every program reads x, which with more than half of the rows takes as long as the weights."""
     if num_out < _MANY_OUTPUTS:
         return (32, 64, 6, 4) if silu else (16, 256, 5, 4)
     if silu:

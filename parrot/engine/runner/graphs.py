@@ -17,6 +17,7 @@ from parrot.engine.attention.tree_attention import Capacity, KernelConfig, PlanB
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.launch import MATRIX_RATE
 from parrot.engine.runner.forward import Decoded, Forward, decode
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ _MIN_SHARED = 8
 
 _WANTED_OFTEN = 8
 _LAUNCH_S = 200e-6
-_MATRIX_RATE = 790e12
 _MAX_MIXED = 2048
 
 
@@ -71,7 +71,7 @@ def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[Ste
 
     A large step takes the device longer than its launch takes the host, so that padding would cost
     more than a graph saves: `layer_weights` (of one layer) tells when."""
-    useful = int(_LAUNCH_S * _MATRIX_RATE / (2 * layer_weights))
+    useful = int(_LAUNCH_S * MATRIX_RATE / (2 * layer_weights))
     limit = min(max_tokens, _MAX_MIXED, useful)
     sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
     return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)

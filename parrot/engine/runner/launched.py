@@ -12,13 +12,13 @@ import torch
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.core.plan import StepResult
+from parrot.engine.kernels.launch import MATRIX_RATE
 from parrot.engine.runner.device import noticing_loss
 from parrot.engine.runner.inputs import StepInputs
 from parrot.engine.runner.sampling import results
 from parrot.engine.runner.staging import Mark
 
 _LEAD_S = 1e-3
-_MATRIX_RATE = 790e12
 
 Sources = tuple[torch.Tensor, IntArray]
 """Tokens of the step before on the device, and which of them the pending ones of this step are."""
@@ -69,8 +69,8 @@ class Launched:
 
 
 class WatchedAttention(TritonAttention):
-    """`due` is passed when the device has come to one of a step's last layers: so many before its
-    end that the host can plan the next step and launch the first of its kernels meanwhile."""
+    """`due` is passed when the device has come to one of a step's last layers, early enough for
+    the host to plan the next step and launch the first of its kernels meanwhile."""
 
     def __init__(
         self,
@@ -83,12 +83,13 @@ class WatchedAttention(TritonAttention):
     ) -> None:
         super().__init__(memory, num_heads, max_slots, upcast=upcast)
         self._num_layers = len(memory)
-        self._lead_tokens = _LEAD_S * _MATRIX_RATE / (2 * layer_weights)
+        self._lead_tokens = _LEAD_S * MATRIX_RATE / (2 * layer_weights)
         self._due_layer = 0
         self.due = Mark(memory.device)
 
     def expect(self, num_tokens: int) -> None:
-        """The next step has so many. Hardly anything is left of one that begins its last layer."""
+        """Choose the layer for a step of `num_tokens`. A step that begins its last layer is nearly
+        over."""
         layers_left = 1 + math.ceil(self._lead_tokens / num_tokens)
         self._due_layer = max(0, self._num_layers - layers_left)
 

@@ -28,7 +28,7 @@ class SyntheticPlans:
 
     def for_kernels(self) -> list[WorkList]:
         """Steps without a graph that together launch every kernel: prompts; and decodes, alone and
-        beside a prompt, few and so many that even ones have tiles of their own."""
+        beside a prompt, few of them, and enough for even ones to take the lighter tiles."""
         short = min(_CONTEXTS[0], self.max_seq_len)
         plans = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
         for q_lens in ([1], [1, short]):
