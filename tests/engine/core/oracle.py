@@ -100,7 +100,7 @@ class Known:
             return []
         if self.context.fork is None or self.parent is None:
             return list(self.context.token_ids)
-        return self.parent.held()[: self.length]
+        return self.parent.held()[: self.context.fork.length]
 
     def most(self) -> int:
         """Tokens that it can have at most, once all its writers have ended."""

@@ -196,7 +196,7 @@ class FaultyOverlappingEngineMachine(FaultyEngineMachine):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=30,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
