@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmark.apps.workloads.shared_prompts import requests_256
 from benchmark.engine import gpu_http
 from benchmark.engine.gpu_cases import (
     CROWD,
@@ -34,7 +35,6 @@ from benchmark.engine.gpu_cases import (
     Decode,
     Sequences,
     Shape,
-    load_256,
 )
 from benchmark.engine.vllm import vllm_ms
 from benchmark.results import Report, run
@@ -46,14 +46,9 @@ from parrot.engine.core.plan import StepPlan
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
-from parrot.protocol.engine_api import (
-    FillResponse,
-    GenerateResponse,
-    StreamChunk,
-    TokenizerResponse,
-)
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.core_harness import Answer
 from parrot.utils.clock import MonotonicClock
 
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
@@ -77,6 +72,15 @@ def config_of(model: str, *, shares: bool = True) -> BuiltinConfig:
             },
         }
     )
+
+
+def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
+    """The runner with random KV in its pool, which contexts of `decode` begin with."""
+    runner, tokenizer = load_runner(config)
+    assert isinstance(runner, CudaRunner)
+    for layer in range(runner._cache.pool.shape[0]):
+        runner._cache.pool[layer].normal_()
+    return runner, tokenizer
 
 
 def bench_decode(runner: CudaRunner, case: Decode) -> Row:
@@ -141,34 +145,20 @@ def bench_mixed(runner: CudaRunner, chunk: int) -> Row:
     return {"ms": statistics.median(times)}
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.response: GenerateResponse | None = None
-
-    def chunk(self, chunk: StreamChunk) -> None: ...
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        assert isinstance(response, GenerateResponse)
-        self.response = response
-
-    def fail(self, error: ParrotError) -> None:
-        raise error
-
-
 def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerResponse) -> Row:
     """All requests at once, greedy, through the engine core in this thread."""
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
-    requests, best = load_256(), None
+    requests, best = requests_256(), None
     for attempt in range(2):
-        sinks = [Sink() for _ in requests]
+        sinks = [Answer() for _ in requests]
         began = time.perf_counter()
-        for number, (request, sink) in enumerate(zip(requests, sinks, strict=True)):
+        for number, ((prompt, output), sink) in enumerate(zip(requests, sinks, strict=True)):
             sampling = SamplingConfig(
-                temperature=0.0, max_gen_length=request.output, ignore_tokenizer_eos=True
+                temperature=0.0, max_gen_length=output, ignore_tokenizer_eos=True
             )
             key = attempt * len(requests) + number
-            prompt = array("i", [token + attempt for token in request.prompt])  # nothing cached
-            core.submit(EngineRequest(key, (Piece(key, prompt),), sink, sampling=sampling))
+            fresh = array("i", [token + attempt for token in prompt])  # nothing cached
+            core.submit(EngineRequest(key, (Piece(key, fresh),), sink, sampling=sampling))
         while core.has_work and core.step():
             pass
         seconds = time.perf_counter() - began
@@ -178,7 +168,7 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
         core.free(range(attempt * len(requests), (attempt + 1) * len(requests)))
         best = min(best or seconds, seconds)
     assert best is not None
-    tokens = sum(request.output for request in requests)
+    tokens = sum(output for _, output in requests)
     return {"seconds": best, "tokens_per_s": tokens / best, "steps": core.runtime_info().num_steps}
 
 
@@ -192,12 +182,8 @@ def bench_model(model: str, parts: list[str], shares: bool, rows: list[Row]) -> 
     config = config_of(model, shares=shares)
     shape = Shape.of(model)
     began = time.perf_counter()
-    loaded, tokenizer = load_runner(config)
-    assert isinstance(loaded, CudaRunner)
+    loaded, tokenizer = load_cuda(config)
     show(rows, {"model": model, "case": "load", "seconds": time.perf_counter() - began})
-    memory = loaded._cache.pool
-    for layer in range(memory.shape[0]):
-        memory[layer].normal_()
     if "decode" in parts:
         for case in DECODES[model]:
             row = {"model": model, "case": case.name, "floor_ms": shape.decode_floor_ms(case)}

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmark.engine.bench_gpu import config_of
+from benchmark.engine.bench_gpu import config_of, load_cuda
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
 from parrot.engine.core.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.runner.cuda import CudaRunner
-from parrot.engine.runner.load import load_runner
 from parrot.protocol.sampling import SamplingConfig
 
 CHOICES = {
@@ -123,12 +122,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         began = time.perf_counter()
         config = config_of(model)
         report.uses(model, config.model_dump(mode="json"))
-        runner, _ = load_runner(config)
-        assert isinstance(runner, CudaRunner)
+        runner, _ = load_cuda(config)
         row: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
         report[model] = row
-        for layer in range(runner._cache.pool.shape[0]):
-            runner._cache.pool[layer].normal_()
         for batch in (1, 64, 256):
             row[f"sampled B={batch}"] = bench_sampled(runner, batch)
         for prompt in (50, 200, 700, 1400):

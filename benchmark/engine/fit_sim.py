@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.apps.workloads.shared_prompts import requests_256
 from benchmark.engine.gpu_cases import (
     CROWD,
     DECODES,
@@ -25,7 +26,6 @@ from benchmark.engine.gpu_cases import (
     PREFILLS,
     Decode,
     Shape,
-    load_256,
 )
 from benchmark.results import ROOT, Report, load, run
 from parrot.engine.config import SimConfig, load_engine_config
@@ -152,17 +152,17 @@ async def run_256(path: Path) -> float:
     assert isinstance(config, SimConfig)
     service = SimService(config, LoopClock(), leaps=True)
     await service.start()
-    load = load_256()
+    load = requests_256()
     requests = (
         GenerateRequest(
             context_id=n,
-            fills=[FillPiece(context_id=n, token_ids=[i % 256 for i in request.prompt])],
-            sampling_config=SamplingConfig(max_gen_length=request.output),
+            fills=[FillPiece(context_id=n, token_ids=[i % 256 for i in prompt])],
+            sampling_config=SamplingConfig(max_gen_length=output),
         )
-        for n, request in enumerate(load)
+        for n, (prompt, output) in enumerate(load)
     )
     await asyncio.gather(*(service.generate(request) for request in requests))
-    return sum(request.output for request in load) / LoopClock().now()
+    return sum(output for _, output in load) / LoopClock().now()
 
 
 def check_256(model: str, path: Path) -> Row | None:

@@ -137,19 +137,3 @@ class Sequences:
             )
             for first in range(0, num_tokens, chunk)
         ]
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt: "array[int]"
-    output: int
-
-
-def load_256() -> list[Request]:
-    """256 requests, prompts and outputs of 100 to 1024 tokens: 142,827 in, 133,966 out."""
-    rng = random.Random(0)
-    prompts = [
-        array("i", [rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))])
-        for _ in range(256)
-    ]
-    return [Request(prompt, rng.randint(100, 1024)) for prompt in prompts]

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmark.engine.gpu_cases import PREFILLS, Decode, load_256
+from benchmark.apps.workloads.shared_prompts import lengths_256
+from benchmark.engine.gpu_cases import PREFILLS, Decode
 from parrot.protocol.engine_api import NO_PARENT
 
 Row = dict[str, Any]
@@ -109,22 +110,22 @@ async def prefill_ms(client: Client, tokens: int) -> Row:
 
 
 async def whole_load(client: Client) -> Row:
-    requests, times = load_256(), []
+    requests, times = lengths_256(), []
     for attempt in range(2):
         prompts = [
-            random_tokens(-1000 * (attempt + 1) - i, len(r.prompt)) for i, r in enumerate(requests)
+            random_tokens(-1000 * (attempt + 1) - i, size) for i, (size, _) in enumerate(requests)
         ]
         contexts = [client.new_context() for _ in requests]
         began = time.perf_counter()
         await asyncio.gather(
             *(
-                client.generate(context, request.output, prompt)
-                for context, request, prompt in zip(contexts, requests, prompts, strict=True)
+                client.generate(context, output, prompt)
+                for context, (_, output), prompt in zip(contexts, requests, prompts, strict=True)
             )
         )
         times.append(time.perf_counter() - began)
         await client.post("/free_context", {"context_ids": contexts})
-    tokens = sum(request.output for request in requests)
+    tokens = sum(output for _, output in requests)
     return {"case": "HTTP 256", "seconds": min(times), "tokens_per_s": tokens / min(times)}
 
 

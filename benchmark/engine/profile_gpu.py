@@ -15,12 +15,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmark.engine.bench_gpu import config_of
+from benchmark.engine.bench_gpu import config_of, load_cuda
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
 from parrot.engine.core.plan import StepPlan
 from parrot.engine.runner.cuda import CudaRunner
-from parrot.engine.runner.load import load_runner
 
 STEPS = 10
 TOP = 12
@@ -76,8 +75,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     config = config_of(args.model)
     report.uses(args.model, config.model_dump(mode="json"))
-    runner, _ = load_runner(config)
-    assert isinstance(runner, CudaRunner)
+    runner, _ = load_cuda(config)
     report["model"] = args.model
     for batch in (1, 64):
         report[f"decode B={batch} ctx 2k"] = profile_steps(runner, decoding(runner, batch))

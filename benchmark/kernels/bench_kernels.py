@@ -8,6 +8,8 @@ device, page 64, the better of its decode and its cascade."""
 
 import argparse
 import dataclasses
+import gc
+import itertools
 import statistics
 import time
 from functools import partial
@@ -46,7 +48,20 @@ from parrot.engine.kernels.linear import (
 
 PAGE = 64
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
+KV_HEADS = (8, 32)
+BATCHES = (1, 8, 16, 32, 64, 128, 256)
+PREFIXES = (0, 512, 2048, 6144, 16384)
+SUFFIXES = {"64": (64, 0), "200": (200, 0), "800": (800, 0), "64-800": (432, 368)}
+TREES = {  # (sharers, tokens) per level, then the suffix; PAT's, its lengths rounded up to pages
+    "2 roots x 6144": (64, ((32, 6144),), 200),
+    "4096 -> 4 x 1024": (64, ((64, 4096), (16, 1024)), 200),
+    "PAT 1,8,512 x 64,512,256": (512, ((512, 64), (64, 512)), 256),
+    "PAT 4,16,256,512 x 512,64,128,64": (512, ((128, 512), (32, 64), (2, 128)), 64),
+}
+POOLS = 2
+MAX_POOL_BYTES = 40 * 2**30  # a case that needs more is left out
 
 
 def shape_of(kv_heads: int, heads: int = 32, dim: int = 128) -> AttentionShape:
@@ -297,6 +312,70 @@ def bench_planner() -> Rows:
     return rows
 
 
+def time_sharing(work: Workload, shape: AttentionShape) -> Row | None:
+    """With sharing as the gate decides and without it, on the same pages; None if the pools are
+    too large for the device."""
+    if POOLS * work.unique_tokens * shape.kv_token_bytes > MAX_POOL_BYTES:
+        return None
+    bench = Bench(work, shape, pools=POOLS)
+    plans = {
+        "shared_us": bench.plan(GateConfig(), SplitConfig()),
+        "alone_us": bench.plan(None, SplitConfig()),
+    }
+    row: Row = {name: time_work(bench, plan) for name, plan in plans.items()}
+    attention, buffers = bench.prepare(plans["shared_us"], KernelConfig())
+    bench.out.fill_(float("nan"))
+    attention.run(bench.q, bench.layers[0], buffers, bench.out)
+    floor = floor_us(work, shape)
+    return {
+        "floor_us": floor,
+        **row,
+        "over_floor": row["shared_us"] / floor,
+        "speedup": row["alone_us"] / row["shared_us"],
+        "gate_shares": plans["shared_us"].num_shared_tokens > 0,
+        "error": bench.error(bench.layers[0]),
+    }
+
+
+def copied_us(batch: int, prefix: int, suffix: int, spread: int, shape: AttentionShape) -> Row:
+    """The same contexts without a common page."""
+    work = Workload(batch, (), prefix + suffix, spread)
+    if POOLS * work.unique_tokens * shape.kv_token_bytes > MAX_POOL_BYTES:
+        return {}
+    bench = Bench(work, shape, pools=POOLS)
+    return {"copied_us": time_work(bench, bench.plan(None, SplitConfig()))}
+
+
+def bench_grid() -> Rows:
+    """Batch, shared prompt and suffix: with sharing, without it on the same pages (what paged
+    attention does), and with pages of each request's own (what papers compare with)."""
+    rows = []
+    for kv_heads, prefix, batch in itertools.product(KV_HEADS, PREFIXES, BATCHES):
+        if batch == 1 and prefix:  # nobody to share with
+            continue
+        for name, (suffix, spread) in SUFFIXES.items():
+            shape = shape_of(kv_heads)
+            work = Workload(batch, ((batch, prefix),) if prefix else (), suffix, spread)
+            if (result := time_sharing(work, shape)) is None:
+                continue
+            row = {"kv_heads": kv_heads, "batch": batch, "prefix": prefix, "suffix": name, **result}
+            if prefix:
+                row |= copied_us(batch, prefix, suffix, spread, shape)
+            rows.append(row)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def bench_grid_trees() -> Rows:
+    rows = []
+    for kv_heads, (name, (batch, levels, suffix)) in itertools.product(KV_HEADS, TREES.items()):
+        result = time_sharing(Workload(batch, levels, suffix), shape_of(kv_heads))
+        if result is not None:
+            rows.append({"kv_heads": kv_heads, "tree": name, "batch": batch, **result})
+    return rows
+
+
 def _normal(*size: int) -> torch.Tensor:
     return torch.randn(size, device="cuda").to(torch.bfloat16)
 
@@ -309,6 +388,8 @@ PARTS = {
     "fused": bench_fused,
     "layers": bench_layers,
     "planner": bench_planner,
+    "grid": bench_grid,
+    "grid_trees": bench_grid_trees,
 }
 
 
@@ -319,21 +400,17 @@ def show(name: str, rows: Rows) -> None:
         print("  " + "  ".join(texts), flush=True)
 
 
-def device_of(report: Report) -> None:
-    """Add what the figures depend on besides the code."""
+def arguments(parser: argparse.ArgumentParser) -> None:
+    usual = ",".join(name for name in PARTS if not name.startswith("grid"))
+    parser.add_argument("--only", default=usual, help=f"of {','.join(PARTS)}")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     report["cuda"] = torch.version.cuda
     for config in (KernelConfig(), SplitConfig(), GateConfig()):
         report.uses(type(config).__name__, dataclasses.asdict(config))
     report["ceilings"] = ceilings()
     show("ceilings", [report["ceilings"]])
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-
-
-def measure(args: argparse.Namespace, report: Report) -> None:
-    device_of(report)
     for name in args.only.split(","):
         report[name] = PARTS[name]()
         show(name, report[name])

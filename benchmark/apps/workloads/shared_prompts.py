@@ -99,14 +99,16 @@ class Gpts(Workload):
         return Plan(jobs)
 
 
-def lengths_256() -> list[tuple[int, int]]:
-    """Of prompts and outputs, as small engines' benchmark draws them: 142,827 and 133,966 tokens in
-    all. It draws the tokens' ids, too."""
+def requests_256() -> list[tuple[list[int], int]]:
+    """Prompts and lengths of outputs, as small engines' benchmark draws them: 142,827 and 133,966
+    tokens in all."""
     rng = random.Random(0)
-    prompts = [
-        len([rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))]) for _ in range(256)
-    ]
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def lengths_256() -> list[tuple[int, int]]:
+    return [(len(prompt), output) for prompt, output in requests_256()]
 
 
 @dataclass(frozen=True)
