@@ -115,8 +115,9 @@ def names() -> list[str]:
     return sorted(path.name for path in RESULTS.glob("*.json") if path != HISTORY)
 
 
-def check_command(command: str) -> None:
-    """Raises if a benchmark's command is not `python -m MODULE` with options that MODULE has."""
+def check_command(command: str) -> argparse.Namespace:
+    """The arguments of a benchmark's command. Raises if it is not `python -m MODULE` with options
+    that MODULE has."""
     words = shlex.split(command)
     while "=" in words[0]:  # variables of the environment
         words.pop(0)
@@ -126,7 +127,7 @@ def check_command(command: str) -> None:
         module = importlib.import_module(f"{words[2]}.__main__")
     parser = module.parser() if hasattr(module, "parser") else parser_of(module)
     try:
-        parser.parse_args(words[3:])
+        return parser.parse_args(words[3:])
     except SystemExit as error:
         raise ValueError(f"{command!r} is not a command of {words[2]}") from error
 

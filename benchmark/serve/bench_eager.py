@@ -101,6 +101,7 @@ class Load:
         await asyncio.sleep(self.setup.delay_s)
         if text.random() < self.setup.withdrawn:
             reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
         else:
             asked = self._cluster.clock.now()
             await session.set(question, words(text, self.setup.question))
@@ -149,10 +150,10 @@ def _summary(times: Times) -> Iterator[tuple[str, float]]:
             yield f"{name}_p99", percentile(values, 99)
 
 
-def setups(num_programs: int) -> Iterator[Setup]:
+def setups(num_programs: int, bystanders: Sequence[int] = BYSTANDERS) -> Iterator[Setup]:
     variants: list[dict[str, Any]] = [{"eager_fill": False}]
     variants += [{"eager_fill": True, "background_share": share} for share in SHARES]
-    for num_bystanders, delay_s, withdrawn in product(BYSTANDERS, DELAYS_S, WITHDRAWN):
+    for num_bystanders, delay_s, withdrawn in product(bystanders, DELAYS_S, WITHDRAWN):
         if not withdrawn or (num_bystanders and delay_s == 2.0):
             for variant in variants if num_bystanders else variants[::2]:
                 setup = Setup(num_bystanders, delay_s, withdrawn=withdrawn, **variant)
@@ -179,12 +180,13 @@ def _line(row: dict[str, Any]) -> str:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, default=24)
+    parser.add_argument("--bystanders", type=int, nargs="+", default=BYSTANDERS)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("engine", ENGINE)
     report["rows"] = []
-    for setup in setups(args.programs):
+    for setup in setups(args.programs, args.bystanders):
         report["rows"].append(simulate(setup))
         print(_line(report["rows"][-1]), flush=True)
 

@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 
 from benchmark import results
+from benchmark.apps.measure import parse_cases
+from benchmark.apps.settings import parse_setting
 from benchmark.results import HISTORY, UNKNOWN, Report, check_command, load, names, run
 
 HISTORY_OF = json.loads(HISTORY.read_text())
@@ -40,7 +42,11 @@ def results_text(name: str) -> str:
 def test_the_command_of_a_result_file_exists(name):
     provenance = load(name)["provenance"]
     if "source" not in provenance:
-        check_command(provenance.get("again", provenance["command"]))
+        args = check_command(provenance.get("again", provenance["command"]))
+        for setting in getattr(args, "compare", None) or []:
+            parse_setting(setting)
+        for workload in getattr(args, "workloads", []):
+            parse_cases(workload, args)
 
 
 def test_a_command_that_does_not_exist_is_noticed():

@@ -1,0 +1,36 @@
+"""Each benchmark of the simulated service runs, with a few calls."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmark.results import run
+
+TINY = {
+    "bench_placement": [
+        "fanout_cold --siblings 2 --prefix 256 --answer 4",
+        "mixed --chats 2 --apps 1 --document 2048 --answer 4 --seeds 0 --fixed 1",
+        "gpts --rates 2 --seconds 2 --seeds 0",
+    ],
+    "bench_kv": [
+        "dag --chats 2 --turns 4 --warm-up 1 --duration 30",
+        "tool_pause --chats 2 --warm-up 10 --duration 90 --oversubscription 1",
+    ],
+    "bench_reuse": ["--seeds 1 --programs 1 --jobs 1 --parts 2 --turns 1 --calls 5"],
+    "bench_eager": ["--programs 1 --bystanders 0"],
+    "bench_simulation": ["--engines 2 --tasks 10"],
+    "bench_scheduler": ["--engines 2 --tasks 20"],
+}
+COMMANDS = [(module, command) for module, commands in TINY.items() for command in commands]
+
+
+@pytest.mark.parametrize(("module", "command"), COMMANDS)
+def test_a_tiny_run_gives_a_report(module, command, tmp_path):
+    path = tmp_path / "result.json"
+    name = f"benchmark.serve.{module}"
+    importlib.import_module(name)
+    run(name, [*command.split(), "--output", str(path)])
+    report = json.loads(path.read_text())
+    assert report["provenance"]["command"].startswith(f"python -m {name} {command}")
+    assert len(report) > 1
