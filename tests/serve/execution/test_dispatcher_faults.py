@@ -1,13 +1,24 @@
-"""Random histories of programs and faults: every output ends as it must, and nothing is left."""
+"""Random histories of programs and faults: every output ends as it must, and nothing is left.
+
+A call may fail only for what its own history shows: the faults that engines answered its requests
+with, and the engines that were lost while it was there."""
 
 import asyncio
 import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    GenerateRequest,
+    GenerateResponse,
+    StreamChunk,
+)
 from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
@@ -53,6 +64,38 @@ def answer(prompt: str) -> str:
     return full[len(said) :]
 
 
+REFUSALS = (OutOfMemory, NotFound, QuotaExceeded)
+MAX_LOST, MAX_REFUSED = 3, 5
+
+
+@dataclass
+class Life:
+    """What befell a call from outside. `faults`: what engines answered it with, and `end` the
+    number of engines that had been lost, and of those that lived, when its output was settled."""
+
+    num_lost_before: int
+    faults: list[ParrotError] = field(default_factory=list)
+    is_cancelled: bool = False
+    end: tuple[int, int] | None = None
+
+
+class WatchedEngine(FakeEngine):
+    """Tells each fault with which it answers, and to whom."""
+
+    on_fault: Callable[[int, ParrotError], None]
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
+        try:
+            async with aclosing(super().generate_stream(request)) as events:
+                async for event in events:
+                    yield event
+        except ParrotError as error:
+            self.on_fault(request.task_id, error)
+            raise
+
+
 class History:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -61,6 +104,8 @@ class History:
         config = CoreConfig(constant_prefix_var_timeout=50.0)
         self.dispatcher = Dispatcher(config, self.clock, self.connect)
         self.completions: list[Completion] = []
+        self.lives: dict[int, Life] = {}
+        self.num_joined = 0
         self.withdrawn: set[int] = set()
 
     def connect(self, info: EngineInfo) -> FakeEngine:
@@ -69,12 +114,14 @@ class History:
     async def join(self) -> None:
         name = self.rng.choice("abc")
         is_text = self.rng.random() < 0.2
-        engine = fake_engine(
-            name, text=is_text, tokens_capacity=400, max_seq_len=300, tasks_capacity=3,
-            script=self.script(),
-        )  # fmt: skip
+        plain = fake_engine(
+            name, text=is_text, tokens_capacity=400, max_seq_len=300, tasks_capacity=3
+        )
+        engine = WatchedEngine(plain.info, plain.tokenizer_response, self.script())
+        engine.on_fault = lambda task_id, error: self.lives[task_id].faults.append(error)
         self.engines[name] = engine
         await self.dispatcher.register_engine(engine.info)
+        self.num_joined += 1
 
     def script(self) -> Script:
         hang_after = self.rng.choice([None, None, 0, 1, 2, 3])
@@ -95,13 +142,22 @@ class History:
             fill=(TextPiece(self.rng.choice(["Some template ", "Other "])), VariablePiece(value),
                   TextPiece(">")),
             output=SemanticVariable(str(number), "v", session),
-            sampling=SamplingConfig(max_gen_length=40),
+            sampling=SamplingConfig(max_gen_length=40, seed=self.rng.choice([None, 1])),
             previous=previous,
             objective=Objective(self.rng.choice(list(PerformanceCriteria)), 0, 1.0),
             wants_stream=self.rng.random() < 0.5,
         )  # fmt: skip
-        self.dispatcher.submit(completion)
+        life = self.lives[number] = Life(self.num_lost)
+        completion.output.on_settled(lambda _: self.note_end(life))
         self.completions.append(completion)
+        self.dispatcher.submit(completion)
+
+    @property
+    def num_lost(self) -> int:
+        return self.num_joined - len(self.dispatcher.engines())
+
+    def note_end(self, life: Life) -> None:
+        life.end = (self.num_lost, len(self.dispatcher.engines()))
 
     async def act(self) -> None:
         match self.rng.randrange(10):
@@ -111,6 +167,7 @@ class History:
                 self.submit()
             case 4 if self.completions:
                 completion = self.rng.choice(self.completions)
+                self.lives[completion.id].is_cancelled = True
                 self.dispatcher.cancel(completion, Cancelled("enough"))
             case 5 if self.completions:
                 self.withdraw(self.rng.choice(self.completions))
@@ -169,9 +226,40 @@ class History:
             assert output.text == f"[{self.prompt_len(completion)}] and so on"
             assert completion.state is CompletionState.DONE
         else:
-            kinds = (Cancelled, NoEngine, EngineFailed, OutOfMemory, QuotaExceeded)
-            assert isinstance(output.error, kinds), output.error
             assert completion.state in (CompletionState.FAILED, CompletionState.CANCELLED)
+            assert output.error is not None
+            self.check_error(completion, output.error)
+
+    def check_error(self, completion: Completion, error: ParrotError) -> None:
+        life = self.lives[completion.id]
+        assert life.end is not None, completion
+        num_lost, num_alive = life.end
+        identity = self.identity(completion)  # those that share it may have had one run
+        same = [self.lives[c.id] for c in self.completions if self.identity(c) == identity]
+        faults = [fault for other in same for fault in other.faults]
+        num_lost -= min(other.num_lost_before for other in same)
+        refusals = [fault for fault in faults if isinstance(fault, REFUSALS)]
+        num_failures = len(faults) - len(refusals) + num_lost
+        was_tried = num_failures >= MAX_LOST or len(refusals) >= MAX_REFUSED
+        match error:
+            case Cancelled():
+                assert life.is_cancelled, error
+            case NoEngine():
+                assert num_alive == 0, error
+            case OutOfMemory() | QuotaExceeded():
+                assert was_tried, (error, faults)
+                assert type(error) in map(type, refusals), (error, faults)
+            case EngineFailed():
+                assert was_tried, (error, faults, num_failures)
+            case _:
+                raise AssertionError(error)
+
+    def identity(self, completion: Completion) -> object:
+        pieces = [p.text if isinstance(p, TextPiece) else p.variable for p in completion.prompt()]
+        texts = [p if isinstance(p, str) else p.partial_text for p in pieces]
+        seed = completion.sampling.seed
+        own = completion.id if seed is None else None
+        return completion.options.tenant, texts, seed, own
 
     def prompt_len(self, completion: Completion) -> int:
         texts = [
