@@ -136,7 +136,7 @@ def simulate(setup: Setup) -> dict[str, Any]:
         async with SimCluster(1, engine=engine, core=core) as cluster:
             load = Load(setup, cluster)
             await load.run()
-            counts = cluster.core._dispatcher.eager_counts()
+            counts = cluster.core._dispatcher.prefetch_counts()
             return load.times, counts
 
     times, counts = run_virtual(main())

@@ -152,7 +152,7 @@ class CoreCollector(Collector):
             "Prompt tokens computed while their calls waited for inputs, and what became of them.",
             {
                 (outcome,): count
-                for outcome, count in asdict(self._dispatcher.eager_counts()).items()
+                for outcome, count in asdict(self._dispatcher.prefetch_counts()).items()
             },
             "outcome",
         )

@@ -108,6 +108,7 @@ class Story(World):
             for engine in self.rng.sample(self.engines, min(1, len(self.engines))):
                 self.num_engines_lost += 1
                 await engine.kill()
+            self.was_without_engines |= not self.engines
 
     async def join(self) -> None:
         if len(self.engines) < 3:
@@ -318,6 +319,7 @@ class Story(World):
         self.check_contexts()
         dispatcher = self.core._dispatcher
         assert not dispatcher._ledger._constants
+        assert dispatcher._ledger.think_times.num_open == 0
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
         assert len(self.core._timers) == 0
 

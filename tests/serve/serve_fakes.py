@@ -14,7 +14,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.engines import EngineView
-from parrot.serve.execution.prefetch import EagerCounts
+from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.links import Predictor
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
@@ -201,8 +201,8 @@ class FakeDispatcher(FakeRunner):
     def kv_counts(self) -> KvCounts:
         return KvCounts()
 
-    def eager_counts(self) -> EagerCounts:
-        return EagerCounts()
+    def prefetch_counts(self) -> PrefetchCounts:
+        return PrefetchCounts()
 
     def models(self) -> ModelsResponse:
         return ModelsResponse(data=[], models=[])

@@ -1,19 +1,29 @@
-"""What is known of prompts before all of their inputs are: the ready prefixes of waiting
-completions.
+"""What is known of the uses that contexts will have: who is going to use them, and when.
 
     template       "Read " {{book}} " and " {{notes}} " and answer: " {{answer}}
     book is ready  |-- ready prefix -----|  missing
 
-A wanted completion waits while an input is missing. Its ready prefix is everything before the first
-missing piece, in the order of its prompt; it only grows. Whoever keeps contexts learns from it that
-they will be needed; whoever fills contexts can compute it ahead."""
+A wanted completion waits while an input is missing. Its *ready prefix* is everything before the
+first missing piece, in the order of its prompt; it only grows. Whoever keeps contexts learns from
+it that they will be needed; whoever fills contexts can compute it ahead.
+
+The next use of a context is predicted in seconds. Each reason why somebody may use it has a rate:
+one over the seconds until it is expected to come true. The rates add up; the next use is expected
+after one over their sum.
+
+    queued runs                 now
+    completions that wait       when their inputs are predicted to be there
+    the session's next call     the rest of the usual think time (see `ThinkTimes`)
+    reuse so far                the mean time between uses, or the time since the last if longer
+    anybody else                in a while, the later the longer nobody came"""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from parrot.serve.contexts.next_use import Forecast
+from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.prompts.segments import (
@@ -24,10 +34,99 @@ from parrot.serve.prompts.segments import (
     preceding_segments,
 )
 
+Forecast = Callable[[], float]
+"""When a completion that waits will have its inputs, on the clock's scale; infinite if nobody
+knows."""
+
+_SOON_S = 0.5  # what is due or overdue is expected within this
+_OPEN_END_S = 60.0  # what waits for the program itself, of which nothing is known
+_UNUSED_S = 600.0  # a context that nobody is known to want
+
+
+@dataclass(slots=True)
+class _Expectation:
+    """Who will use a prefix. Of `waiting`, the first to wait comes first."""
+
+    num_queued: int = 0
+    waiting: dict[Forecast, None] = field(default_factory=dict)
+
+
+class Expectations:
+    """The prefix keys that queued and waiting completions will use, and when."""
+
+    def __init__(self) -> None:
+        self._expected: dict[bytes, _Expectation] = {}
+
+    def add_queued(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._of(key).num_queued += 1
+
+    def remove_queued(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._expected[key].num_queued -= 1
+            self._tidy(key)
+
+    def add_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        for key in keys:
+            self._of(key).waiting[forecast] = None
+
+    def remove_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        for key in keys:
+            self._expected[key].waiting.pop(forecast)
+            self._tidy(key)
+
+    def soonest(self, boundaries: Iterable[Boundary], now: float) -> float | None:
+        """When the first of them is used; None if none is expected to be."""
+        soonest = None
+        for boundary in boundaries:
+            expectation = self._expected.get(boundary.key)
+            if expectation is not None:
+                when = now if expectation.num_queued else next(iter(expectation.waiting))()
+                soonest = when if soonest is None else min(soonest, when)
+        return soonest
+
+    def check_integrity(self, counts: Mapping[bytes, int]) -> None:
+        """`counts`: how many completions, queued or waiting, would use each key."""
+        own = {key: e.num_queued + len(e.waiting) for key, e in self._expected.items()}
+        assert own == counts, (own, counts)
+
+    def _of(self, key: bytes) -> _Expectation:
+        return self._expected.setdefault(key, _Expectation())
+
+    def _tidy(self, key: bytes) -> None:
+        expectation = self._expected[key]
+        if not expectation.num_queued and not expectation.waiting:
+            del self._expected[key]
+
+
+class NextUse:
+    """Predicts by what is expected and what was learnt."""
+
+    def __init__(self, expectations: Expectations, think_times: ThinkTimes) -> None:
+        self._expectations = expectations
+        self._think_times = think_times
+
+    def predict(self, context: Context, now: float) -> float:
+        """When it is expected to be used, on the clock's scale."""
+        idle_s = now - context.last_used
+        rate = 1 / (_UNUSED_S + idle_s)
+        when = self._expectations.soonest(context.boundaries, now)
+        if when is not None:
+            rate += 1 / min(max(when - now, _SOON_S), _OPEN_END_S)
+        num_forks = context.num_forks
+        if context.awaiting is not None:
+            source, since = context.awaiting
+            rate += 1 / max(self._think_times.expected_s(source, now - since), _SOON_S)
+            num_forks -= 1  # the session's own next call
+        if num_forks > 0:
+            between_s = (context.last_used - context.opened_at) / num_forks
+            rate += 1 / max(between_s, idle_s, _SOON_S)
+        return now + 1 / rate
+
 
 class PrefixListener(Protocol):
     """Hears of ready prefixes, synchronously. `segments` and `keys` (one prefix key for each
-    segment) belong to the anticipation: they only grow, and may be read until `dropped`."""
+    segment) belong to `ReadyPrefixes`: they only grow, and may be read until `dropped`."""
 
     def ready_prefix_grew(
         self,
@@ -42,19 +141,6 @@ class PrefixListener(Protocol):
 
     def dropped(self, completion: Completion) -> None:
         """It waits no more: it is about to start (then it is QUEUED), or is not wanted any more."""
-        ...
-
-
-class FutureUses(Protocol):
-    """The owner of contexts: told which prefixes have a future use."""
-
-    def anticipate(self, keys: Sequence[bytes], forecast: Forecast) -> None:
-        """Contexts with the prompts of these keys will be of use when the forecast says. The keys
-        of one forecast are distinct."""
-        ...
-
-    def forgo(self, keys: Sequence[bytes], forecast: Forecast) -> None:
-        """Takes back what was anticipated for this forecast: `keys` are all of them."""
         ...
 
 
@@ -79,14 +165,14 @@ class _Known:
         return self.keys[size:]
 
 
-class Anticipation:
+class ReadyPrefixes:
     """Keeps the ready prefix of every waiting completion. `expect` costs what it adds; a completion
     that continues another one that is not done has no prefix apart from that one's, so a long chain
     that waits costs nothing."""
 
-    def __init__(self, hasher: PrefixHasher, uses: FutureUses) -> None:
+    def __init__(self, hasher: PrefixHasher, expectations: Expectations) -> None:
         self._hasher = hasher
-        self._uses = uses
+        self._expectations = expectations
         self._listener: PrefixListener | None = None
         self._waiting: dict[Completion, tuple[_Known, Forecast]] = {}
 
@@ -112,7 +198,7 @@ class Anticipation:
             new = known.keys
         else:
             return
-        self._uses.anticipate(new, forecast)
+        self._expectations.add_waiting(new, forecast)
         if new and self._listener is not None:
             self._listener.ready_prefix_grew(completion, known.segments, known.keys, forecast)
 
@@ -122,7 +208,7 @@ class Anticipation:
         if waiting is None:
             return
         known, forecast = waiting
-        self._uses.forgo(known.keys, forecast)
+        self._expectations.remove_waiting(known.keys, forecast)
         if known.keys and self._listener is not None:
             self._listener.dropped(completion)
 
@@ -139,7 +225,7 @@ class Anticipation:
         return whole.segments, tuple(whole.keys)
 
     def check_integrity(self) -> Counter[bytes]:
-        """Recount. Returns how often each key is anticipated; raises AssertionError with what
+        """Recount. Returns how often each key is expected; raises AssertionError with what
         differs."""
         counts: Counter[bytes] = Counter()
         for completion, (known, forecast) in self._waiting.items():

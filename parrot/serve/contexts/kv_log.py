@@ -1,9 +1,11 @@
 """What becomes of computed tokens: found again, computed again, or freed, and why."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from parrot.utils.heaps import LruDict
 
 _MAX_GONE = 65536  # prefixes remembered after they were freed
 
@@ -44,7 +46,7 @@ class KvLog:
     def __init__(self) -> None:
         self.total = KvCounts()
         self._engines: dict[int, KvCounts] = {}
-        self._gone: OrderedDict[bytes, FreeReason] = OrderedDict()
+        self._gone: LruDict[bytes, FreeReason] = LruDict(_MAX_GONE)
 
     def engine(self, engine_id: int) -> KvCounts:
         return self._engines.setdefault(engine_id, KvCounts())
@@ -59,14 +61,11 @@ class KvLog:
     def remember(self, keys: Iterable[bytes], reason: FreeReason) -> None:
         """Prompts with these keys were computed, and are gone."""
         for key in keys:
-            self._gone[key] = reason
-            self._gone.move_to_end(key)
-        while len(self._gone) > _MAX_GONE:
-            self._gone.popitem(last=False)
+            self._gone.put(key, reason)
 
     def why_gone(self, key: bytes) -> FreeReason | None:
         """What became of the context that had the prompt of this key, if one had and is gone."""
-        return self._gone.get(key)
+        return self._gone.peek(key)
 
     def used(self, engine_id: int, num_hit: int, num_recomputed: int, reason: str | None) -> None:
         for counts in (self.total, self.engine(engine_id)):

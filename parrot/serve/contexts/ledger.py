@@ -10,20 +10,59 @@ after its children (they are freed first under pressure), and a context with run
 or below it, is never evicted. A *retired* context is found by nobody any more; whoever runs on it
 or has forked it goes on, and it is freed with the last of them."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from parrot.serve.config import KvEviction
-from parrot.serve.contexts.account import Account
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
+from parrot.serve.contexts.forecast import Expectations, NextUse
 from parrot.serve.contexts.index import Boundary, Context, Owner, PrefixIndex
 from parrot.serve.contexts.kv_log import ELSEWHERE, FreeReason, KvLog
-from parrot.serve.contexts.next_use import Expectations, Forecast, NextUse
-from parrot.serve.contexts.think_time import PauseModel, Source
+from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
+from parrot.utils.heaps import LruDict
 from parrot.utils.ids import IdCounter
 
 _SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
+
+
+@dataclass(slots=True)
+class Account:
+    """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children."""
+
+    capacity: int
+    block_size: int
+    idle: EvictionOrder
+    contexts: dict[int, Context] = field(default_factory=dict)
+    used: int = 0
+
+    def size(self, context: Context) -> int:
+        """Tokens of the blocks that only this context and its forks have: a fork inside a block
+        copies that block."""
+        end = context.length + context.reserved
+        return (-(-end // self.block_size) - context.parent_len // self.block_size) * (
+            self.block_size
+        )
+
+    def check_integrity(self) -> None:
+        """Recount. Raises AssertionError with what differs."""
+        contexts = self.contexts.values()
+        used = sum(map(self.size, contexts))
+        assert self.used == used, (self.used, used)
+        idle = {context.id for context in contexts if not context.pins and not context.children}
+        assert set(self.idle.context_ids()) == idle, (self.idle, idle)
+        for context in contexts:
+            _check_links(context, self.contexts)
+
+
+def _check_links(context: Context, live: Mapping[int, Context]) -> None:
+    pinned = sum(1 for child in context.children if child.pins)
+    assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
+    assert all(live.get(child.id) is child for child in context.children), context.id
+    assert context.retired is None or context.pins or context.children, context.id
+    if context.parent is not None:
+        assert live.get(context.parent.id) is context.parent, context.id
+        assert context in context.parent.children, context.id
 
 
 class ContextLedger:
@@ -43,12 +82,12 @@ class ContextLedger:
         self._accounts: dict[int, Account] = {}
         self._eviction = eviction
         self.index = PrefixIndex()
-        self.pauses = PauseModel()
+        self.think_times = ThinkTimes()
         self.log = KvLog()
         self._by_session: dict[int, dict[int, Context]] = {}
-        self._constants: OrderedDict[int, Context] = OrderedDict()  # tenants', LRU first
-        self._expectations = Expectations()
-        self._next_use = NextUse(self._expectations, self.pauses)
+        self._constants: LruDict[int, Context] = LruDict()  # tenants'
+        self.expectations = Expectations()
+        self._next_use = NextUse(self.expectations, self.think_times)
         self._frees: dict[int, list[int]] = {}
 
     # Engines
@@ -72,25 +111,10 @@ class ContextLedger:
         self._frees.pop(engine_id, None)
         return context_ids
 
-    def num_contexts(self, engine_id: int) -> int:
-        return len(self._accounts[engine_id].contexts)
-
-    def num_tokens(self, engine_id: int) -> int:
-        return self._accounts[engine_id].used
-
-    def expect(self, keys: Iterable[bytes]) -> None:
-        """A queued task would continue contexts with these keys."""
-        self._expectations.add_queued(keys)
-
-    def unexpect(self, keys: Iterable[bytes]) -> None:
-        self._expectations.remove_queued(keys)
-
-    def anticipate(self, keys: Iterable[bytes], forecast: Forecast) -> None:
-        """A completion that waits for inputs would continue contexts with these keys."""
-        self._expectations.add_waiting(keys, forecast)
-
-    def forgo(self, keys: Iterable[bytes], forecast: Forecast) -> None:
-        self._expectations.remove_waiting(keys, forecast)
+    def usage(self, engine_id: int) -> tuple[int, int]:
+        """The number of the engine's contexts, and their tokens."""
+        account = self._accounts[engine_id]
+        return len(account.contexts), account.used
 
     def note_use(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
         """A prompt is about to be computed, and a context of the engine has its first `num_hit`
@@ -128,7 +152,7 @@ class ContextLedger:
         if isinstance(owner, int):
             self._by_session.setdefault(owner, {})[context.id] = context
         else:
-            self._constants[context.id] = context
+            self._constants.put(context.id, context)
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
             parent.children.add(context)
@@ -136,7 +160,7 @@ class ContextLedger:
             parent.num_forks += 1
             parent.last_used = now
             if parent.id in self._constants:
-                self._constants.move_to_end(parent.id)
+                self._constants.touch(parent.id)
         for boundary in boundaries:
             self.index.publish(context, boundary)
         account.idle.add(context, recent=True)
@@ -183,31 +207,34 @@ class ContextLedger:
         if boundary is not None and context.retired is None:
             self.index.publish(context, boundary)
 
-    def retire(self, context: Context, reason: FreeReason = FreeReason.BROKEN) -> None:
-        """Nobody finds it any more. It is freed as soon as no run uses it and it has no forks."""
-        if context.retired is None:
-            context.retired = reason
-            self.index.unpublish(context)
-        self._rest(context, recent=True)
-
-    def retire_chain(self, context: Context) -> None:
-        """Retire a context in use and its ancestors: the engine does not know one of them."""
-        assert context.pins, context
+    def retire(
+        self,
+        context: Context,
+        reason: FreeReason = FreeReason.BROKEN,
+        *,
+        with_ancestors: bool = False,
+    ) -> None:
+        """Nobody finds it any more. It is freed as soon as no run uses it and it has no forks.
+        `with_ancestors`, for a context in use: likewise all that it was forked from."""
+        assert context.pins or not with_ancestors, context
         link: Context | None = context
         while link is not None:
-            self.retire(link)
-            link = link.parent
+            if link.retired is None:
+                link.retired = reason
+                self.index.unpublish(link)
+            self._rest(link, recent=True)
+            link = link.parent if with_ancestors else None
 
     def share(self, context: Context, tenant: str) -> None:
         """Leave a session's context to its tenant: others want it, too."""
         if isinstance(context.owner, int):
             self._disown(context)
             context.owner = tenant
-            self._constants[context.id] = context
+            self._constants.put(context.id, context)
 
     def release_session(self, session_id: int) -> None:
         """Free the session's contexts, those in use as soon as that ends."""
-        self.pauses.session_ended(session_id)
+        self.think_times.session_ended(session_id)
         for context in reversed(self._by_session.get(session_id, {}).copy().values()):
             self.retire(context, FreeReason.SESSION)
 
@@ -244,7 +271,7 @@ class ContextLedger:
 
     def _is_wanted(self, context: Context) -> bool:
         now = self._clock.now()
-        expected = self._expectations.soonest(context.boundaries, now)
+        expected = self.expectations.soonest(context.boundaries, now)
         return expected is not None or context.awaiting is not None
 
     def evict_idle(self, engine_id: int) -> None:
@@ -253,22 +280,20 @@ class ContextLedger:
         while (first := account.idle.first()) is not None:
             self._evict(first, FreeReason.MEMORY)
 
-    def expire(self) -> None:
-        """Free tenants' contexts that were not used for the timeout."""
+    def expire(self) -> float | None:
+        """Free tenants' contexts that were not used for the timeout. Returns when the next will
+        expire, if it is not used; None if there is none."""
         now = self._clock.now()
-        while self._constants:
-            context = next(iter(self._constants.values()))
-            if context.last_used + self._constant_timeout_s > now:
-                return
+        while (oldest := self._constants.oldest()) is not None:
+            context = oldest[1]
+            expiry = context.last_used + self._constant_timeout_s
+            if expiry > now:
+                return expiry
             if context.pins or context.children:
                 context.last_used = now
-                self._constants.move_to_end(context.id)
+                self._constants.touch(context.id)
             else:
                 self._evict(context, FreeReason.EXPIRED)
-
-    def next_expiry(self) -> float | None:
-        for context in self._constants.values():
-            return context.last_used + self._constant_timeout_s
         return None
 
     def take_frees(self) -> dict[int, list[int]]:
@@ -279,7 +304,7 @@ class ContextLedger:
     def check_integrity(self, users: Mapping[int, int], expected: Mapping[bytes, int]) -> None:
         """Recount everything. `users`: how many runs use each context, by its id, and `expected`:
         how often each key is, as their owners know it. Raises AssertionError with what differs."""
-        self._expectations.check_integrity(expected)
+        self.expectations.check_integrity(expected)
         live: dict[int, Context] = {}
         for account in self._accounts.values():
             live.update(account.contexts)
@@ -342,7 +367,7 @@ class ContextLedger:
         self._disown(context)
 
     def _disown(self, context: Context) -> None:
-        self._constants.pop(context.id, None)
+        self._constants.pop(context.id)
         if isinstance(context.owner, int):
             owned = self._by_session[context.owner]
             del owned[context.id]

@@ -1,19 +1,36 @@
-"""How long sessions pause before they continue a call: learnt per function, and per tenant.
+"""How long sessions think before they continue a call: learnt per function, and per tenant.
 
     call ends        ... the program runs a tool, a person thinks ...      its successor is ready
-        |--------------------------- pause --------------------------------------|
+        |------------------------- think time -----------------------------------|
         |------ elapsed ------|-- what is predicted: the rest, if there is one --|
 
-A pause that has lasted for long says something too: it cannot be one of the short ones any more."""
+The model is an empirical survival model with two kinds of ends. Let T be the think time of a call,
+infinite if it is never continued, e the time that has elapsed, and c the fraction of calls that are
+continued at all. Of those, S(e) = P(T > e | T finite) is the weight of the observed think times
+longer than e over that of all. Then by Bayes' rule the call is still going to be continued with
+probability
+
+    p(e) = c S(e) / (c S(e) + 1 - c)
+
+which falls with e: what has lasted longer than ever before is hardly continued any more. If it is,
+it takes m(e) = E[T - e | T > e] more seconds: the sum of the rests of the longer observed times
+over their weight. The next use is a rate (see `forecast`), and a use that comes with probability p
+after m seconds has the rate p / m. So what is returned is m(e) / p(e).
+
+Three priors keep it sane where little was seen: the tenant's other functions count like
+`_TENANT_WEIGHT` observations; `_DOUBT` of an observation says that T goes on as long again as it
+has lasted; and c begins at one half. Old observations fade by halves."""
 
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Hashable
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from parrot.serve.graph.nodes import Completion
+from parrot.utils.heaps import LruDict
 
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
 
 _FIRST_S = 0.02
 _RATIO = 1.1
@@ -21,13 +38,13 @@ _BOUNDS_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(130)))  # up to 4,400 s,
 _MAX_WEIGHT = 256.0  # of observations; older ones fade
 _MAX_SOURCES = 4096
 _TENANT_WEIGHT = 2.0  # what the tenant's other functions say counts like so many observations
-_DOUBT = 0.5  # likewise, that a pause goes on as long again as it has lasted
-_USUAL_PAUSE_S = 10.0  # of which nothing is known
+_DOUBT = 0.5  # likewise, that it goes on as long again as it has lasted
+_USUAL_S = 10.0  # taken to have elapsed at least, in that
 _MIN_CHANCE = 1e-4
 
 
 class Source(NamedTuple):
-    """Whose calls pause alike."""
+    """The calls of one function of one tenant, which are taken to be continued alike."""
 
     tenant: str
     func_name: str
@@ -38,7 +55,7 @@ class Source(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """Of the observed pauses: the weight of those that were longer, and their rests' sum."""
+    """The weight of the observed think times that were longer, and the sum of their rests."""
 
     weight: float
     seconds: float
@@ -47,8 +64,8 @@ class _Rest(NamedTuple):
 _NOTHING = _Rest(0.0, 0.0)
 
 
-class _Pauses:
-    """A histogram of pauses, and how many calls were never continued."""
+class _Histogram:
+    """The think times of some calls, and how many calls were never continued."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * len(_BOUNDS_S)
@@ -56,8 +73,8 @@ class _Pauses:
         self.num_continued = 0.0
         self.num_abandoned = 0.0
 
-    def observe(self, pause_s: float) -> None:
-        self._counts[bisect_right(_BOUNDS_S, pause_s) - 1] += 1
+    def observe(self, think_s: float) -> None:
+        self._counts[bisect_right(_BOUNDS_S, think_s) - 1] += 1
         self.num_continued += 1
         self._tails = None
         self._fade()
@@ -101,72 +118,74 @@ def _middle(bucket: int) -> float:
     return low * (1 + _RATIO) / 2 if bucket else _FIRST_S / 2
 
 
-_UNKNOWN = _Pauses()
+_UNKNOWN = _Histogram()
 
 
-class PauseModel:
+class ThinkTimes:
     """Learns from calls that end, and from those that continue them or never do."""
 
     def __init__(self) -> None:
-        self._sources: OrderedDict[Source, _Pauses] = OrderedDict()
-        self._tenants: OrderedDict[str, _Pauses] = OrderedDict()
+        self._sources: LruDict[Source, _Histogram] = LruDict(_MAX_SOURCES)
+        self._tenants: LruDict[str, _Histogram] = LruDict(_MAX_SOURCES)
         self._open: dict[int, Counter[Source]] = {}  # ended and not continued, by session
+
+    @property
+    def num_open(self) -> int:
+        """Calls of live sessions that have ended and were not continued."""
+        return sum(pending.total() for pending in self._open.values())
 
     def ended(self, session_id: int, source: Source) -> None:
         """A call has ended, and may be continued from now on."""
         self._open.setdefault(session_id, Counter())[source] += 1
 
-    def continued(self, session_id: int, source: Source, pause_s: float) -> None:
+    def continued(self, session_id: int, source: Source, think_s: float) -> None:
         """A call that continues one of the source's is ready."""
         if (pending := self._open.get(session_id)) is not None and pending[source] > 0:
             pending[source] -= 1
-        for pauses in self._learners(source):
-            pauses.observe(pause_s)
+        for histogram in self._learners(source):
+            histogram.observe(think_s)
 
     def session_ended(self, session_id: int) -> None:
         for source, count in self._open.pop(session_id, Counter[Source]()).items():
             if count:
-                for pauses in self._learners(source):
-                    pauses.abandon(count)
+                for histogram in self._learners(source):
+                    histogram.abandon(count)
 
-    def rest_s(self, source: Source, elapsed_s: float) -> float:
+    def expected_s(self, source: Source, elapsed_s: float) -> float:
         """Expected seconds until a call that ended `elapsed_s` ago is continued, over the chance
         that it is continued at all."""
-        own = self._sources.get(source, _UNKNOWN)
-        others = self._tenants.get(source.tenant, _UNKNOWN)
+        own = self._sources.peek(source) or _UNKNOWN
+        others = self._tenants.peek(source.tenant) or _UNKNOWN
         share = _TENANT_WEIGHT / max(others.num_continued, _TENANT_WEIGHT)
         mine, theirs = own.beyond(elapsed_s), others.beyond(elapsed_s)
         weight = mine.weight + share * theirs.weight
-        rest_s = (
-            mine.seconds + share * theirs.seconds + _DOUBT * max(elapsed_s, _USUAL_PAUSE_S)
-        ) / (weight + _DOUBT)
+        rest_s = (mine.seconds + share * theirs.seconds + _DOUBT * max(elapsed_s, _USUAL_S)) / (
+            weight + _DOUBT
+        )
         num_seen = own.num_continued + share * others.num_continued
         lasting = (weight + _DOUBT) / (num_seen + _DOUBT)
         usual = _chance(own, others)
         chance = usual * lasting
         return rest_s / max(chance / (chance + 1 - usual), _MIN_CHANCE)
 
-    def _learners(self, source: Source) -> tuple[_Pauses, _Pauses]:
+    def _learners(self, source: Source) -> tuple[_Histogram, _Histogram]:
         return (
             _lookup(self._sources, source),
             _lookup(self._tenants, source.tenant),
         )
 
 
-def _chance(own: _Pauses, others: _Pauses) -> float:
-    """That a call is continued at all."""
+def _chance(own: _Histogram, others: _Histogram) -> float:
+    """The probability that a call is continued at all."""
     usual = (others.num_continued + 1) / (others.num_continued + others.num_abandoned + 2)
     num_known = own.num_continued + own.num_abandoned
     return (own.num_continued + _TENANT_WEIGHT * usual) / (num_known + _TENANT_WEIGHT)
 
 
-def _lookup(known: "OrderedDict[K, _Pauses]", key: K) -> _Pauses:
+def _lookup(known: LruDict[K, _Histogram], key: K) -> _Histogram:
     """The entry for `key`, new or not; those unused for longest are forgotten."""
-    pauses = known.get(key)
-    if pauses is None:
-        pauses = known[key] = _Pauses()
-        if len(known) > _MAX_SOURCES:
-            known.popitem(last=False)
-    else:
-        known.move_to_end(key)
-    return pauses
+    histogram = known.get(key)
+    if histogram is None:
+        histogram = _Histogram()
+        known.put(key, histogram)
+    return histogram

@@ -14,7 +14,7 @@ from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatRe
 from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
 from parrot.protocol.public import ModelsResponse
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.forecast import Anticipation
+from parrot.serve.contexts.forecast import ReadyPrefixes
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
@@ -23,7 +23,7 @@ from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.fleet import Connect, Fleet, http_connect
 from parrot.serve.execution.frees import FreeSender
 from parrot.serve.execution.grace import Grace
-from parrot.serve.execution.prefetch import EagerCounts, EagerFiller
+from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
 from parrot.serve.execution.result_cache import ResultCache, reused
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.execution.run_table import RunEvents, RunTable
@@ -84,9 +84,9 @@ class Dispatcher:
             self._on_joined,
             self._on_lost,
         )
-        self.anticipation = Anticipation(PrefixHasher(), self._ledger)
+        self._prefixes = ReadyPrefixes(PrefixHasher(), self._ledger.expectations)
         self.estimates = Estimates(self._scheduler.pace)
-        self._prefetch = EagerFiller(
+        self._prefetch = Prefetcher(
             self._ledger,
             tokenizers,
             self._preview,
@@ -95,7 +95,7 @@ class Dispatcher:
             self._wake,
         )
         if config.global_scheduler.eager_fill:
-            self.anticipation.listen(self._prefetch)
+            self._prefixes.listen(self._prefetch)
         self._runs = RunTable(
             clock,
             self._ledger,
@@ -130,8 +130,8 @@ class Dispatcher:
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
         and its objective is set."""
-        self._learn_pause(completion)
-        segments, keys = self.anticipation.prompt(completion)
+        self._learn_think_time(completion)
+        segments, keys = self._prefixes.prompt(completion)
         result_key = self._results.key(completion, keys)
         if result_key is not None and self._answer(completion, result_key):
             return
@@ -157,7 +157,7 @@ class Dispatcher:
         if result is None:
             return False
         self._runs.forget(completion)
-        self._prefetch.forgo(completion)
+        self._prefetch.give_up(completion)
         self._set(completion, result.text, result.tokenized, reused(result.made))
         return True
 
@@ -177,19 +177,19 @@ class Dispatcher:
         engine_id = self._scheduler.preview(task)
         return None if engine_id is None else self._fleet.registry.get(engine_id)
 
-    def _learn_pause(self, completion: Completion) -> None:
+    def _learn_think_time(self, completion: Completion) -> None:
         before = completion.previous
         if before is not None and before.times.finished is not None:
-            pause_s = self._clock.now() - before.times.finished
-            self._ledger.pauses.continued(completion.session_id, Source.of(before), pause_s)
+            think_s = self._clock.now() - before.times.finished
+            self._ledger.think_times.continued(completion.session_id, Source.of(before), think_s)
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first: see
         `graph.links.Runner`."""
-        self.anticipation.expect(completion, forecast)
+        self._prefixes.expect(completion, forecast)
 
     def unexpect(self, completion: Completion) -> None:
-        self.anticipation.drop(completion)
+        self._prefixes.drop(completion)
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
@@ -200,14 +200,14 @@ class Dispatcher:
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        self._prefetch.forgo(completion)
+        self._prefetch.give_up(completion)
         if self._runs.leave(completion) or not completion.state.is_final:
             self._settle(completion, CompletionState.CANCELLED, error)
 
     def withdraw(self, completion: Completion) -> None:
         """Stop it without settling its output: nobody reads that any more. If it is submitted
         again it goes on behind the text that it has, or begins anew. Safe in any state."""
-        self._prefetch.forgo(completion)
+        self._prefetch.give_up(completion)
         if self._runs.leave(completion, comes_back=True):
             completion.state = CompletionState.IDLE
             self._wake()
@@ -244,8 +244,7 @@ class Dispatcher:
                 engine.info,
                 engine.runtime,
                 self._scheduler.num_placed(engine.id),
-                self._ledger.num_contexts(engine.id),
-                self._ledger.num_tokens(engine.id),
+                *self._ledger.usage(engine.id),
                 now - engine.last_seen,
                 self._ledger.log.engine(engine.id),
             )
@@ -256,7 +255,7 @@ class Dispatcher:
         """What became of the tokens of all engines, lost ones included."""
         return self._ledger.log.total
 
-    def eager_counts(self) -> EagerCounts:
+    def prefetch_counts(self) -> PrefetchCounts:
         return self._prefetch.counts
 
     def models(self) -> ModelsResponse:
@@ -269,7 +268,7 @@ class Dispatcher:
         self._runs.check_integrity()
         self._prefetch.check_integrity()
         self._results.check_integrity()
-        expected = self.anticipation.check_integrity()
+        expected = self._prefixes.check_integrity()
         for run in self._runs.queued():
             expected.update(run.keys)
         self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), expected)
@@ -315,15 +314,15 @@ class Dispatcher:
         for task in self._scheduler.take_failed():
             assert isinstance(task, Run), task
             self._runs.fail(task, _DEFECT, is_scheduled=False)
+        expiry = self._ledger.expire()
+        if self._expiry is None and expiry is not None:
+            self._expiry = self._timers.call_at(expiry, self._expire_contexts)
         for engine_id, context_ids in self._ledger.take_frees().items():
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
                 self._frees.send(engine, context_ids)
         self._prefetch.pump()
         self._wake_at(self._scheduler.next_change())
-        expiry = self._ledger.next_expiry()
-        if self._expiry is None and expiry is not None:
-            self._expiry = self._timers.call_at(expiry, self._expire_contexts)
 
     def _wake_at(self, when: float | None) -> None:
         """Call the scheduler again at this time, whatever happens until then."""
@@ -339,7 +338,6 @@ class Dispatcher:
 
     def _expire_contexts(self) -> None:
         self._expiry = None
-        self._ledger.expire()
         self._wake()
 
     # What happens to runs
@@ -366,13 +364,13 @@ class Dispatcher:
 
     def _on_failed(self, run: Run, error: ParrotError) -> None:
         for waiter in self._runs.take_waiters(run):
-            self._prefetch.forgo(waiter)
+            self._prefetch.give_up(waiter)
             self._settle(waiter, CompletionState.FAILED, error)
 
     def _set(
         self, completion: Completion, text: str, tokenized: TokenizedText | None, stats: RunStats
     ) -> None:
-        self._ledger.pauses.ended(completion.session_id, Source.of(completion))
+        self._ledger.think_times.ended(completion.session_id, Source.of(completion))
         completion.stats = stats
         completion.state = CompletionState.DONE
         completion.times.finished = self._clock.now()

@@ -95,7 +95,7 @@ class Exchange:
             if context is own or not context.is_computed:
                 self._ledger.retire(context)
         if with_parents:
-            self._ledger.retire_chain(own)
+            self._ledger.retire(own, with_ancestors=True)
         self._ledger.unpin(own)
 
     async def _stream(

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from parrot.protocol.engine_api import FillPiece, FillRequest
 from parrot.protocol.errors import ParrotError
+from parrot.serve.contexts.forecast import Forecast
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.contexts.next_use import Forecast
 from parrot.serve.execution.engines import Engine
-from parrot.serve.execution.prefetch_budget import Waste
 from parrot.serve.execution.request import open_fill
 from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import Completion, CompletionState
@@ -34,18 +33,45 @@ from parrot.utils.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 _MIN_BLOCKS = 4  # a shorter piece is not worth an exchange
+_WASTED_SHARE = 0.02  # how much longer steps may become for what nobody will use
+_MAX_SHARE = 0.2
+_PRIOR_TOKENS = 16384
+_MEMORY = 7 / 8  # from one completion to the next
 
 MakeTask = Callable[[Completion, Sequence[Segment], Sequence[bytes]], CompletionTask]
 
 
 @dataclass(slots=True)
-class EagerCounts:
+class PrefetchCounts:
     """Tokens computed ahead; of these, those whose completion then ran on that engine, and those
     whose completion ran elsewhere or not at all."""
 
     filled: int = 0
     used: int = 0
     wasted: int = 0
+
+
+@dataclass(slots=True)
+class Budget:
+    """How much of an engine's time may go into what is perhaps computed for nothing, by how many of
+    the tokens that were asked for lately were wasted. Before anything is known, `prior` of them."""
+
+    prior: float
+    asked: float = _PRIOR_TOKENS
+    wasted: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wasted = self.prior * self.asked
+
+    def add(self, num_tokens: int, *, is_used: bool) -> None:
+        self.asked = self.asked * _MEMORY + num_tokens
+        self.wasted = self.wasted * _MEMORY + (0 if is_used else num_tokens)
+
+    @property
+    def share(self) -> float:
+        """The share of an engine's time for more of the same. What will be used only comes earlier;
+        what is wasted takes `_WASTED_SHARE`, as expected."""
+        return min(_MAX_SHARE, _WASTED_SHARE * self.asked / max(self.wasted, 1.0))
 
 
 class _Prefix(NamedTuple):
@@ -65,7 +91,7 @@ class _Ahead:
     completion: Completion
     engine: Engine
     prefix: _Prefix
-    waste: Waste
+    budget: Budget
     current: Attempt | None = None
     runner: asyncio.Task[None] | None = None
     done: list[Attempt] = field(default_factory=list)
@@ -75,7 +101,7 @@ class _Ahead:
     is_used: bool | None = None
 
 
-class EagerFiller:
+class Prefetcher:
     """A `PrefixListener`. `choose` says where a task would run now, `runs_session` whether an
     engine has a call of a session now, `make_task` makes a task of a beginning, and `wake` has
     `pump` called soon, after ready work was placed."""
@@ -89,9 +115,9 @@ class EagerFiller:
         make_task: MakeTask,
         wake: Callable[[], None],
     ) -> None:
-        self.counts = EagerCounts()
-        self._waste = Waste(prior=1.0)
-        self._waste_when_sure = Waste(prior=0.1)  # completions that wait for others only
+        self.counts = PrefetchCounts()
+        self._budget = Budget(prior=1.0)
+        self._budget_when_sure = Budget(prior=0.1)  # completions that wait for others only
         self._ledger = ledger
         self._tokenizers = tokenizers
         self._choose = choose
@@ -119,7 +145,7 @@ class EagerFiller:
         if completion.state is CompletionState.QUEUED:
             self._due.pop(completion, None)
         else:
-            self.forgo(completion)
+            self.give_up(completion)
 
     def started(self, completion: Completion, engine_id: int) -> None:
         """It runs on this engine now."""
@@ -127,12 +153,12 @@ class EagerFiller:
         if ahead is None:
             return
         if ahead.engine.id != engine_id:
-            self.forgo(completion)
+            self.give_up(completion)
             return
         del self._ahead[completion]
         self._settle(ahead, is_used=True)
 
-    def forgo(self, completion: Completion) -> None:
+    def give_up(self, completion: Completion) -> None:
         """It will not run where its prefix is: stop, and free what nobody else wants."""
         self._due.pop(completion, None)
         ahead = self._ahead.pop(completion, None)
@@ -174,8 +200,8 @@ class EagerFiller:
         if is_sure and self._runs_session(engine.id, completion.session_id):
             return  # it would delay the very calls that this one waits for
         if ahead is None:
-            waste = self._waste_when_sure if is_sure else self._waste
-            ahead = self._ahead[completion] = _Ahead(completion, engine, prefix, waste)
+            budget = self._budget_when_sure if is_sure else self._budget
+            ahead = self._ahead[completion] = _Ahead(completion, engine, prefix, budget)
         ahead.num_asked += num_missing
         ahead.current = Attempt(task, engine)
         self._under_way[engine.id, task.keys[-1]] = ahead
@@ -247,7 +273,7 @@ class EagerFiller:
             task_id=completion.id,
             cache_salt=completion.options.tenant,
             background=True,
-            background_share=ahead.waste.share,
+            background_share=ahead.budget.share,
         )
         response = await attempt.engine.client.fill(request)
         self._count(ahead, response.computed_tokens)
@@ -282,7 +308,7 @@ class EagerFiller:
 
     def _settle(self, ahead: _Ahead, *, is_used: bool) -> None:
         ahead.is_used = is_used
-        ahead.waste.add(ahead.num_asked, is_used=is_used)
+        ahead.budget.add(ahead.num_asked, is_used=is_used)
         self._attribute(ahead.num_filled, is_used)
 
     def _attribute(self, num_tokens: int, is_used: bool) -> None:
@@ -306,5 +332,5 @@ class EagerFiller:
 
     async def close(self) -> None:
         for completion in list(self._ahead):
-            self.forgo(completion)
+            self.give_up(completion)
         await self._runners.close()

@@ -15,7 +15,7 @@ from parrot.protocol.errors import InternalError, ParrotError
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.exchange import Exchange
-from parrot.serve.execution.prefetch import EagerFiller
+from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.retry import Verdict, final_error, is_broken, judge
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.graph.nodes import Completion, CompletionState
@@ -52,7 +52,7 @@ class RunTable:
         ledger: ContextLedger,
         scheduler: Scheduler,
         exchange: Exchange,
-        prefetch: EagerFiller,
+        prefetch: Prefetcher,
         events: RunEvents,
     ) -> None:
         self.queued_by_tenant = QueuedByTenant()
@@ -240,10 +240,10 @@ class RunTable:
         if state is not RunState.PLACED and is_scheduled:
             self._reschedule(run, before)
         if before is RunState.QUEUED:
-            self._ledger.unexpect(run.keys)
+            self._ledger.expectations.remove_queued(run.keys)
             self.queued_by_tenant.leave(run.completion.options.tenant)
         if state is RunState.QUEUED:
-            self._ledger.expect(run.keys)
+            self._ledger.expectations.add_queued(run.keys)
             self.queued_by_tenant.enter(run.completion.options.tenant)
         if state is RunState.PLACED and attempt is not None:
             for waiter in run.waiters:

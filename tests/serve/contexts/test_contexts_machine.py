@@ -77,10 +77,7 @@ class Histories(RuleBasedStateMachine):
     def abandon(self, data: st.DataObject) -> None:
         context = data.draw(st.sampled_from(self.running))
         self.running.remove(context)
-        if data.draw(st.booleans()):
-            self.book.retire(context)
-        else:
-            self.book.retire_chain(context)
+        self.book.retire(context, with_ancestors=data.draw(st.booleans()))
         self.book.unpin(context)
 
     @precondition(lambda self: self.running)
@@ -112,9 +109,9 @@ class Histories(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def expect(self, keys: list[bytes]) -> None:
-        self.book.expect(keys)
+        self.book.expectations.add_queued(keys)
         if len(keys) % 2:
-            self.book.unexpect(keys)
+            self.book.expectations.remove_queued(keys)
         else:
             self.expected.update(keys)
 
@@ -138,8 +135,7 @@ class Histories(RuleBasedStateMachine):
             self.book.release_session(session)
         for engine_id in ENGINES:
             self.book.evict_idle(engine_id)
-            assert self.book.num_tokens(engine_id) == 0
-            assert self.book.num_contexts(engine_id) == 0
+            assert self.book.usage(engine_id) == (0, 0)
         assert len(self.book.index) == 0
 
 

@@ -1,7 +1,7 @@
 """Ready prefixes of waiting completions: what is known of a prompt before all of its inputs are."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -11,8 +11,7 @@ from hypothesis.stateful import invariant
 
 from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import EngineFailed
-from parrot.serve.contexts.forecast import Anticipation
-from parrot.serve.contexts.next_use import Forecast
+from parrot.serve.contexts.forecast import Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.prompts.segments import PrefixHasher, Segment, fill_segments, preceding_segments
@@ -33,11 +32,12 @@ from tests.serve.serve_fakes import (
 HASHER = PrefixHasher(b"a secret")
 
 
-@dataclass
-class Uses:
-    """Keeps what is anticipated."""
+class Uses(Expectations):
+    """Keeps what is expected, to be counted."""
 
-    pairs: set[tuple[bytes, Forecast]] = field(default_factory=set)
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: set[tuple[bytes, Forecast]] = set()
 
     @property
     def counts(self) -> Counter[bytes]:
@@ -47,14 +47,13 @@ class Uses:
     def forecasts(self) -> dict[bytes, Forecast]:
         return dict(self.pairs)
 
-    def anticipate(self, keys: Sequence[bytes], forecast: Forecast) -> None:
+    def add_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
         self.pairs.update((key, forecast) for key in keys)
 
-    def forgo(self, keys: Sequence[bytes], forecast: Forecast) -> None:
-        assert {other for other in self.pairs if other[1] is forecast} == {
-            (key, forecast) for key in keys
-        }
-        self.pairs -= {(key, forecast) for key in keys}
+    def remove_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
+        removed = {(key, forecast) for key in keys}
+        assert {other for other in self.pairs if other[1] is forecast} == removed
+        self.pairs -= removed
 
 
 @dataclass
@@ -84,37 +83,37 @@ class Listener:
         return list(self.texts.values())
 
 
-class AnticipatingRunner(FakeRunner):
+class ForecastingRunner(FakeRunner):
     """Starts completions with their prompts, as the dispatcher does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.uses, self.listener = Uses(), Listener()
-        self.anticipation = Anticipation(HASHER, self.uses)
-        self.anticipation.listen(self.listener)
+        self.prefixes = ReadyPrefixes(HASHER, self.uses)
+        self.prefixes.listen(self.listener)
 
     def expect(self, completion: Completion, forecast: Forecast) -> None:
         super().expect(completion, forecast)
-        self.anticipation.expect(completion, forecast)
+        self.prefixes.expect(completion, forecast)
 
     def unexpect(self, completion: Completion) -> None:
         super().unexpect(completion)
-        self.anticipation.drop(completion)
+        self.prefixes.drop(completion)
 
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
-            segments, keys = self.anticipation.prompt(task)
+            segments, keys = self.prefixes.prompt(task)
             assert segments == [*preceding_segments(task), *fill_segments(task)]
             assert keys == HASHER.keys("tenant", task.options.chat, segments)
         super().start(task)
 
     def check(self) -> None:
-        assert self.anticipation.check_integrity() == self.uses.counts
+        assert self.prefixes.check_integrity() == self.uses.counts
 
 
 @pytest.fixture
-def runner() -> AnticipatingRunner:
-    return AnticipatingRunner()
+def runner() -> ForecastingRunner:
+    return ForecastingRunner()
 
 
 @pytest.fixture
@@ -123,17 +122,17 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def graph(runner: AnticipatingRunner, clock: ManualClock) -> SessionGraph:
+def graph(runner: ForecastingRunner, clock: ManualClock) -> SessionGraph:
     return make_graph(runner, clock)
 
 
-def shown(runner: AnticipatingRunner) -> list[list[str]]:
+def shown(runner: ForecastingRunner) -> list[list[str]]:
     runner.check()
     return runner.listener.shown()
 
 
 def test_a_prefix_grows_up_to_the_first_missing_input(
-    graph: SessionGraph, runner: AnticipatingRunner
+    graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     x, y, z = (graph.add_variable(name).variable.id for name in "xyz")
     out = graph.submit_semantic(
@@ -157,7 +156,7 @@ def test_a_prefix_grows_up_to_the_first_missing_input(
     assert not runner.uses.counts
 
 
-def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: AnticipatingRunner) -> None:
+def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: ForecastingRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
@@ -168,10 +167,10 @@ def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: Anticipating
     assert shown(runner) == [["f "]]
     runner.fail(runner.started[0], EngineFailed("broken"))
     assert shown(runner) == []
-    assert len(runner.anticipation) == 0
+    assert len(runner.prefixes) == 0
 
 
-def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: AnticipatingRunner) -> None:
+def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: ForecastingRunner) -> None:
     b = link_call(graph, "b", [link_call(graph, "a", [])])
     graph.add_reader(graph.node(b), Criteria.LATENCY)
     graph.cancel_variable(b)
@@ -179,7 +178,7 @@ def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: Anticipatin
 
 
 def test_a_successor_continues_a_finished_call(
-    graph: SessionGraph, runner: AnticipatingRunner
+    graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     """While its predecessor waits or runs, that one speaks for both."""
     hint = graph.add_variable("hint").variable.id
@@ -201,7 +200,7 @@ def test_a_successor_continues_a_finished_call(
 
 
 def test_an_output_of_a_native_call_is_awaited_like_any_other(
-    graph: SessionGraph, runner: AnticipatingRunner
+    graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     tool = var_ids(graph.submit_native(native("tool", made("r"))))["r"]
     out = link_call(graph, "o", [tool])
@@ -212,13 +211,13 @@ def test_an_output_of_a_native_call_is_awaited_like_any_other(
 
 
 def test_when_a_prefix_is_needed_is_predicted(
-    graph: SessionGraph, runner: AnticipatingRunner, clock: ManualClock
+    graph: SessionGraph, runner: ForecastingRunner, clock: ManualClock
 ) -> None:
     """By the path above it at first, and later by the pace of its inputs."""
     inputs = [link_call(graph, f"a{i}", []) for i in range(4)]
     out = link_call(graph, "o", inputs)
     graph.add_reader(graph.node(out), Criteria.LATENCY)
-    key = runner.anticipation.check_integrity().popitem()[0]
+    key = runner.prefixes.check_integrity().popitem()[0]
     forecast = runner.uses.forecasts[key]
     assert 0 < forecast() - clock.now() < 1  # 10 tokens of one call
     clock._now += 30
@@ -228,19 +227,19 @@ def test_when_a_prefix_is_needed_is_predicted(
 
 
 def test_a_forecast_asks_those_above_it(
-    graph: SessionGraph, runner: AnticipatingRunner, clock: ManualClock
+    graph: SessionGraph, runner: ForecastingRunner, clock: ManualClock
 ) -> None:
     inputs = [link_call(graph, f"a{i}", []) for i in range(2)]
     out = link_call(graph, "o", [link_call(graph, "b", inputs)])
     graph.add_reader(graph.node(out), Criteria.LATENCY)
     clock._now += 50
     runner.finish(runner.started[0])
-    last = runner.anticipation._waiting[graph.node(out).producer.task][1]  # type: ignore[union-attr, index]
+    last = runner.prefixes._waiting[graph.node(out).producer.task][1]  # type: ignore[union-attr, index]
     assert 50 < last() - clock.now() < 51  # when `b` has its inputs, and has run
 
 
 def test_nobody_knows_when_a_program_sets_a_variable(
-    graph: SessionGraph, runner: AnticipatingRunner
+    graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     out = link_call(graph, "o", [link_call(graph, "a", [graph.add_variable("v").variable.id])])
     graph.add_reader(graph.node(out), Criteria.LATENCY)
@@ -248,7 +247,7 @@ def test_nobody_knows_when_a_program_sets_a_variable(
 
 
 def test_a_long_stateful_chain_has_one_prefix(
-    graph: SessionGraph, runner: AnticipatingRunner
+    graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     response = graph.submit_semantic(semantic("a {{o}}", made("o")))
     for _ in range(2000):
@@ -256,14 +255,14 @@ def test_a_long_stateful_chain_has_one_prefix(
             semantic("b {{o}}", made("o"), successor_of=response.request_id)
         )
     graph.add_reader(graph.node(var_ids(response)["o"]), Criteria.LATENCY)
-    assert len(runner.anticipation) == 0
+    assert len(runner.prefixes) == 0
     runner.finish(runner.started[0])
-    assert len(runner.anticipation) == 0
+    assert len(runner.prefixes) == 0
     assert runner.listener.num_calls == 0
 
 
 def test_inputs_that_come_in_order_cost_what_they_add(
-    graph: SessionGraph, runner: AnticipatingRunner
+    graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     inputs = [graph.add_variable("v").variable.id for _ in range(300)]
     out = link_call(graph, "o", inputs)
@@ -278,27 +277,27 @@ def test_inputs_that_come_in_order_cost_what_they_add(
     assert not runner.uses.counts
 
 
-class AnticipationMachine(GraphMachine):
+class ReadyPrefixesMachine(GraphMachine):
     """Random programs: no prefix is left behind, in whatever order things end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.runner: AnticipatingRunner = AnticipatingRunner()
+        self.runner: ForecastingRunner = ForecastingRunner()
         self.graph = make_graph(self.runner)
 
     @invariant()
     def prefixes_are_those_of_what_waits(self) -> None:
         self.runner.check()
         expected = set(self.runner.expected)
-        assert set(self.runner.anticipation._waiting) <= expected
+        assert set(self.runner.prefixes._waiting) <= expected
         assert set(self.runner.listener.texts) <= expected
 
     def teardown(self) -> None:
         super().teardown()
-        assert len(self.runner.anticipation) == 0
+        assert len(self.runner.prefixes) == 0
         assert not self.runner.uses.counts
         assert not self.runner.listener.texts
 
 
-TestAnticipationMachine = AnticipationMachine.TestCase
-TestAnticipationMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestReadyPrefixesMachine = ReadyPrefixesMachine.TestCase
+TestReadyPrefixesMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

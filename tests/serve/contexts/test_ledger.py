@@ -49,19 +49,19 @@ def test_shared_tokens_count_once(book: Book) -> None:
     root = book.add("r", 40)
     for i in range(5):
         book.add(f"r{i}", 5, root)
-    assert book.num_tokens(7) == 65
-    assert book.num_contexts(7) == 6
+    assert book.usage(7)[1] == 65
+    assert book.usage(7)[0] == 6
 
 
 def test_sizes_are_in_blocks() -> None:
     book = Book()
     book.add_engine(7, 1000, block_size=16)
     root = book.add("r", 20)
-    assert book.num_tokens(7) == 32
+    assert book.usage(7)[1] == 32
     book.add("s", 1, root)  # inside the second block: copied
-    assert book.num_tokens(7) == 48
+    assert book.usage(7)[1] == 48
     book.add("t", 1, root, at=16)
-    assert book.num_tokens(7) == 64
+    assert book.usage(7)[1] == 64
 
 
 def test_room_is_made_least_recently_used_first(any_book: Book) -> None:
@@ -80,13 +80,13 @@ def test_room_is_made_least_recently_used_first(any_book: Book) -> None:
 
 def test_expected_contexts_are_evicted_last(book: Book) -> None:
     wanted, other = book.add("wanted", 40), book.add("other", 40)
-    book.expect([b"wanted"])
-    book.expect([b"wanted"])
-    book.unexpect([b"wanted"])
+    book.expectations.add_queued([b"wanted"])
+    book.expectations.add_queued([b"wanted"])
+    book.expectations.remove_queued([b"wanted"])
     book.add("new", 40)
     assert book.make_room(7)
     assert freed(book) == [other.id]
-    book.unexpect([b"wanted"])
+    book.expectations.remove_queued([b"wanted"])
     book.later(1)
     book.add("newer", 40)
     assert book.make_room(7)
@@ -110,10 +110,10 @@ def test_what_is_used_is_never_evicted(any_book: Book) -> None:
 def test_settling_keeps_what_was_generated(book: Book) -> None:
     context = book.add("p", 10, reserved=50)
     book.pin(context)
-    assert book.num_tokens(7) == 60
+    assert book.usage(7)[1] == 60
     book.settle(context, 25, Boundary(b"po", 24, 9), SOURCE)
     book.unpin(context)
-    assert book.num_tokens(7) == 25
+    assert book.usage(7)[1] == 25
     assert book.index.match(7, [b"p", b"po"]) == (2, context, Boundary(b"po", 24, 9))
 
 
@@ -141,14 +141,14 @@ def test_a_retired_context_is_found_by_nobody_and_its_forks_go_on(book: Book) ->
     book.unpin(used)
     assert freed(book) == [used.id, root.id]
     book.check_integrity({}, Counter())
-    assert book.num_tokens(7) == 5
+    assert book.usage(7)[1] == 5
 
 
 def test_a_chain_that_its_engine_misses_is_retired_and_its_other_forks_are_not(book: Book) -> None:
     root = book.add("r", 10, owner="acme")
     lost, other = book.add("l", 10, root), book.add("o", 10, root)
     book.pin(lost)
-    book.retire_chain(lost)
+    book.retire(lost, with_ancestors=True)
     book.unpin(lost)
     assert freed(book) == [lost.id]
     assert book.index.match(7, [b"r"]) is None
@@ -172,12 +172,12 @@ def test_a_session_takes_its_contexts_but_not_those_in_use(book: Book) -> None:
     assert freed(book) == [other.id, idle.id]
     book.release_session(2)
     book.check_integrity({}, Counter())
-    assert book.num_contexts(7) == 1
+    assert book.usage(7)[0] == 1
 
 
 def test_constants_expire_unless_used(book: Book) -> None:
     constant, busy = book.add("c", 10, owner="acme"), book.add("d", 10, owner="acme")
-    assert book.next_expiry() == 150.0
+    assert book.expire() == 150.0
     leaf = book.add("l", 5, busy)
     book.later(60)
     book.add("m", 1, constant)
@@ -189,7 +189,7 @@ def test_constants_expire_unless_used(book: Book) -> None:
     book.later(60)
     book.expire()
     assert freed(book) == [constant.id]
-    assert book.next_expiry() is None
+    assert book.expire() is None
 
 
 def test_a_constant_with_forks_does_not_expire(book: Book) -> None:
@@ -258,8 +258,8 @@ def end(book: Book, context: Context, source: Source) -> None:
 def test_the_session_that_comes_back_last_is_evicted_first(book: Book) -> None:
     fast, slow = Source("acme", "fast"), Source("acme", "slow")
     for _ in range(20):
-        book.pauses.continued(9, fast, 2.0)
-        book.pauses.continued(9, slow, 25.0)
+        book.think_times.continued(9, fast, 2.0)
+        book.think_times.continued(9, slow, 25.0)
     early, late = book.add("slow", 40), book.add("fast", 40)
     end(book, early, slow)
     end(book, late, fast)
@@ -268,11 +268,11 @@ def test_the_session_that_comes_back_last_is_evicted_first(book: Book) -> None:
     assert freed(book) == [early.id]
 
 
-def test_a_pause_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -> None:
+def test_a_think_time_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -> None:
     fast, slow = Source("acme", "fast"), Source("acme", "slow")
     for _ in range(20):
-        book.pauses.continued(9, fast, 2.0)
-        book.pauses.continued(9, slow, 25.0)
+        book.think_times.continued(9, fast, 2.0)
+        book.think_times.continued(9, slow, 25.0)
     gone, coming = book.add("fast", 40), book.add("slow", 40)
     end(book, gone, fast)
     end(book, coming, slow)
@@ -283,15 +283,15 @@ def test_a_pause_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -
 
 def test_what_waits_longer_is_evicted_first(book: Book) -> None:
     _, far = book.add("near", 40), book.add("far", 40)
-    book.anticipate([b"near"], lambda: 55.0)
-    book.anticipate([b"far"], lambda: 100.0)
+    book.expectations.add_waiting([b"near"], lambda: 55.0)
+    book.expectations.add_waiting([b"far"], lambda: 100.0)
     crowd(book, 40)
     assert freed(book) == [far.id]
 
 
 def test_an_evicted_turn_leaves_its_expectation_to_the_one_before(book: Book) -> None:
     for _ in range(20):
-        book.pauses.continued(9, SOURCE, 2.0)
+        book.think_times.continued(9, SOURCE, 2.0)
     first = book.add("1", 30)
     second = book.add("12", 30, first)
     end(book, second, SOURCE)

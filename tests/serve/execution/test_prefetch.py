@@ -15,7 +15,7 @@ from parrot.protocol.errors import EngineFailed, OutOfMemory, PromptTooLong
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
-from parrot.serve.execution.prefetch import EagerCounts
+from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-4, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -65,8 +65,8 @@ class Program:
         return last.cached_tokens, last.computed_tokens
 
     @property
-    def counts(self) -> EagerCounts:
-        return self.cluster.core._dispatcher.eager_counts()
+    def counts(self) -> PrefetchCounts:
+        return self.cluster.core._dispatcher.prefetch_counts()
 
 
 def core(**scheduler: Any) -> CoreConfig:
@@ -109,7 +109,7 @@ async def ask_late(program: Program, content: str = LONG, **options: Any) -> tup
 
 @pytest.mark.parametrize("options", [{}, {"cache_prefix": False}])
 def test_only_what_came_late_is_computed_late(options):
-    async def body(program: Program) -> tuple[str, int, int, EagerCounts]:
+    async def body(program: Program) -> tuple[str, int, int, PrefetchCounts]:
         return *await ask_late(program, **options), program.counts
 
     text, cached, computed, counts = simulate(body)
@@ -173,7 +173,7 @@ def test_it_grows_piece_by_piece():
 
 
 def test_short_pieces_are_not_worth_an_exchange():
-    async def body(program: Program) -> EagerCounts:
+    async def body(program: Program) -> PrefetchCounts:
         question = await program.var()
         answer = await program.call("Say {{question}} {{out}}", question=question)
         reading = program.reading(answer)
@@ -182,11 +182,11 @@ def test_short_pieces_are_not_worth_an_exchange():
         await reading
         return program.counts
 
-    assert simulate(body) == EagerCounts()
+    assert simulate(body) == PrefetchCounts()
 
 
 def test_what_is_withdrawn_is_freed():
-    async def body(program: Program) -> tuple[EagerCounts, int]:
+    async def body(program: Program) -> tuple[PrefetchCounts, int]:
         question, story = await program.var(), await program.var(LONG)
         template = "{{story}} {{question}} {{out}}"
         answer = await program.call(template, story=story, question=question)
@@ -203,7 +203,7 @@ def test_what_is_withdrawn_is_freed():
 
 
 def test_a_fill_under_way_is_ended_when_nobody_wants_it():
-    async def body(program: Program) -> tuple[EagerCounts, int]:
+    async def body(program: Program) -> tuple[PrefetchCounts, int]:
         question, story = await program.var(), await program.var(LONG * 10)
         template = "{{story}} {{question}} {{out}}"
         answer = await program.call(template, story=story, question=question)
@@ -268,7 +268,7 @@ def test_a_call_that_becomes_ready_under_way_waits_for_no_fill_that_was_not_sent
 def test_beside_streams_the_first_token_comes_sooner_and_the_streams_hardly_slow_down():
     """Whether the call would have to wait for those that stream is asked of its late part alone."""
 
-    async def body(program: Program) -> tuple[float, float, EagerCounts]:
+    async def body(program: Program) -> tuple[float, float, PrefetchCounts]:
         other = await Program(program.cluster, program.cluster.client()).begin()
         clock, began = program.cluster.clock, program.cluster.clock.now()
         streams = [
@@ -328,7 +328,7 @@ def test_tenants_share_nothing_that_is_computed_ahead():
 
 
 def test_lost_engines_take_their_fills_with_them():
-    async def body(program: Program) -> tuple[str, EagerCounts]:
+    async def body(program: Program) -> tuple[str, PrefetchCounts]:
         question, story = await program.var(), await program.var(LONG)
         template = "{{story}} {{question}} {{out}}"
         answer = await program.call(template, story=story, question=question)

@@ -4,37 +4,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.serve.execution.prefetch_budget import Waste
+from parrot.serve.execution.prefetch import Budget
 
 TOKENS = 8192
 
 
-def shares(waste: Waste, outcomes: list[bool]) -> list[float]:
+def shares(budget: Budget, outcomes: list[bool]) -> list[float]:
     found = []
     for is_used in outcomes:
-        waste.add(TOKENS, is_used=is_used)
-        found.append(waste.share)
+        budget.add(TOKENS, is_used=is_used)
+        found.append(budget.share)
     return found
 
 
 def test_it_is_careful_until_something_was_used():
-    waste = Waste(prior=1.0)
-    assert waste.share == pytest.approx(0.02)
-    assert shares(waste, [False] * 20) == pytest.approx([0.02] * 20)
-    assert Waste(prior=0.1).share == pytest.approx(0.2)
+    budget = Budget(prior=1.0)
+    assert budget.share == pytest.approx(0.02)
+    assert shares(budget, [False] * 20) == pytest.approx([0.02] * 20)
+    assert Budget(prior=0.1).share == pytest.approx(0.2)
 
 
 def test_it_takes_ten_that_are_used_to_be_bold():
-    found = shares(Waste(prior=1.0), [True] * 20)
+    found = shares(Budget(prior=1.0), [True] * 20)
     assert found == sorted(found)
     assert found[3] < 0.1
     assert found[11] == 0.2
 
 
 def test_it_takes_few_that_are_wasted_to_be_careful_again():
-    waste = Waste(prior=1.0)
-    shares(waste, [True] * 50)
-    after = shares(waste, [False] * 16)
+    budget = Budget(prior=1.0)
+    shares(budget, [True] * 50)
+    after = shares(budget, [False] * 16)
     assert after[1] < 0.1
     assert after[3] < 0.05
     assert after[15] < 0.024
@@ -42,7 +42,7 @@ def test_it_takes_few_that_are_wasted_to_be_careful_again():
 
 @given(st.floats(0.05, 1.0), st.lists(st.tuples(st.integers(0, 10**6), st.booleans())))
 def test_it_stays_between_its_bounds(prior: float, outcomes: list[tuple[int, bool]]):
-    waste = Waste(prior)
+    budget = Budget(prior)
     for num_tokens, is_used in outcomes:
-        waste.add(num_tokens, is_used=is_used)
-        assert 0.0199 < waste.share <= 0.2
+        budget.add(num_tokens, is_used=is_used)
+        assert 0.0199 < budget.share <= 0.2

@@ -272,6 +272,42 @@ async def test_a_queued_leader_hands_its_place_over() -> None:
     await world.core.close()
 
 
+async def test_calls_are_awaited_by_the_sessions_that_have_their_results(world: World) -> None:
+    """What is learnt of think times is counted where the result is, whoever asked for it first."""
+    engine = await world.join(script=Script(hang_after=0))
+    first, second = world.program(), world.program()
+    reads = [program.read(program.call()) for program in (first, second)]
+    await world.settle()
+    first.end()
+    engine.resume.set()
+    await reads[1]
+    with pytest.raises(SessionGone):
+        await reads[0]
+    think_times = world.core._dispatcher._ledger.think_times
+    assert think_times.num_open == 1
+    second.end()
+    assert think_times.num_open == 0
+
+
+async def test_a_shared_result_is_continued_where_it_is_by_any_session(world: World) -> None:
+    engine = await world.join(script=Script(hang_after=0))
+    first, second = world.program(), world.program()
+    reads = [program.read(program.call()) for program in (first, second)]
+    await world.settle()
+    reads[0].cancel()
+    await world.settle()
+    first.end()
+    engine.resume.set()
+    await reads[1]
+    engine.script = Script()
+    request = {"template": "Go on {{out}}", "parameters": [made("out")], "successor_of": 2}
+    submitted = SemanticCallRequest.model_validate(second.scope | request)
+    await second.read(var_ids(world.core.programs.submit_call(submitted))["out"])
+    assert len(engine.requests) == 2
+    (fill,) = engine.requests[1].fills
+    assert fill.parent_context_id == engine.requests[0].context_id
+
+
 async def test_followers_come_and_go_and_the_last_takes_the_run_along(world: World) -> None:
     engine = await world.join(script=Script(hang_after=0))
     programs = [world.program() for _ in range(3)]
