@@ -49,7 +49,11 @@ from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
-from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
+from parrot.testing.byte_tokenizer import (
+    byte_tokenizer,
+    plain_byte_tokenizer,
+    tokenizer_id_of,
+)
 from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import ManualClock
 
@@ -209,6 +213,19 @@ async def test_other_tenants_and_calls_without_the_option_share_nothing(world: W
     single = CallOptions(func_name="f", tenant="third", cache_prefix=False)
     await world.submit("System. ", value("one"), session=3, options=single).output.wait()
     assert len(engine.requests[2].fills) == 1
+    assert [request.cache_salt for request in engine.requests] == ["acme", "rival", "third"]
+
+
+async def test_the_engine_hears_which_call_is_more_urgent(world: World) -> None:
+    engine = fake_engine()
+    await world.join(engine)
+    patient = world.completion("Some time: ")
+    patient.objective = Objective(PerformanceCriteria.THROUGHPUT, 0, 1.0)
+    world.dispatcher.submit(patient)
+    urgent = world.submit("Now: ", session=2)
+    await asyncio.gather(patient.output.wait(), urgent.output.wait())
+    priorities = dict(zip(engine.prompts, (r.priority for r in engine.requests), strict=True))
+    assert priorities["Now: "] < priorities["Some time: "]
 
 
 async def test_a_defect_of_the_scheduler_reaches_those_who_wait(
@@ -377,6 +394,22 @@ async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> Non
     await world.submit("?", previous=completion).output.wait()
     assert second.prompts[1] == "Goabcdef?"
     assert second.requests[1].fills[0].parent_len == len("Goabcdef")
+
+
+async def test_a_stream_goes_on_with_another_tokenizer(world: World) -> None:
+    first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
+    await world.join(first)
+    completion = world.submit("Go", stream=True)
+    await world.settle()
+    second = fake_engine("two", script=Script(text=lambda _: "ef"))
+    second.tokenizer_response = plain_byte_tokenizer(300)
+    tokenizer_id = tokenizer_id_of(second.tokenizer_response)
+    second.info = second.info.model_copy(update={"tokenizer_id": tokenizer_id})
+    second.__post_init__()
+    await world.join(second)
+    world.lose(0)
+    assert await completion.output.wait() == "abcdef"
+    assert second.prompts == ["Goabcd"]
 
 
 async def test_everything_was_delivered_before_the_engine_died(world: World) -> None:
