@@ -25,14 +25,13 @@ from parrot.serve.execution.frees import FreeSender
 from parrot.serve.execution.grace import Grace
 from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
 from parrot.serve.execution.result_cache import ResultCache, reused
-from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
+from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.execution.run_table import RunEvents, RunTable
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.serve.quotas import QueuedByTenant
-from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -107,10 +106,15 @@ class Dispatcher:
             ),
         )
         self._results = ResultCache(config.global_scheduler, clock)
-        self._grace = Grace(self._timers, config.unserved_timeout_s, self._fail_unserved)
+        self._grace = Grace(
+            self._timers,
+            config.unserved_timeout_s,
+            lambda models, since: self._runs.fail_unserved(
+                models, since, self._fleet.registry.unserved(models)
+            ),
+        )
         self._frees = FreeSender(clock)
-        self._expiry: Timer | None = None
-        self._alarm: Timer | None = None  # for the scheduler's next change
+        self._alarm: Timer | None = None  # wakes the pump when time alone changes something
         self._is_pump_due = False
 
     # Completions
@@ -130,7 +134,9 @@ class Dispatcher:
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
         and its objective is set."""
-        self._learn_think_time(completion)
+        if (before := completion.previous) is not None and before.times.finished is not None:
+            think_s = self._clock.now() - before.times.finished
+            self._ledger.think_times.continued(completion.session_id, Source.of(before), think_s)
         segments, keys = self._prefixes.prompt(completion)
         result_key = self._results.key(completion, keys)
         if result_key is not None and self._answer(completion, result_key):
@@ -177,15 +183,8 @@ class Dispatcher:
         engine_id = self._scheduler.preview(task)
         return None if engine_id is None else self._fleet.registry.get(engine_id)
 
-    def _learn_think_time(self, completion: Completion) -> None:
-        before = completion.previous
-        if before is not None and before.times.finished is not None:
-            think_s = self._clock.now() - before.times.finished
-            self._ledger.think_times.continued(completion.session_id, Source.of(before), think_s)
-
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
-        """It will be submitted when its inputs are there, unless `unexpect` comes first: see
-        `graph.links.Runner`."""
+        """It will be submitted when its inputs are there, unless `unexpect` comes first."""
         self._prefixes.expect(completion, forecast)
 
     def unexpect(self, completion: Completion) -> None:
@@ -213,7 +212,6 @@ class Dispatcher:
             self._wake()
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
-        """See `graph.links.Runner`."""
         self._scheduler.progressed(session_id, remaining_s)
 
     def release_session(self, session_id: int) -> None:
@@ -226,7 +224,6 @@ class Dispatcher:
     # Engines
 
     async def register_engine(self, info: EngineInfo) -> int:
-        """See `Fleet.register`."""
         return await self._fleet.register(info)
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
@@ -252,7 +249,6 @@ class Dispatcher:
         ]
 
     def kv_counts(self) -> KvCounts:
-        """What became of the tokens of all engines, lost ones included."""
         return self._ledger.log.total
 
     def prefetch_counts(self) -> PrefetchCounts:
@@ -315,30 +311,23 @@ class Dispatcher:
             assert isinstance(task, Run), task
             self._runs.fail(task, _DEFECT, is_scheduled=False)
         expiry = self._ledger.expire()
-        if self._expiry is None and expiry is not None:
-            self._expiry = self._timers.call_at(expiry, self._expire_contexts)
         for engine_id, context_ids in self._ledger.take_frees().items():
             engine = self._fleet.registry.get(engine_id)
             if engine is not None:
                 self._frees.send(engine, context_ids)
         self._prefetch.pump()
-        self._wake_at(self._scheduler.next_change())
+        for when in (expiry, self._scheduler.next_change()):
+            self._wake_at(when)
 
     def _wake_at(self, when: float | None) -> None:
-        """Call the scheduler again at this time, whatever happens until then."""
-        if self._alarm is not None and self._alarm.when != when:
+        """Wake the pump at this time at the latest."""
+        if when is None:
+            return
+        if self._alarm is not None and self._alarm.callback is not None:
+            if self._alarm.when <= when:
+                return
             self._alarm.cancel()
-            self._alarm = None
-        if self._alarm is None and when is not None:
-            self._alarm = self._timers.call_at(when, self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = None
-        self._wake()
-
-    def _expire_contexts(self) -> None:
-        self._expiry = None
-        self._wake()
+        self._alarm = self._timers.call_at(when, self._wake)
 
     # What happens to runs
 
@@ -382,20 +371,6 @@ class Dispatcher:
         self._wake()
         if not completion.output.is_settled:
             completion.output.fail(error)
-
-    def _fail_unserved(self, models: Models, since: float) -> float | None:
-        """Nobody came to serve these models since then. Returns when the next run that wants one
-        of them was queued."""
-        later: list[float] = []
-        for task in self._scheduler.queued(models):
-            assert isinstance(task, Run), task
-            if task.state is not RunState.QUEUED:
-                continue  # withdrawn when one before it failed
-            if task.arrived > since:
-                later.append(task.arrived)
-            else:
-                self._runs.fail(task, self._fleet.registry.unserved(models))
-        return min(later, default=None)
 
     # Engines that come and go
 

@@ -20,6 +20,7 @@ from parrot.serve.execution.retry import Verdict, final_error, is_broken, judge
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.quotas import QueuedByTenant
+from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
 from parrot.utils.clock import Clock
@@ -178,6 +179,20 @@ class RunTable:
         """Give a queued run up. Not `is_scheduled`: the scheduler has given it up already."""
         self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
         self._events.failed(run, error)
+
+    def fail_unserved(self, models: Models, since: float, error: ParrotError) -> float | None:
+        """Give up the queued runs that have wanted one of these models since then. Returns when
+        the first of the others was queued; None if there are none."""
+        later: list[float] = []
+        for task in self._scheduler.queued(models):
+            assert isinstance(task, Run), task
+            if task.state is not RunState.QUEUED:
+                continue  # withdrawn when one before it failed
+            if task.arrived > since:
+                later.append(task.arrived)
+            else:
+                self.fail(task, error)
+        return min(later, default=None)
 
     def lose(self, engine: Engine) -> list[Run]:
         """The engine is gone: its runs go on elsewhere, but not for ever, since one of them may be
