@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from benchmark.results import load
-from benchmark.tables.markdown import Row, ratio, table
+from benchmark.tables.markdown import Row, ratio, spread, table
 
 
 def apps(name: str) -> str:
@@ -75,54 +75,46 @@ def features() -> str:
 
 POLICIES = ("critical_path", "las", "app_fifo", "fcfs")
 MIXES = {
-    "8": "policies_mixed_8.json",
-    "16": "policies_mixed_16.json",
-    "as many as KV holds": "policies_mixed_256.json",
-    "8, outputs that end by chance": "policies_mixed_8_unknown.json",
+    "8": "apps_sim_13b_mix_8.json",
+    "16": "apps_sim_13b_mix_16.json",
+    "as many as KV holds": "apps_sim_13b_mix_256.json",
+    "8, outputs that end by chance": "apps_sim_13b_mix_8_learnt.json",
 }
 CHAINS = {
-    "16": "policies_chain_many_16.json",
-    "256": "policies_chain_many_256.json",
-    "256, prompts not bounded": "policies_chain_many_256_unbounded.json",
+    "16": "apps_sim_13b_chains_16.json",
+    "256": "apps_sim_13b_chains_256.json",
+    "256, prompts not bounded": "apps_sim_13b_chains_256_unbounded.json",
 }
 
 
 def policies() -> str:
-    """The mix of applications: mean and p99 over all jobs, and the mean's ratio to the first."""
-    rows = []
-    for slots, name in MIXES.items():
-        report, cells = load(name), []
-        for policy in POLICIES:
-            if policy not in report["jct_s"]:
-                cells.append("")
-                continue
-            found, over = report["jct_s"][policy]["all"], report["mean_vs_first_by_seed"][policy]
-            text = f"{found['mean']:.2f} ({found['p99']:.1f})"
-            is_first = policy == POLICIES[0]
-            cells.append(text if is_first else f"{text}, {min(over):.2f}x to {max(over):.2f}x")
-        rows.append([slots, *cells])
-    return table(["calls at once per engine", *(f"`{policy}`" for policy in POLICIES)], rows)
-
-
-def policies_by_kind() -> str:
-    """Mean and p99 of each kind of job at 8 calls an engine."""
-    jct = load(MIXES["8"])["jct_s"]
-    kinds = [kind for kind in jct[POLICIES[0]] if kind != "all"]
-    rows = [
-        [kind, *(f"{jct[p][kind]['mean']:.1f} ({jct[p][kind]['p99']:.1f})" for p in POLICIES)]
-        for kind in kinds
-    ]
-    return table(["", *(f"`{policy}`" for policy in POLICIES)], rows)
+    """The mix of applications by policy, all jobs."""
+    return _policies(MIXES)
 
 
 def policies_chains() -> str:
-    """25 chains at once: mean and p99."""
+    """25 chains at once by policy."""
+    return _policies(CHAINS)
+
+
+def _policies(files: dict[str, str]) -> str:
+    """Mean (p99) of job completion times, and the mean's ratio to the first policy's by seed."""
     rows = []
-    for slots, name in CHAINS.items():
-        jct = load(name)["jct_s"]
-        cells = [f"{jct[p]['all']['mean']:.1f} ({jct[p]['all']['p99']:.1f})" for p in POLICIES]
-        rows.append([slots, *cells])
-    return table(["calls at once", *(f"`{policy}`" for policy in POLICIES)], rows)
+    for slots, name in files.items():
+        found: dict[str, list[Row]] = {}
+        for run in load(name)["runs"]:
+            policy = run["overrides"].get("policy", POLICIES[0])
+            found.setdefault(policy, []).append(run["figures"]["jct_all_s"])
+        rows.append([slots, *(_policy(found.get(p), found[POLICIES[0]]) for p in POLICIES)])
+    return table(["calls at once per engine", *(f"`{policy}`" for policy in POLICIES)], rows)
+
+
+def _policy(times: list[Row] | None, first: list[Row]) -> str:
+    if times is None:
+        return ""
+    text = f"{fmean(t['mean'] for t in times):.2f} ({fmean(t['p99'] for t in times):.1f})"
+    ratios = [other["mean"] / own["mean"] for other, own in zip(times, first, strict=True)]
+    return text if times is first else f"{text}, {spread([round(r, 2) for r in ratios], 'x')}"
 
 
 def gpts(name: str) -> str:
