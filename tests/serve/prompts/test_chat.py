@@ -38,6 +38,12 @@ def test_tokens_and_filters() -> None:
     )
 
 
+def test_turns_may_differ_in_their_markup() -> None:
+    template = ChatTemplate("{% for m in messages %}({{ loop.index }}){{ m.content }}{% endfor %}")
+    assert template.markup(3) == ("(1)", "", "(3)", "", "(5)", "")
+    assert template.markup(20)[30:] == ("(31)", "") * 5  # from the sixteenth on they are alike
+
+
 def test_whether_messages_are_stripped() -> None:
     assert ChatTemplate(LLAMA).strips
     assert not ChatTemplate(CHATML).strips

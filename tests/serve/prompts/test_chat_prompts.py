@@ -12,8 +12,14 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.graph.nodes import Completion
+from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import encode_prompt
-from parrot.serve.prompts.segments import fill_segments, preceding_segments
+from parrot.serve.prompts.segments import (
+    Segment,
+    SegmentKind,
+    fill_segments,
+    preceding_segments,
+)
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.testing.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, semantic, var_ids
@@ -168,6 +174,15 @@ async def test_values_at_the_edges_are_stripped_where_the_template_does_it(name:
             chat, tokenize=False, add_generation_prompt=True
         )
         assert await text_of(completion, response) == expected
+
+
+async def test_a_generated_value_that_is_stripped_loses_its_ids() -> None:
+    tokenizer = await tokenizer_of(byte_tokenizer(chat_template=LLAMA_3))
+    prompts = []
+    for text, tokenized in ((" a\n", TokenizedText("t", (1, 2, 3))), ("a", None)):
+        value = Segment(SegmentKind.VALUE, text, tokenized, ends_turn=True)
+        prompts.append(await encode_prompt([value], True, tokenizer))
+    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

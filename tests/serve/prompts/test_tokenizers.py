@@ -142,6 +142,24 @@ async def test_ids_are_taken_over_from_the_same_tokenizer_only() -> None:
         assert await encode_prompt([value], False, model()) == [expected]
 
 
+async def test_only_constants_of_the_program_may_hold_special_tokens() -> None:
+    for kind, is_special in (
+        (SegmentKind.CONSTANT, True),
+        (SegmentKind.SYSTEM, True),
+        (SegmentKind.VALUE, False),
+        (SegmentKind.OUTPUT, False),
+    ):
+        (ids,) = await encode_prompt([Segment(kind, "<|im_start|>")], False, model())
+        assert (len(ids) == 1) is is_special, kind
+
+
+async def test_a_prompt_begins_with_bos_once() -> None:
+    texts = [Segment(SegmentKind.CONSTANT, "a"), Segment(SegmentKind.VALUE, "b")]
+    with_bos = sum(await encode_prompt(texts, False, model(add_bos=True)), ())
+    without = sum(await encode_prompt(texts, False, model()), ())
+    assert with_bos == (byte_tokenizer().special_ids.bos, *without)
+
+
 def test_bos_once() -> None:
     tokenizer = model(add_bos=True)
     bos = now(ENCODER, "<s>", SPECIAL)
