@@ -206,6 +206,15 @@ async def test_deleting_a_session_ends_its_reads_and_work(world: World) -> None:
         world.core.session_info(session_id, auth)
 
 
+async def test_a_deleted_session_does_not_expire_as_well(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.core.delete_session(*world.scope.values())
+    await world.clock.advance(120)
+    assert not caplog.records
+    assert "parrot_session_e2e_seconds_count 1.0" in world.core.metrics().decode()
+
+
 async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
     y = world.call("y")
     early = world.core.programs.stream(world.request(), y)
