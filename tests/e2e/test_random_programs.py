@@ -35,7 +35,6 @@ def is_defect(record: logging.LogRecord) -> bool:
 @pytest.mark.timeout(0 if LONG else 120)
 @settings(
     max_examples=NUM_EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(st.randoms(use_true_random=False), st.integers(1, 80))

@@ -149,7 +149,7 @@ class Program:
         await self.core.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 async def test_no_read_is_left_waiting(data: st.DataObject) -> None:
     program = Program(data)

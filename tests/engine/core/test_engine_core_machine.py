@@ -198,7 +198,6 @@ class FaultyOverlappingEngineMachine(FaultyEngineMachine):
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=30,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -168,7 +168,7 @@ OPTIONS = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_a_random_load_gets_the_answers_of_one_step_after_the_other(seed: int):
     rng = random.Random(seed)

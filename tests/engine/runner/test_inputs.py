@@ -116,7 +116,7 @@ def test_everything_is_sent_again_after_a_failure():
     assert device.step(sequence(1, 1, [1], [1])).changed_to.tolist() == [1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_random_steps(seed: int) -> None:
     """Contexts grow, are forked, lose blocks, and go; ids are used again for other contexts."""

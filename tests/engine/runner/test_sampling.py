@@ -144,7 +144,7 @@ ROW_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from(ROW_SETTINGS), st.integers(0, 2**63 - 1), st.integers(0, 4000)),

@@ -145,5 +145,5 @@ class LruHistories(Histories):
 
 TestHistories = Histories.TestCase
 TestLruHistories = LruHistories.TestCase
-TestLruHistories.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
-TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLruHistories.settings = settings(max_examples=20, stateful_step_count=40)
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40)

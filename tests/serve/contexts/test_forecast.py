@@ -300,4 +300,4 @@ class ReadyPrefixesMachine(GraphMachine):
 
 
 TestReadyPrefixesMachine = ReadyPrefixesMachine.TestCase
-TestReadyPrefixesMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestReadyPrefixesMachine.settings = settings(max_examples=50, stateful_step_count=40)

@@ -269,7 +269,7 @@ class History:
         return len("".join(texts)) - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_every_read_ends_and_nothing_is_left(seed: int) -> None:
     async def story() -> None:

@@ -289,4 +289,4 @@ def reachable(
 
 
 TestGraphMachine = GraphMachine.TestCase
-TestGraphMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestGraphMachine.settings = settings(max_examples=150, stateful_step_count=40)

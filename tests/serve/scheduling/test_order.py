@@ -339,7 +339,7 @@ def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
     assert not Line("las").order.holds_back
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
     rng, line = random.Random(seed), Line()

@@ -327,7 +327,7 @@ def test_a_removed_engine_gets_nothing() -> None:
 # Everything at once
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.sampled_from(get_args(OrderName)), st.booleans())
 def test_random_histories_leave_nothing_behind(seed: int, policy: str, grouped: bool) -> None:
     rng = random.Random(seed)

@@ -40,7 +40,7 @@ def sites(*, harm: float, max_room: int) -> st.SearchStrategy[list[Site]]:
     return lists.map(lambda found: [s._replace(engine_id=i) for i, s in enumerate(found)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sites(harm=0.0, max_room=12), st.integers(1, 12))
 def test_the_last_end_is_near_the_earliest_possible(found: list[Site], total: int) -> None:
     shares = dict(split(found, total, tolerance=0.1))
@@ -54,7 +54,7 @@ def test_the_last_end_is_near_the_earliest_possible(found: list[Site], total: in
     assert chosen <= 1.1 * best + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sites(harm=0.3, max_room=12), st.integers(1, 10))
 def test_harm_to_others_counts(found: list[Site], total: int) -> None:
     """Not the best, as shares are levelled by ends alone, but never worse than one engine alone
