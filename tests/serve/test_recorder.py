@@ -32,6 +32,7 @@ async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings
         assert answer.json()["content"] == "b"
         key = {"idempotency_key": "once"}
         call = scope | {"template": "{{x}} {{y}}", "parameters": []} | key
+        call |= {"chat": True, "system": "a secret"}
         call["parameters"] = [{"name": "x", "value": "b"}, {"name": "y", "is_output": True}]
         for _ in range(2):
             assert client.post("/v1/semantic_call", json=call).status_code == 200
