@@ -34,6 +34,7 @@ class Context:
     reserved: int
     opened_at: float
     last_used: float
+    kept_at: float = field(default=0.0, init=False)  # when it last outlived its expiry by its forks
     boundaries: list[Boundary] = field(default_factory=list)
     children: "set[Context]" = field(default_factory=set)
     users: int = 0  # runs that generate on it

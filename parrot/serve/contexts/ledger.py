@@ -286,14 +286,14 @@ class ContextLedger:
         now = self._clock.now()
         while (oldest := self._constants.oldest()) is not None:
             context = oldest[1]
-            expiry = context.last_used + self._constant_timeout_s
+            expiry = max(context.last_used, context.kept_at) + self._constant_timeout_s
             if expiry > now:
                 return expiry
             if context.pins or context.children:
-                context.last_used = now
+                context.kept_at = now
                 self._constants.touch(context.id)
             else:
-                self._evict(context, FreeReason.EXPIRED)
+                self._evict_expired(context, now)
         return None
 
     def take_frees(self) -> dict[int, list[int]]:
@@ -318,6 +318,17 @@ class ContextLedger:
         assert sessions | set(self._constants) == set(live), (sessions, set(live))
 
     # Inside
+
+    def _evict_expired(self, context: Context, now: float) -> None:
+        """Evict it and those that it was forked from, if nothing else has used them either."""
+        link: Context | None = context
+        while link is not None and link.id in self._constants:
+            is_idle = not link.pins and not link.children
+            if not is_idle or link.last_used + self._constant_timeout_s > now:
+                return
+            parent = link.parent
+            self._evict(link, FreeReason.EXPIRED)
+            link = parent
 
     def _evict(self, context: Context, reason: FreeReason) -> None:
         """Whoever would have continued it would continue its parent now."""

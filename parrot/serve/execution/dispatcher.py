@@ -323,7 +323,7 @@ class Dispatcher:
         """Wake the pump at this time at the latest."""
         if when is None:
             return
-        if self._alarm is not None and self._alarm.callback is not None:
+        if self._alarm is not None and self._alarm.when > self._clock.now():  # it has yet to ring
             if self._alarm.when <= when:
                 return
             self._alarm.cancel()
