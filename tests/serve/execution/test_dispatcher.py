@@ -950,6 +950,30 @@ async def test_a_free_that_fails_is_sent_again(world: World) -> None:
     assert len(engine.freed) == 1
 
 
+async def test_constant_beginnings_expire_one_after_the_other(world: World) -> None:
+    """Nothing happens meanwhile but that time passes and the engine is alive."""
+    engine = fake_engine()
+    await world.join(engine)
+
+    async def spend(seconds: int) -> None:
+        for _ in range(0, seconds, 10):
+            await world.clock.advance(10)
+            beat = HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
+            world.dispatcher.heartbeat(beat)
+        await world.settle()
+
+    for number, constant in enumerate(("First. ", "Second. ", "Third. ")):
+        await world.submit(constant, value("x"), session=number).output.wait()
+        world.dispatcher.release_session(number)
+        await spend(20)
+    shared = [request.fills[0].context_id for request in engine.requests]
+    await spend(530)
+    for number in range(3):
+        assert not set(shared[number:]) & set(engine.freed)
+        await spend(20)
+        assert shared[number] in engine.freed
+
+
 async def test_contexts_are_evicted_for_room(world: World) -> None:
     engine = fake_engine(tokens_capacity=100)
     await world.join(engine)

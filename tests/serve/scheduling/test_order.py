@@ -39,6 +39,7 @@ class Line:
         path_s: float = 1.0,
         deadline: float | None = None,
         criteria: PerformanceCriteria = LATENCY,
+        is_background: bool = False,
     ) -> CompletionTask:
         self._num_tasks += 1
         completion = Completion(
@@ -49,7 +50,9 @@ class Line:
             fill=(),
             output=SemanticVariable("v", "v", session),
             sampling=SamplingConfig(),
-            objective=Objective(criteria, 0, path_s, deadline=deadline),
+            objective=Objective(
+                criteria, 0, path_s, deadline=deadline, is_background=is_background
+            ),
         )
         segments = [Segment(SegmentKind.CONSTANT, "text", None, True)]
         task = CompletionTask(completion, segments, (b"key",), self.clock.now(), 10)
@@ -143,6 +146,14 @@ def test_an_application_moves_up_as_it_gets_done() -> None:
     line.remain(3, 30.0)
     three = line.add(3)
     assert line.run() == [three, two]
+
+
+def test_what_is_read_goes_before_background_work_of_its_application() -> None:
+    line = Line()
+    background = line.add(criteria=THROUGHPUT, path_s=20.0, is_background=True)
+    line.later(30)
+    read = line.add(criteria=THROUGHPUT)
+    assert line.run() == [read, background]
 
 
 def test_latency_work_before_throughput_work() -> None:
