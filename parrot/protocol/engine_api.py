@@ -158,7 +158,7 @@ class FreeContextResponse(InternalPayload):
 
 
 class StepCosts(InternalPayload):
-    """What an engine's step costs, in seconds; its time is the sum over what is in it. The defaults
+    """Seconds that an engine's step takes: the sum over what is in it. The defaults
     are those of a model of 7 to 8 billion parameters on a current GPU."""
 
     model_config = ConfigDict(frozen=True)

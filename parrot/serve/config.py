@@ -69,7 +69,8 @@ class GlobalSchedulerConfig(_Section):
 
 
 class SessionQuota(_Section):
-    """What one session may keep. The request that would exceed it gets 429, and nothing is lost."""
+    """Limits of what one session may keep. The request that would exceed one gets 429, and nothing
+    is lost."""
 
     holder: ClassVar[str] = "the session"
     key: ClassVar[str] = "session_quota"
@@ -84,7 +85,7 @@ class SessionQuota(_Section):
 
 
 class TenantQuota(_Section):
-    """What all sessions of one tenant (one of `api_keys`, or all who have none) may keep together.
+    """Limits of what all sessions of a tenant (one of `api_keys`, or all without) keep together.
     Where `api_keys` is empty, whoever makes up a key is a tenant."""
 
     holder: ClassVar[str] = "the tenant"

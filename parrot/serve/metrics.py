@@ -74,7 +74,7 @@ _HISTOGRAMS = {
 
 
 class CoreMetrics:
-    """What is counted as it happens. Of `tenants` each has its own series, the others one."""
+    """Counts of what happens. Of `tenants` each has its own series, the others one."""
 
     def __init__(self, tenants: Container[str]) -> None:
         self._tenants = tenants

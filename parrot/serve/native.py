@@ -78,7 +78,7 @@ class Sandbox(Protocol):
     """Where native functions run."""
 
     async def evaluate(self, call: NativeCall) -> Sequence[object]:
-        """What the function set its outputs to, in order of `call.results`; None: it did not.
+        """The values of the outputs in order of `call.results`, None for one that was not set.
         Raises `NativeFunctionFailed`."""
         ...
 
@@ -238,4 +238,4 @@ def _fail(
 
 
 def drop_output(stream: str, text: str) -> None:
-    """What functions print goes nowhere: it is not the server's to show."""
+    """Drop what functions print: it is not the server's to show."""

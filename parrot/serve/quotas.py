@@ -28,7 +28,7 @@ class Usage(NamedTuple):
 
 
 def usage_of(request: SemanticCallRequest | NativeCallRequest) -> Usage:
-    """What the session keeps for a new call until it ends, but for the texts of its outputs."""
+    """Amounts that a session keeps for a new call until it ends, without the outputs' texts."""
     if isinstance(request, NativeCallRequest):
         texts = [request.func_source]
     else:
@@ -60,8 +60,8 @@ def num_bytes(texts: Iterable[str]) -> int:
 
 
 class Account:
-    """What a session or a tenant keeps, and the quota for it. A session's usage also counts for
-    its tenant, whose account is its `parent`.
+    """The amounts that a session or a tenant keeps, and their quota. A session's usage also
+    counts for its tenant, whose account is its `parent`.
 
     Only requests are refused: texts that calls make are added without a check, so that no work that
     was done is lost, and the next request is refused instead."""

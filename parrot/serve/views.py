@@ -52,7 +52,7 @@ def engine_view(engine: EngineView) -> EngineStatus:
 
 
 def value_view(node: VariableNode) -> VarGetResponse:
-    """What a reader gets of a ready variable."""
+    """The value of a ready variable, as a reader gets it."""
     task = None if node.producer is None else node.producer.task
     if not isinstance(task, Completion) or task.stats.finish_reason is None:
         return VarGetResponse(content=node.variable.text)

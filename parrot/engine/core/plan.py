@@ -107,7 +107,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the control half needs to know of the runner. Memory in MiB. `costs` None: they are to
+    """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
     be measured."""
 
     num_blocks: int

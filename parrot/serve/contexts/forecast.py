@@ -146,8 +146,8 @@ class PrefixListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is known of a prompt. `num_own`: pieces of the completion's own fill in it; `end`: its
-    key."""
+    """The known beginning of a prompt. `num_own`: pieces of the completion's own fill in it;
+    `end`: its key."""
 
     segments: list[Segment]
     keys: list[bytes]

@@ -64,7 +64,7 @@ class KvLog:
             self._gone.put(key, reason)
 
     def why_gone(self, key: bytes) -> FreeReason | None:
-        """What became of the context that had the prompt of this key, if one had and is gone."""
+        """Why the context is gone that had the prompt of this key; None if none had."""
         return self._gone.peek(key)
 
     def used(self, engine_id: int, num_hit: int, num_recomputed: int, reason: str | None) -> None:

@@ -260,7 +260,7 @@ class ContextLedger:
         return True
 
     def release(self, context: Context) -> None:
-        """Whoever opened it has no use for it any more. It stays as cache if it is computed and
+        """Its owner has no use for it any more. It stays as cache if it is computed and
         somebody uses or wants it, or it is a tenant's; else it is retired."""
         account = self._accounts.get(context.engine_id)
         if account is None or context.id not in account.contexts:
@@ -331,7 +331,7 @@ class ContextLedger:
             link = parent
 
     def _evict(self, context: Context, reason: FreeReason) -> None:
-        """Whoever would have continued it would continue its parent now."""
+        """Free it. Those who would have continued it would continue its parent now."""
         assert not context.pins, context
         parent, awaiting = context.parent, context.awaiting
         self._free(context, reason)

@@ -84,7 +84,7 @@ class _Prefix(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Ahead:
-    """What is computed ahead for one completion. `current`: the piece under way; `more`: another
+    """The work ahead for one completion. `current`: the piece under way; `more`: another
     has become ready meanwhile. `is_used` is None until the completion starts or is given up.
     `num_asked`: tokens that were computed or are under way."""
 

@@ -22,7 +22,7 @@ _SAMPLING_FIELDS = tuple(SamplingConfig.model_fields)
 
 
 class Result(NamedTuple):
-    """What a finished call gives to those that come after it. `ids`: None if no ids stand for
+    """The result of a finished call, for those that come after it. `ids`: None if no ids stand for
     exactly this text. `made`: how it was computed."""
 
     text: str

@@ -33,7 +33,7 @@ _LIVE = (RunState.QUEUED, RunState.PLACED)
 
 @dataclass(frozen=True, slots=True)
 class RunEvents:
-    """What the owner of the table does when a run was `queued`, is `done` or has `failed` (both
+    """Callbacks to the owner of the table: a run was `queued`, is `done` or has `failed` (both
     have ended by then, and still have their waiters). `answers` tells whether an engine is alive to
     which a connection broke; if it is not, `RunTable.lose` must have come for it."""
 
@@ -121,7 +121,7 @@ class RunTable:
         return True
 
     def update(self, run: Run) -> None:
-        """What its waiters want of it has changed. No effect unless it is queued."""
+        """Take over that its waiters want something else. No effect unless it is queued."""
         if run.state is RunState.QUEUED:
             self._scheduler.update(run)
 

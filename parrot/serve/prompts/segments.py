@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 
 def preceding_segments(completion: Completion) -> list[Segment]:
-    """What it continues: the prompts and outputs of the completions before it, which are done."""
+    """The prompts and outputs of the completions that it continues, which are done."""
     chain: list[Completion] = []
     link = completion
     while link.previous is not None:

@@ -74,7 +74,7 @@ class OrderPolicy:
 
 @dataclass(slots=True)
 class Account:
-    """What is known of an application. `num_tasks` are queued or placed, `served_s` the predicted
+    """An application's account. `num_tasks` are queued or placed, `served_s` the predicted
     seconds of what it was given so far."""
 
     start: float
