@@ -125,6 +125,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("global_scheduler", GlobalSchedulerConfig().model_dump(mode="json"))
     if args.curves:
         tasks, engines = (100, 300, 1000, 3000, 10_000), (2, 8, 32, 128, 512)
         report["by_tasks"] = [time_placements(count, 512, args.slots) for count in tasks]
