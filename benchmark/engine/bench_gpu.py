@@ -48,7 +48,7 @@ from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.core_harness import Answer
+from parrot.testing.answer import Answer
 from parrot.utils.clock import MonotonicClock
 
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")

@@ -21,7 +21,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.core_harness import Answer
+from parrot.testing.answer import Answer
 from parrot.utils.clock import MonotonicClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())

@@ -23,13 +23,23 @@ from typing import Any
 from benchmark.results import Report, run
 from benchmark.serve.common import Session, Var, core_config
 from parrot.engine.config import SimConfig
-from parrot.protocol.engine_api import RegisterRequest
+from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    EngineType,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    RegisterRequest,
+    TokenizerResponse,
+    Usage,
+)
+from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.simulation import PATIENT, SimCluster, SimEngine, lan, run_virtual
-from parrot.testing.fake_engine import Script, fake_engine
 from parrot.utils.clock import MonotonicClock
 
 NUM_CANDIDATES, NUM_WINNERS = 16, 4
@@ -156,6 +166,42 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
         return runs
 
 
+class InstantEngine(EngineClient):
+    """An engine of any size that answers at once, always the same."""
+
+    info = EngineInfo(
+        engine_type=EngineType.SIM,
+        engine_name="instant",
+        model="sim",
+        tokenizer_id="bytes",
+        host="127.0.0.1",
+        port=9001,
+        max_seq_len=50_000,
+        tasks_capacity=64,
+        tokens_capacity=100_000,
+    )
+    answer = GenerateResponse(
+        generated_text="answer",
+        generated_ids=list(b"answer"),
+        finish_reason=FinishReason.STOP,
+        usage=Usage(output_tokens=6),
+    )
+
+    def __init__(self) -> None:
+        """It needs no transport."""
+
+    async def close(self) -> None: ...
+
+    async def tokenizer(self) -> TokenizerResponse:
+        return byte_tokenizer_response()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        return self.answer
+
+    async def free_contexts(self, context_ids: Sequence[int]) -> int:
+        return 0
+
+
 class Caller:
     """Calls, each with another prompt, on an engine that answers at once."""
 
@@ -164,7 +210,7 @@ class Caller:
             global_scheduler=GlobalSchedulerConfig(reuse_results=reuse),
             engine_heartbeat_timeout=1e6,
         )
-        self._engine = fake_engine(script=Script(text=lambda prompt: "answer", steps=1))
+        self._engine = InstantEngine()
         clock = MonotonicClock()
         dispatcher = Dispatcher(config, clock, lambda info: self._engine)
         self._core = ServeCore(config, clock=clock, dispatcher=dispatcher)
@@ -187,8 +233,6 @@ class Caller:
             await self._core.programs.read(VarGetRequest(**scope), response.param_info[-1].var_id)
         spent = time.process_time() - began
         self._core.delete_session(**scope)
-        self._engine.prompts.clear()
-        self._engine.requests.clear()
         await asyncio.sleep(0.03)
         return spent / num_calls
 

@@ -1,5 +1,3 @@
-"""Stand-ins and checks for tests, of this project and of programs that use it.
-
-The room owns fakes of the three tiers (`FakeServe`, `FakeEngine`, `FakeOpenAI`), tiny models and
-runners that check what they are told. It is imported by tests and benchmarks only; nothing that
-serves knows it."""
+"""What tests and benchmarks beside this project's own share: an engine core's listener, a runner's
+driver, and processes that return what they computed. Nothing that serves imports it; the fakes of
+the three tiers are in tests/support."""

@@ -18,8 +18,8 @@ from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.mix import UNKNOWN_LIMIT
 from parrot.engine.config import SimConfig
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.testing.app_server import serve_app
-from parrot.testing.fake_openai import FakeOpenAI
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI
 
 TEXT = TextSource([" a", " b", " c"])
 

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from benchmark.apps.text import TextSource, load_documents, one_token_words
 from parrot.engine.models.tokenizers import word_tokenizer
-from parrot.testing.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 
 DEFINITIONS = {
     "words": word_tokenizer(3000).tokenizer_json,

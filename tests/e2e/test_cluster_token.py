@@ -16,8 +16,8 @@ from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app as create_core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.testing.app_server import serve_app
 from tests.e2e.programs import program
+from tests.support.app_server import serve_app
 
 
 @asynccontextmanager

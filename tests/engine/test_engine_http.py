@@ -41,9 +41,9 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
-from parrot.testing.app_server import serve_app
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
+from tests.support.app_server import serve_app
 
 ZERO = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
 SLOW = {**ZERO, "step_s": 0.002}

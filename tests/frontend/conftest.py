@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from parrot import P
-from parrot.testing.fake_serve import FakeServe, create_fake_app, running_in_thread
+from tests.support.fake_serve import FakeServe, create_fake_app, running_in_thread
 
 
 @pytest.fixture(scope="session")

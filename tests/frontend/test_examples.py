@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parrot.testing.fake_serve import FakeServe
+from tests.support.fake_serve import FakeServe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")

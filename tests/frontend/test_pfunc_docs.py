@@ -6,7 +6,7 @@ from pathlib import Path
 from parrot import P
 from parrot.frontend.pfunc.interface import semantic_function
 from parrot.protocol.errors import ParrotError
-from parrot.testing.fake_serve import FakeServe
+from tests.support.fake_serve import FakeServe
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "pfunc.md").read_text("utf-8")
 

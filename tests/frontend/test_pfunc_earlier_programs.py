@@ -12,10 +12,10 @@ from parrot import P
 from parrot.frontend.pfunc.function import Constant, ParameterLoc, PyNativeCall, SemanticCall
 from parrot.frontend.pfunc.transforms.conversation_template import vicuna_template
 from parrot.frontend.pfunc.transforms.prompt_formatter import PyIndentRemover
-from parrot.testing.fake_serve import FakeServe
 from parrot.testing.multiproc_manager import MultiProcessManager
 from parrot.utils import cprofile
 from parrot.utils.cprofile import cprofile as cprofile_by_path
+from tests.support.fake_serve import FakeServe
 
 
 @P.semantic_function(conversation_template=P.vicuna_template, try_register=False)

@@ -26,7 +26,7 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
-from parrot.testing.fake_serve import FakeServe
+from tests.support.fake_serve import FakeServe
 
 
 @P.semantic_function()

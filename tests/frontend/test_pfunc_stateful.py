@@ -6,7 +6,7 @@ import pytest
 
 from parrot import P
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.testing.fake_serve import FakeServe
+from tests.support.fake_serve import FakeServe
 
 
 @P.semantic_function()

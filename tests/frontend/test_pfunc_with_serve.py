@@ -12,9 +12,9 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
-from parrot.testing.fake_serve import running_in_thread
 from parrot.utils.clock import MonotonicClock
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.fake_serve import running_in_thread
 
 
 @P.semantic_function()

@@ -25,10 +25,10 @@ from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.errors import OutOfMemory, ParrotError
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.kernel_cases import SHARE_ALL, relative_error
 from parrot.testing.runner_driver import Driver
-from parrot.testing.tiny_model import make_tiny_model
 from parrot.utils.config import ConfigError
+from tests.support.kernel_cases import SHARE_ALL, relative_error
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -44,7 +44,7 @@ print("lost", lost, flush=True)
 
 
 def test_every_call_says_that_the_device_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from parrot.testing.tiny_model import make_tiny_model
+    from tests.support.tiny_model import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), overrides=SIZES)
     command = [sys.executable, "-c", SCRIPT, str(folder)]

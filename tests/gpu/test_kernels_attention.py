@@ -14,7 +14,7 @@ from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAt
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.kv_view import KVView, NewKV
-from parrot.testing.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
+from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
 

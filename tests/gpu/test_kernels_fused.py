@@ -21,7 +21,7 @@ from parrot.engine.kernels.linear import (
     few_rows_linear,
     few_rows_qkv,
 )
-from parrot.testing.kernel_cases import relative_error, rms_norm_reference, rope_reference
+from tests.support.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from parrot.engine.models.loader import load_decoder
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Context, Driver
-from parrot.testing.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

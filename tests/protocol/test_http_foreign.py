@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 
 from parrot.protocol.errors import ParrotError, QuotaExceeded
 from parrot.protocol.http import HttpClient
-from parrot.testing.app_server import serve_app
+from tests.support.app_server import serve_app
 
 EVENTS = b': hi\r\n\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata: two\n\ndata: [DONE]\n\n'
 

@@ -23,7 +23,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.http import HttpClient
 from parrot.protocol.transport import AppTransport, Transport
-from parrot.testing.app_server import serve_app
+from tests.support.app_server import serve_app
 
 
 class Item(BaseModel):

@@ -15,8 +15,8 @@ from parrot.protocol.public import MAX_TEXT
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore
-from parrot.testing.app_server import serve_app
 from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
+from tests.support.app_server import serve_app
 
 ENGINE = {
     "engine_type": "sim",

@@ -17,9 +17,9 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import MonotonicClock
 from tests.serve.serve_fakes import given, made, taken, var_ids
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 
 class Cluster:

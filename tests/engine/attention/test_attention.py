@@ -12,7 +12,7 @@ from parrot.engine.attention.gate import GateConfig
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, attend, attend_reference, merge
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.testing.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
+from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 BLOCK = 4
 SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(8,) * 3, tile_rows=(16,))

@@ -18,7 +18,7 @@ from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.kv_view import KVView, NewKV
-from parrot.testing.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
+from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or "Interpreted" not in type(attention_kernels.attend_items).__name__,

@@ -16,7 +16,7 @@ from parrot.protocol.errors import (
     PromptTooLong,
     QuotaExceeded,
 )
-from parrot.testing.core_harness import Harness, next_letter, piece
+from tests.support.core_harness import Harness, next_letter, piece
 
 NAN, CRASH = ord("?"), ord("!")
 

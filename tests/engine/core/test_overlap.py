@@ -16,8 +16,8 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.plan import DeviceLost, LaunchedStep, StepPlan, StepResult
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import ParrotError
-from parrot.testing.checking_runner import Launched, LaunchingRunner
-from parrot.testing.core_harness import LANGUAGE, Harness, piece
+from tests.support.checking_runner import Launched, LaunchingRunner
+from tests.support.core_harness import LANGUAGE, Harness, piece
 
 
 class Overlapping(Harness):

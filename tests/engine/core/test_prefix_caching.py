@@ -9,8 +9,8 @@ from parrot.engine.core.block_pool import BlockHasher
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.errors import ModelNumerics
-from parrot.testing.core_harness import Harness, piece
-from parrot.testing.kernel_cases import SHARE_ALL
+from tests.support.core_harness import Harness, piece
+from tests.support.kernel_cases import SHARE_ALL
 
 PROMPT = "abcdefghijklmnopqrstu"  # 21 tokens: five full blocks of 4, and one token
 

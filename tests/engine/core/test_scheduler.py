@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.engine.core.jobs import JobQueue, first_come_first_served, priority_first
-from parrot.testing.core_harness import Harness, piece
+from tests.support.core_harness import Harness, piece
 
 
 def contexts(plan) -> list[int]:

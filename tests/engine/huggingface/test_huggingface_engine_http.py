@@ -19,7 +19,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Cancelled, InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.app_server import serve_app
+from tests.support.app_server import serve_app
 
 PROMPT = [7, 30, 2, 250, 99]
 

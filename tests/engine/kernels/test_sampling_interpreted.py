@@ -13,7 +13,7 @@ from parrot.engine.kernels import sampling_kernels
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.draws import (
+from tests.support.draws import (
     SETTINGS,
     adjusted,
     adjusted_exactly,

@@ -19,8 +19,8 @@ from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.loader import load_decoder, resolve_dtype
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tokenizers import gguf_tokenizer, word_tokenizer
-from parrot.testing.tiny_model import BOS_ID, EOS_ID, TINY_CONFIGS, make_tiny_model
 from parrot.utils.config import ConfigError
+from tests.support.tiny_model import BOS_ID, EOS_ID, TINY_CONFIGS, make_tiny_model
 
 CPU = torch.device("cpu")
 Q4 = gguf.GGMLQuantizationType.Q4_1

@@ -17,10 +17,10 @@ from parrot.engine.models.loader import load_decoder
 from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.testing.kernel_cases import SHARE_ALL
 from parrot.testing.runner_driver import Context, Driver
-from parrot.testing.tiny_model import TINY_CONFIGS, make_tiny_model
 from parrot.utils.config import ConfigError
+from tests.support.kernel_cases import SHARE_ALL
+from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
 CPU = torch.device("cpu")
 LLAMA3_ROPE = {

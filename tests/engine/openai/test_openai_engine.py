@@ -31,9 +31,9 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.app_server import serve_app
-from parrot.testing.fake_openai import FakeOpenAI, Fault
 from parrot.utils.config import ConfigError
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI, Fault
 
 KEY = "sk-very-secret"
 Start = Callable[..., Any]

@@ -21,8 +21,8 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Cancelled, InvalidRequest, NotFound, UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.app_server import serve_app
-from parrot.testing.fake_openai import FakeOpenAI
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.kernel_cases import SHARE_ALL
 from parrot.testing.runner_driver import GREEDY, Driver
-from parrot.testing.tiny_model import BOS_ID, EOS_ID, make_tiny_model
 from parrot.utils.config import ConfigError
+from tests.support.kernel_cases import SHARE_ALL
+from tests.support.tiny_model import BOS_ID, EOS_ID, make_tiny_model
 
 
 def config(folder: Path, **instance: Any) -> BuiltinConfig:

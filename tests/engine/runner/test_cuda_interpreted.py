@@ -34,12 +34,12 @@ from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.byte_tokenizer import plain_byte_tokenizer
-from parrot.testing.core_harness import Answer
-from parrot.testing.kernel_cases import SHARE_ALL
+from parrot.testing.answer import Answer
 from parrot.testing.runner_driver import Driver
-from parrot.testing.tiny_model import make_tiny_model
 from parrot.utils.clock import MonotonicClock
+from tests.support.byte_tokenizer import plain_byte_tokenizer
+from tests.support.kernel_cases import SHARE_ALL
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),

@@ -42,8 +42,8 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from parrot.testing.fake_engine import FakeEngine, Script, fake_engine
 from parrot.utils.clock import ManualClock
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 FAULTS: list[ParrotError | None] = [
     *(None, None, None),

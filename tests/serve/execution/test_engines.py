@@ -4,8 +4,8 @@ import pytest
 
 from parrot.protocol.errors import QuotaExceeded
 from parrot.serve.execution.engines import EngineRegistry
-from parrot.testing.fake_engine import FakeEngine, fake_engine
 from parrot.utils.clock import ManualClock
+from tests.support.fake_engine import FakeEngine, fake_engine
 
 
 @pytest.fixture

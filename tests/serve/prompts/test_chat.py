@@ -4,7 +4,7 @@ import pytest
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.chat import ChatTemplate
-from parrot.testing.byte_tokenizer import CHATML
+from tests.support.byte_tokenizer import CHATML
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] "

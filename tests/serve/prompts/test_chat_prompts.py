@@ -21,8 +21,8 @@ from parrot.serve.prompts.segments import (
     preceding_segments,
 )
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
-from parrot.testing.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, semantic, var_ids
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
 # Shortened from the models' own files: without tools and dates.
 LLAMA_3 = """{{- bos_token }}

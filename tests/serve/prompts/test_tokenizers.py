@@ -20,7 +20,7 @@ from parrot.serve.prompts.tokenizers import (
     Style,
     TokenizerRegistry,
 )
-from parrot.testing.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer
 
 PLAIN, SPECIAL = Style(special=False, first=False), Style(special=True, first=False)
 JSON = byte_tokenizer().tokenizer_json

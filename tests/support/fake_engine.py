@@ -25,7 +25,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NotFound, ParrotError
-from parrot.testing.byte_tokenizer import byte_tokenizer, tokenizer_id_of
+from tests.support.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 
 Contents = list[Any]  # ids, or characters
 

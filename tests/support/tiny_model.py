@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from parrot.engine.models.families import spec_from_config
-from parrot.testing.byte_tokenizer import plain_byte_tokenizer
+from tests.support.byte_tokenizer import plain_byte_tokenizer
 
 _WEIGHT_STD = 0.2
 _VOCAB_SIZE = 259  # one token per byte, then bos, eos and one that the tokenizer does not know

@@ -52,8 +52,8 @@ from parrot.protocol.server import (
 )
 from parrot.protocol.template import Text, parse_template
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.testing.app_server import serve_app
 from parrot.utils.ids import IdCounter
+from tests.support.app_server import serve_app
 
 Call = SemanticCallRequest | NativeCallRequest
 

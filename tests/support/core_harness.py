@@ -11,43 +11,13 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse, StreamChunk
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.checking_runner import CheckingRunner
+from parrot.testing.answer import Answer
 from parrot.utils.clock import ManualClock
+from tests.support.checking_runner import CheckingRunner
 
 LANGUAGE = Language.of(byte_tokenizer_response())
-
-
-class Answer:
-    """A sink that remembers, and insists on one end."""
-
-    def __init__(self) -> None:
-        self.chunks: list[StreamChunk] = []
-        self.response: FillResponse | GenerateResponse | None = None
-        self.error: ParrotError | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.response is not None or self.error is not None
-
-    @property
-    def text(self) -> str:
-        assert isinstance(self.response, GenerateResponse), self.error
-        return self.response.generated_text
-
-    def chunk(self, chunk: StreamChunk) -> None:
-        assert not self.has_ended
-        self.chunks.append(chunk)
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        assert not self.has_ended
-        self.response = response
-
-    def fail(self, error: ParrotError) -> None:
-        assert not self.has_ended
-        self.error = error
 
 
 def piece(

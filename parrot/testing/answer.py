@@ -1,0 +1,34 @@
+"""The end of a request that is submitted to an engine core directly."""
+
+from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
+from parrot.protocol.errors import ParrotError
+
+
+class Answer:
+    """A sink that remembers, and insists on one end."""
+
+    def __init__(self) -> None:
+        self.chunks: list[StreamChunk] = []
+        self.response: FillResponse | GenerateResponse | None = None
+        self.error: ParrotError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.response is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.response, GenerateResponse), self.error
+        return self.response.generated_text
+
+    def chunk(self, chunk: StreamChunk) -> None:
+        assert not self.has_ended
+        self.chunks.append(chunk)
+
+    def done(self, response: FillResponse | GenerateResponse) -> None:
+        assert not self.has_ended
+        self.response = response
+
+    def fail(self, error: ParrotError) -> None:
+        assert not self.has_ended
+        self.error = error
