@@ -17,11 +17,6 @@ from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
 from parrot.protocol.errors import InvalidRequest, NotFound, OutOfMemory
 
 
-async def _ended(turn: "asyncio.Future[None] | None") -> None:
-    if turn is not None and not turn.done():
-        await asyncio.wait((turn,))
-
-
 def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | GenerateRequest) -> None:
     """`creator` is the piece of the same request that has created the context."""
     same_parent = piece.parent_context_id in (NO_PARENT, creator.parent_context_id)
@@ -33,22 +28,6 @@ def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | Generat
         )
 
 
-class Turn:
-    """One job's place in the order of a context. `leave` lets the next job begin; leaving twice is
-    harmless."""
-
-    def __init__(self, before: "asyncio.Future[None] | None") -> None:
-        self.before = before
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def wait(self) -> None:
-        await _ended(self.before)
-
-    def leave(self) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
-
-
 @dataclass(frozen=True, slots=True)
 class Fork:
     """A fork not yet carried out, since the parent had too little text: it happens after another
@@ -56,13 +35,13 @@ class Fork:
     that the parent has."""
 
     length: int | None
-    after: "asyncio.Future[None] | None"
+    after: asyncio.Event | None
 
 
 @dataclass(slots=True, eq=False)
 class TextContext:
-    """`jobs` are those whose turn on this context is not over. Freed contexts live on as parents
-    until their last fork is gone."""
+    """`turns` are those that are not over, in order. Freed contexts live on as parents until their
+    last fork is gone."""
 
     context_id: int
     parent: "TextContext | None" = None
@@ -70,15 +49,10 @@ class TextContext:
     fork: Fork | None = None
     own_len: int = 0
     pieces: list[str] = field(default_factory=list)
-    jobs: set[Any] = field(default_factory=set)
-    last: "asyncio.Future[None] | None" = None
+    turns: list["Turn"] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.parent_len + self.own_len
-
-    @property
-    def is_busy(self) -> bool:
-        return self.last is not None and not self.last.done()
 
     def text(self) -> str:
         parts: list[str] = []
@@ -89,6 +63,45 @@ class TextContext:
             end = min(end, context.parent_len)
             context = context.parent
         return "".join(reversed(parts))
+
+    def carry_out_fork(self, length: int | None) -> None:
+        """Take `length` characters of the parent, all if None."""
+        assert self.parent is not None
+        known = len(self.parent)
+        if length is not None and length > known:
+            raise NotFound(
+                f"context {self.parent.context_id} has {known} characters, not {length}",
+                param="parent_len",
+            )
+        self.parent_len = known if length is None else length
+        self.fork = None
+
+
+class Turn:
+    """One job's place in the order of a context, behind all that have one."""
+
+    def __init__(self, context: TextContext, job: Any) -> None:
+        self.context = context
+        self.job = job
+        self.before: asyncio.Event | None = context.turns[-1].over if context.turns else None
+        self.over: asyncio.Event = asyncio.Event()
+        context.turns.append(self)
+
+    async def ready(self) -> TextContext:
+        """The context, when it is this turn's and its fork is carried out."""
+        if self.before is not None:
+            await self.before.wait()
+        if (fork := self.context.fork) is not None:
+            if fork.after is not None:
+                await fork.after.wait()
+            self.context.carry_out_fork(fork.length)
+        return self.context
+
+    def leave(self) -> None:
+        """Let the next job begin. Leaving twice is harmless."""
+        if not self.over.is_set():
+            self.over.set()
+            self.context.turns.remove(self)
 
 
 class TextContexts:
@@ -113,16 +126,17 @@ class TextContexts:
         created: dict[int, FillPiece | GenerateRequest] = {}
         try:
             for piece in wanted:
-                if piece.context_id not in self._contexts:
-                    self._contexts[piece.context_id] = self._create(piece, turns)
+                context = self._contexts.get(piece.context_id)
+                if context is None:
+                    context = self._contexts[piece.context_id] = self._create(piece, turns)
                     created[piece.context_id] = piece
                 elif (creator := created.get(piece.context_id)) is not None:
                     _check_fork(piece, creator)
                 if piece.context_id not in turns:
-                    turns[piece.context_id] = self._take_turn(piece.context_id, job)
+                    turns[piece.context_id] = Turn(context, job)
         except (InvalidRequest, NotFound):
-            for context_id, turn in turns.items():
-                self.leave(context_id, turn, job)
+            for turn in turns.values():
+                turn.leave()
             for context_id in created:
                 del self._contexts[context_id]
             raise
@@ -134,49 +148,13 @@ class TextContexts:
         parent = self._contexts.get(piece.parent_context_id)
         if parent is None:
             raise NotFound(f"no context {piece.parent_context_id}", param="parent_context_id")
-        length = piece.parent_len
-        if parent.is_busy and (length is None or length > len(parent)):
+        child, length = TextContext(piece.context_id, parent), piece.parent_len
+        if parent.turns and (length is None or length > len(parent)):
             own = turns.get(parent.context_id)
-            after = parent.last if own is None else own.before
-            return TextContext(piece.context_id, parent, fork=Fork(length, after))
-        child = TextContext(piece.context_id, parent)
-        self._cut(child, length)
+            child.fork = Fork(length, parent.turns[-1].over if own is None else own.before)
+        else:
+            child.carry_out_fork(length)
         return child
-
-    def _take_turn(self, context_id: int, job: object) -> Turn:
-        context = self._contexts[context_id]
-        turn = Turn(context.last)
-        context.last = turn.over
-        context.jobs.add(job)
-        return turn
-
-    def leave(self, context_id: int, turn: Turn, job: object) -> None:
-        turn.leave()
-        if (context := self._contexts.get(context_id)) is not None:
-            context.jobs.discard(job)
-            if not context.is_busy:
-                context.last = None
-
-    async def ready(self, context_id: int, turn: Turn) -> TextContext:
-        """The context, when it is this turn's and its fork is carried out."""
-        await turn.wait()
-        context = self._contexts[context_id]
-        if (fork := context.fork) is not None:
-            await _ended(fork.after)
-            self._cut(context, fork.length)
-            context.fork = None
-        return context
-
-    @staticmethod
-    def _cut(child: TextContext, length: int | None) -> None:
-        assert child.parent is not None
-        known = len(child.parent)
-        if length is not None and length > known:
-            raise NotFound(
-                f"context {child.parent.context_id} has {known} characters, not {length}",
-                param="parent_len",
-            )
-        child.parent_len = known if length is None else length
 
     def fill(self, context: TextContext, text: str) -> None:
         if self.num_chars + len(text) > self.capacity:
@@ -205,5 +183,4 @@ class TextContexts:
             assert held == context.own_len, f"{context.context_id}: {held} != {context.own_len}"
             parent_len = len(context.parent) if context.parent is not None else 0
             assert context.parent_len <= parent_len, f"{context.context_id} exceeds its parent"
-            assert bool(context.jobs) == context.is_busy, f"{context.context_id}: lost jobs"
             assert context.fork is None or not context.pieces, f"{context.context_id}: open fork"

@@ -9,8 +9,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from parrot.engine.openai.contexts import Turn
-from parrot.engine.openai.wire import WireUsage
-from parrot.protocol.engine_api import StreamChunk, Usage
+from parrot.protocol.engine_api import StreamChunk
 from parrot.protocol.errors import ParrotError
 
 R = TypeVar("R")
@@ -34,27 +33,6 @@ class Job(Generic[R]):
             raise
 
 
-@dataclass(slots=True)
-class Times:
-    """When a Generate came, began and had its first text, in the clock's seconds."""
-
-    submitted: float
-    started: float
-    first_text: float
-
-    def usage(self, counted: WireUsage | None, now: float) -> Usage:
-        """An unstreamed answer comes all at once: its prefill is part of `decode_s`."""
-        counted = counted or WireUsage()
-        return Usage(
-            cached_tokens=counted.cached_tokens,
-            computed_tokens=counted.prompt_tokens - counted.cached_tokens,
-            output_tokens=counted.completion_tokens,
-            queue_s=self.started - self.submitted,
-            prefill_s=self.first_text - self.started,
-            decode_s=now - self.first_text,
-        )
-
-
 class PriorityGate:
     """At most `limit` are inside. Who waits enters by priority (lower first), then by arrival."""
 
@@ -66,16 +44,16 @@ class PriorityGate:
 
     @asynccontextmanager
     async def pass_through(self, priority: int) -> AsyncIterator[None]:
-        await self._enter(priority)
+        if self.num_inside < self._limit:
+            self.num_inside += 1
+        else:
+            await self._wait(priority)
         try:
             yield
         finally:
             self._leave()
 
-    async def _enter(self, priority: int) -> None:
-        if self.num_inside < self._limit:
-            self.num_inside += 1
-            return
+    async def _wait(self, priority: int) -> None:
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, next(self._arrivals), admitted))
         try:

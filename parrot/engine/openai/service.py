@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.contexts import TextContext, TextContexts
-from parrot.engine.openai.jobs import Job, PriorityGate, Times
+from parrot.engine.openai.jobs import Job, PriorityGate
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
+from parrot.engine.openai.wire import WireUsage
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
@@ -46,7 +47,6 @@ from parrot.utils.clock import Clock, MonotonicClock
 _BACKLOG_PER_TASK = 4
 _MIN_BACKLOG = 1024
 _CHARS_PER_TOKEN = 4
-_LATENCY_SMOOTHING = 0.1
 
 R = TypeVar("R")
 
@@ -74,8 +74,6 @@ class OpenAIService:
         self._jobs: set[Job[Any]] = set()
         self._costs = AnswerCosts(self._clock)
         self._is_ready = False
-        self._num_answers = 0
-        self._latency_s = 0.0
 
     async def start(self) -> None:
         """Ask the server what it is. It may still be starting: it is asked again when needed."""
@@ -90,7 +88,8 @@ class OpenAIService:
 
     async def fill(self, request: FillRequest) -> FillResponse:
         _require_text([request])
-        return await self._launch([request], lambda job: self._fill(job, request)).result()
+        await self._launch([request], lambda job: self._fill(job, [request])).result()
+        return FillResponse(filled_len=len(request.text or ""))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         return await self._launch_generate(request, stream=False).result()
@@ -109,9 +108,8 @@ class OpenAIService:
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         freed = [c for i in context_ids if (c := self._contexts.free(i)) is not None]
-        await self._abort(
-            {job for context in freed for job in context.jobs}, Cancelled("its context was freed")
-        )
+        users = {turn.job for context in freed for turn in context.turns}
+        await self._abort(users, Cancelled("its context was freed"))
         return sum(len(context) for context in freed)
 
     async def reset(self) -> None:
@@ -126,8 +124,8 @@ class OpenAIService:
             num_free_blocks=max(0, capacity - used),
             num_running_jobs=self._gate.num_inside,
             num_total_jobs=len(self._jobs),
-            recent_average_latency=self._latency_s * 1e9,
-            num_steps=self._num_answers,
+            recent_average_latency=self._costs.latency_s * 1e9,
+            num_steps=self._costs.num_answered,
             costs=self._costs.costs(),
         )
 
@@ -158,7 +156,8 @@ class OpenAIService:
         self._contexts.check_integrity()
         assert self._gate.num_inside <= len(self._jobs), "the gate counts jobs that are gone"
         for context in self._contexts:
-            assert context.jobs <= self._jobs, f"{context.context_id} waits for jobs that are gone"
+            users = {turn.job for turn in context.turns}
+            assert users <= self._jobs, f"{context.context_id} waits for jobs that are gone"
 
     async def close(self) -> None:
         self._is_ready = False
@@ -193,8 +192,8 @@ class OpenAIService:
 
     def _forget(self, job: Job[Any]) -> None:
         self._jobs.discard(job)
-        for context_id, turn in job.turns.items():
-            self._contexts.leave(context_id, turn, job)
+        for turn in job.turns.values():
+            turn.leave()
         job.chunks.put_nowait(None)
 
     async def _abort(self, jobs: Collection[Job[Any]], error: ParrotError) -> None:
@@ -203,76 +202,62 @@ class OpenAIService:
             job.task.cancel()
         await asyncio.gather(*(job.task for job in jobs), return_exceptions=True)
 
-    async def _fill(self, job: Job[FillResponse], request: FillRequest) -> FillResponse:
-        await self._fill_pieces(job, [request])
-        return FillResponse(filled_len=len(request.text or ""))
-
-    async def _fill_pieces(
+    async def _fill(
         self, job: Job[Any], pieces: Sequence[FillPiece], kept: int | None = None
     ) -> None:
         """In order. A context that this job needs no more is free for the next one."""
         last_use = {piece.context_id: at for at, piece in enumerate(pieces)}
         for at, piece in enumerate(pieces):
             turn = job.turns[piece.context_id]
-            context = await self._contexts.ready(piece.context_id, turn)
-            self._contexts.fill(context, piece.text or "")
+            self._contexts.fill(await turn.ready(), piece.text or "")
             if last_use[piece.context_id] == at and piece.context_id != kept:
-                self._contexts.leave(piece.context_id, turn, job)
+                turn.leave()
 
     async def _generate(
         self, job: Job[GenerateResponse], request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         submitted = self._clock.now()
         await self._upstream.check_with_probe(request.sampling_config)
-        await self._fill_pieces(job, request.fills, kept=request.context_id)
-        turn = job.turns[request.context_id]
-        context = await self._contexts.ready(request.context_id, turn)
+        await self._fill(job, request.fills, kept=request.context_id)
+        context = await job.turns[request.context_id].ready()
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
             started = self._clock.now()
-            times = Times(submitted, started, started)
-            ask = self._stream if stream else self._complete
             with self._costs.answering(len(context) / _CHARS_PER_TOKEN) as answer:
-                response = await ask(job, context, request.sampling_config, times)
+                response = await self._ask(job, context, request.sampling_config, stream)
                 answer.usage = response.usage
-        self._note_answer(self._clock.now() - started)
+        response.usage.queue_s = started - submitted
         return response
 
-    async def _complete(
-        self, job: Job[Any], context: TextContext, sampling: SamplingConfig, times: Times
+    async def _ask(
+        self, job: Job[Any], context: TextContext, sampling: SamplingConfig, stream: bool
     ) -> GenerateResponse:
-        answer = await self._upstream.complete(context.text(), sampling)
-        reason = answer.finish_reason or FinishReason.STOP
-        self._contexts.append(context, answer.text)
-        return self._response(answer.text, reason, times.usage(answer.usage, self._clock.now()))
-
-    async def _stream(
-        self, job: Job[Any], context: TextContext, sampling: SamplingConfig, times: Times
-    ) -> GenerateResponse:
-        pieces: list[str] = []
-        reason, counted = FinishReason.STOP, None
-        chunks = self._upstream.stream(context.text(), sampling)
-        async with aclosing(chunks):
+        """One exchange with the server. An unstreamed answer comes all at once: its prefill is part
+        of `decode_s`."""
+        started = first_text = self._clock.now()
+        texts: list[str] = []
+        reason, counted = FinishReason.STOP, WireUsage()
+        ask = self._upstream.stream if stream else self._upstream.complete
+        async with aclosing(ask(context.text(), sampling)) as chunks:
             async for chunk in chunks:
-                if text := chunk.text:
-                    if not pieces:
-                        times.first_text = self._clock.now()
-                    pieces.append(text)
-                    self._contexts.append(context, text)
-                    job.chunks.put_nowait(StreamChunk(ids=[], text=text))
                 reason = chunk.finish_reason or reason
                 counted = chunk.usage or counted
-        return self._response("".join(pieces), reason, times.usage(counted, self._clock.now()))
-
-    @staticmethod
-    def _response(text: str, reason: FinishReason, usage: Usage) -> GenerateResponse:
-        return GenerateResponse(
-            generated_text=text, generated_ids=[], finish_reason=reason, usage=usage
+                if not chunk.text:
+                    continue
+                if stream and not texts:
+                    first_text = self._clock.now()
+                texts.append(chunk.text)
+                self._contexts.append(context, chunk.text)
+                job.chunks.put_nowait(StreamChunk(ids=[], text=chunk.text))
+        usage = Usage(
+            cached_tokens=counted.cached_tokens,
+            computed_tokens=counted.prompt_tokens - counted.cached_tokens,
+            output_tokens=counted.completion_tokens,
+            prefill_s=first_text - started,
+            decode_s=self._clock.now() - first_text,
         )
-
-    def _note_answer(self, seconds: float) -> None:
-        weight = _LATENCY_SMOOTHING if self._num_answers else 1.0
-        self._latency_s += weight * (seconds - self._latency_s)
-        self._num_answers += 1
+        return GenerateResponse(
+            generated_text="".join(texts), generated_ids=[], finish_reason=reason, usage=usage
+        )
 
 
 def _require_text(pieces: Iterable[FillPiece]) -> None:

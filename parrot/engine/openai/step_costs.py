@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parrot.engine.core.step_costs import StepCostFit
 from parrot.protocol.engine_api import StepCosts, Usage
 from parrot.utils.clock import Clock
 
+_LATENCY_SMOOTHING = 0.1
 
-@dataclass(slots=True)
-class _Totals:
+
+class _Totals(NamedTuple):
     """Sums of the server's work so far: answers and their tokens of context, times seconds, and
     prompt tokens computed."""
 
@@ -29,9 +31,11 @@ class Answer:
 class AnswerCosts:
     """Takes the server to make one step for each token of an answer, beside all other answers of
     this engine that are under way. Work that others give the server makes its steps look slower,
-    as they are."""
+    as they are. `latency_s`: seconds that an answer took of late, of `num_answered` so far."""
 
     def __init__(self, clock: Clock) -> None:
+        self.num_answered = 0
+        self.latency_s = 0.0
         self._clock = clock
         self._fit = StepCostFit()
         self._totals = _Totals()
@@ -46,7 +50,7 @@ class AnswerCosts:
     @contextmanager
     def answering(self, num_tokens: float) -> Iterator[Answer]:
         """An answer is under way inside; its prompt has about `num_tokens`."""
-        before, began = self._advance(), self._clock.now()
+        before, began = self._advance(), self._since
         self._num_answers += 1
         self._num_tokens += num_tokens
         answer = Answer()
@@ -57,11 +61,13 @@ class AnswerCosts:
             self._num_answers -= 1
             self._num_tokens -= num_tokens
         if answer.usage is not None:
-            self._learn(before, after, self._clock.now() - began, answer.usage)
+            self._learn(before, after, self._since - began, answer.usage)
 
     def _learn(self, before: _Totals, after: _Totals, seconds: float, usage: Usage) -> None:
-        self._totals.prompt_tokens += usage.computed_tokens
-        num_prompt_tokens = after.prompt_tokens - before.prompt_tokens + usage.computed_tokens
+        weight = _LATENCY_SMOOTHING if self.num_answered else 1.0
+        self.latency_s += weight * (seconds - self.latency_s)
+        self.num_answered += 1
+        self._totals = after._replace(prompt_tokens=after.prompt_tokens + usage.computed_tokens)
         if usage.output_tokens <= 0 or seconds <= 0:
             return
         steps_per_s = usage.output_tokens / seconds
@@ -70,15 +76,14 @@ class AnswerCosts:
             num_steps=usage.output_tokens,
             num_sequences=(after.answer_s - before.answer_s) * steps_per_s,
             num_tokens=(after.token_s - before.token_s) * steps_per_s,
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=self._totals.prompt_tokens - before.prompt_tokens,
         )
 
     def _advance(self) -> _Totals:
         now, totals = self._clock.now(), self._totals
         elapsed_s, self._since = now - self._since, now
-        self._totals = _Totals(
-            totals.answer_s + self._num_answers * elapsed_s,
-            totals.token_s + self._num_tokens * elapsed_s,
-            totals.prompt_tokens,
+        self._totals = totals._replace(
+            answer_s=totals.answer_s + self._num_answers * elapsed_s,
+            token_s=totals.token_s + self._num_tokens * elapsed_s,
         )
         return self._totals

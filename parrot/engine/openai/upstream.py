@@ -80,14 +80,6 @@ def _target(config: OpenAIConfig) -> Target:
     return Target(config.model, is_chat, length_field, stream_usage=is_new)
 
 
-def _asks_for_more(sampling: SamplingConfig, is_chat: bool) -> bool:
-    try:
-        sampling.require_support(OPENAI.supported(is_chat), "")
-    except UnsupportedField:
-        return True
-    return False
-
-
 class Upstream:
     """One server and one model of it. `probe` may fail; then the server is taken for one that
     knows OpenAI's fields only."""
@@ -136,55 +128,55 @@ class Upstream:
 
     async def check_with_probe(self, sampling: SamplingConfig) -> None:
         """As `check`, but first find out what the server can do if it matters."""
-        if self.dialect is None and _asks_for_more(sampling, self._target.is_chat):
-            await self.probe()
+        if self.dialect is None:
+            try:
+                self._require(OPENAI, sampling)
+            except UnsupportedField:
+                await self.probe()
         self._require(self.dialect or OPENAI, sampling)
 
     def _require(self, dialect: Dialect, sampling: SamplingConfig) -> None:
         supported = dialect.supported(self._target.is_chat)
         sampling.require_support(supported, f"the openai engine ({dialect.name} server)")
 
-    async def complete(self, prompt: str, sampling: SamplingConfig) -> Answer:
-        body = self._body(prompt, sampling, stream=False)
+    async def complete(self, prompt: str, sampling: SamplingConfig) -> AsyncGenerator[Answer, None]:
+        """As `stream`, but the answer comes whole."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
                 payload = await self._http.request(
                     "POST",
                     self._path,
                     params=self._params,
-                    body=body,
+                    body=self._body(prompt, sampling),
                     timeout_s=_ANSWER_TIMEOUT_S,
                 )
         answer = parse_answer(payload)
         if not answer.choices:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
-        return answer
+        yield answer
 
     async def stream(self, prompt: str, sampling: SamplingConfig) -> AsyncGenerator[Answer, None]:
         """The chunks of an answer, complete when the iteration ends without an error. Tries again
         only while nothing has come."""
-        body = self._body(prompt, sampling, stream=True)
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
                 events = self._http.stream_raw(
                     "POST",
                     self._path,
                     params=self._params,
-                    body=body,
+                    body=self._body(prompt, sampling, stream=True),
                     idle_timeout_s=_ANSWER_TIMEOUT_S,
                 )
-                first = await anext(events, None)
+                event = await anext(events, None)
         async with aclosing(events):
-            event = first
             while event is not None and event[1].strip() != DONE:
                 yield self._chunk(event[1])
                 event = await anext(events, None)
             if event is None:
                 raise Unavailable("the stream of the server behind this engine was cut off")
 
-    def _body(self, prompt: str, sampling: SamplingConfig, *, stream: bool) -> dict[str, Any]:
-        dialect = self.dialect or OPENAI
-        return request_body(self._target, dialect, prompt, sampling, stream=stream)
+    def _body(self, prompt: str, sampling: SamplingConfig, stream: bool = False) -> dict[str, Any]:
+        return request_body(self._target, self.dialect or OPENAI, prompt, sampling, stream=stream)
 
     def _chunk(self, data: bytes) -> Answer:
         try:
