@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from parrot.frontend.pfunc.liveness import LivenessProbe
+from parrot.frontend.pfunc.session import LivenessProbe
 from parrot.protocol.errors import Unavailable
 
 

@@ -1,45 +1,106 @@
-"""An event loop in a thread of its own: it lets blocking code and any number of other event loops
-use one asynchronous implementation."""
+"""An event loop in a thread of its own: blocking code and any number of other event loops share one
+asynchronous implementation."""
 
 import asyncio
+import queue
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from enum import Enum
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from parrot.protocol.errors import SessionGone
 
-_CLOSE_TIMEOUT_S = 5.0
+T = TypeVar("T")
+Producer = Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]
+
+_CLOSE_TIMEOUT_S = 10.0
+_GONE = "the session has ended"
+
+
+class _End(Enum):
+    """Comes after the last item."""
+
+    END = 0
 
 
 class BackgroundLoop:
-    """Starts at once; close it when done. All methods may be called from any other thread."""
+    """The loop of one session: it starts at once, and whatever waits for it, or comes later, gets
+    `SessionGone` when it is closed. All methods may be called from any other thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="parrot-io", daemon=True)
         self._thread.start()
 
-    def start(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
-        """Cancelling the future cancels the coroutine. Raises `RuntimeError` after `close`."""
-        try:
-            return asyncio.run_coroutine_threadsafe(coro, self._loop)
-        except RuntimeError:
-            coro.close()
-            raise
-
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        return self.start(coro).result()
+        """Wait for the result. An interrupt (Ctrl-C) ends the wait at once, and the coroutine."""
+        future = self._start(coro)
+        try:
+            return _result(future)
+        finally:
+            future.cancel()
 
-    def close(self) -> None:
-        """Cancel what still runs and end the thread. The second call does nothing."""
-        if self._loop.is_closed():
+    async def arun(self, coro: Coroutine[Any, Any, T]) -> T:
+        """The same for a caller with an event loop. Cancelling the caller cancels the coroutine."""
+        future = self._start(coro)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            return _result(future)
+
+    def items(self, produce: Producer[T]) -> Iterator[T]:
+        """Yield what `produce(emit)` emits, as it comes. Leaving the loop early cancels it."""
+        emitted: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        future = self._start(produce(emitted.put))
+        future.add_done_callback(lambda _: emitted.put(_End.END))
+        try:
+            while (item := emitted.get()) is not _End.END:
+                yield item
+            _result(future)
+        finally:
+            future.cancel()
+
+    async def aitems(self, produce: Producer[T]) -> AsyncGenerator[T]:
+        """The same for a caller with an event loop: close it to cancel at a certain moment."""
+        emitted: asyncio.Queue[T | _End] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(item: T | _End) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(emitted.put_nowait, item)
+
+        future = self._start(produce(put))
+        future.add_done_callback(lambda _: put(_End.END))
+        try:
+            while (item := await emitted.get()) is not _End.END:
+                yield item
+            _result(future)
+        finally:
+            future.cancel()
+
+    def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel what still runs, run `farewell`, and end the thread. Does nothing once closed."""
+        if self._is_closed:
             return
+        self._is_closed = True
+        ending = asyncio.run_coroutine_threadsafe(_end(farewell), self._loop)
         with suppress(TimeoutError):
-            self.start(cancel_others()).result(_CLOSE_TIMEOUT_S)
+            ending.result(_CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _start(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
+        """Cancelling the future cancels the coroutine."""
+        if self._is_closed:
+            coro.close()
+            raise SessionGone(_GONE)
+        return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -50,9 +111,17 @@ class BackgroundLoop:
             self._loop.close()
 
 
-async def cancel_others() -> None:
-    """Cancel all tasks of this loop but the running one, and wait until they have ended."""
+def _result(future: Future[T]) -> T:
+    """Wait for it. Only the end of the loop cancels it."""
+    try:
+        return future.result()
+    except CancelledError:
+        raise SessionGone(_GONE) from None
+
+
+async def _end(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await farewell()

@@ -1,16 +1,11 @@
 """A call: a function with its arguments bound, and what is sent of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parrot.frontend.pfunc.function_body import (
-    Constant,
-    FuncBodyPiece,
-    Parameter,
-    ParameterLoc,
-)
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece, Parameter, ParameterLoc
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import placeholder
 
@@ -73,20 +68,27 @@ class BasicCall(ABC):
                 parts = value if isinstance(value, tuple) else (value,)
                 yield from ((param, part) for part in parts if isinstance(part, SemanticVariable))
 
-    @abstractmethod
-    def to_request_payload(self) -> dict[str, Any]:
-        """The body of the request, without the session."""
+    @property
+    def session(self) -> "Session | None":
+        """The current session; outside any (for example in a new thread) that of an argument."""
+        given = (var.session for _, var in self.given_variables())
+        return current_session.get() or next(filter(None, given), None)
 
-    def parameters(self, session: "Session | None", names: set[str]) -> list[dict[str, Any]]:
+    @abstractmethod
+    def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
+        """The body of the request, without the session's fields."""
+
+    def parameters(
+        self, params: Iterable[Parameter], session: "Session | None"
+    ) -> list[dict[str, Any]]:
+        """The bindings of these parameters, as they are sent."""
         payloads = []
-        for param in self.func.params:
-            if param.name not in names:
-                continue
+        for param in params:
             if param.is_output:
                 payloads.append(_output_payload(param, self.bindings[param.name], session))
             else:
-                for name, value in self.inputs_of(param):
-                    payloads.append(_input_payload(name, value, session))
+                inputs = self.inputs_of(param)
+                payloads += [_input_payload(name, value, session) for name, value in inputs]
         return payloads
 
     def inputs_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
@@ -152,11 +154,12 @@ class SemanticCall(BasicCall):
     joins_lists = True
 
     def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
-        names = {piece.param.name for piece in self.func.body if isinstance(piece, ParameterLoc)}
+        places = self.func.locations
+        used = [param for param in self.func.params if param in places]
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
             "template": "".join(map(self._render, self.func.body)),
-            "parameters": self.parameters(session, names),
+            "parameters": self.parameters(used, session),
         }
 
     def _render(self, piece: FuncBodyPiece) -> str:
@@ -174,7 +177,7 @@ class PyNativeCall(BasicCall):
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
             "func_source": self.func.source,
-            "parameters": self.parameters(session, set(self.func.params_map)),
+            "parameters": self.parameters(self.func.params, session),
         }
 
 

@@ -5,17 +5,12 @@ import builtins
 import inspect
 import symtable
 import textwrap
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from parrot.frontend.pfunc.call import (
-    BasicCall,
-    PyNativeCall,
-    Returned,
-    SemanticCall,
-)
+from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, Returned, SemanticCall
 from parrot.frontend.pfunc.function_body import (
     Constant,
     FuncBodyPiece,
@@ -32,7 +27,6 @@ from parrot.frontend.pfunc.metadata import (
     SemanticFuncMetadata,
     parse_metadata,
 )
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 
@@ -54,11 +48,13 @@ __all__ = [
 ]
 
 
-class BasicFunction(ABC):
+class BasicFunction:
     """Calling it submits a call to the current session and returns its output variables, without
     waiting for their values. Outside a session the call itself is returned.
 
     Positional arguments are the inputs in order; keywords may also give variables to outputs."""
+
+    call_type: ClassVar[type[BasicCall]]
 
     def __init__(self, name: str, params: Sequence[Parameter]) -> None:
         self.name = name
@@ -77,28 +73,28 @@ class BasicFunction(ABC):
 
     def invoke(self, /, *args: Any, **kwargs: Any) -> Any:
         """Submit a call; waits for ServeCore to accept it, not for it to run."""
-        call = self._new_call(args, kwargs)
-        session = session_of(call)
-        return call if session is None else session.run(self._submit(session, call))
+        call = self.call_type(self, args, kwargs)
+        session = call.session
+        return call if session is None else session.loop.run(self._submit(session, call))
 
     async def ainvoke(self, /, *args: Any, **kwargs: Any) -> Any:
         """Submit a call without holding up the event loop: many may be on their way at once."""
-        call = self._new_call(args, kwargs)
-        session = session_of(call)
-        return call if session is None else await session.arun(self._submit(session, call))
+        call = self.call_type(self, args, kwargs)
+        session = call.session
+        return call if session is None else await session.loop.arun(self._submit(session, call))
 
     def display_signature(self) -> str:
         return f"{self.name}({', '.join(f'{p.name}: {p.typ.name}' for p in self.params)})"
 
-    @abstractmethod
-    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BasicCall: ...
-
-    @abstractmethod
-    async def _submit(self, session: "Session", call: Any) -> Returned: ...
+    async def _submit(self, session: "Session", call: BasicCall) -> Returned:
+        await session.submit(call, {})
+        return call.returned
 
 
 class SemanticFunction(BasicFunction):
     """A prompt template with inputs and outputs."""
+
+    call_type = SemanticCall
 
     def __init__(
         self,
@@ -116,20 +112,25 @@ class SemanticFunction(BasicFunction):
         check_body(body, self.params)
         self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
 
+    @property
+    def locations(self) -> list[Parameter]:
+        """The parameters in the order of their places in the template."""
+        return [piece.param for piece in self.body if isinstance(piece, ParameterLoc)]
+
     def to_template_str(self) -> str:
         return render_body(self.body)
 
     def with_body(self, body: Sequence[FuncBodyPiece]) -> "SemanticFunction":
         """A copy with other constants, of which adjacent ones are joined. Raises `ValueError` if
         constants would become a placeholder, or the locations are not the same as before."""
-        new = self._copy()
+        new = copy(self)
         new.body = parse_body(render_body(body), self.params_map)
-        if _locations(new.body) != _locations(self.body):
+        if new.locations != self.locations:
             raise ValueError(f"a transform of `{self.name}` changes more than its constants")
         return new
 
     def with_metadata(self, metadata: SemanticFuncMetadata) -> "SemanticFunction":
-        new = self._copy()
+        new = copy(self)
         new.metadata = metadata
         return new
 
@@ -142,47 +143,42 @@ class SemanticFunction(BasicFunction):
         Text after the last output, or of a function without outputs, comes before the successor's.
         Calls of `invoke` and of `invoke_statefully` both continue a context that was kept for their
         function; only the latter keep theirs."""
-        call = self._new_call(args, kwargs)
-        session = self._stateful_session(call, context_successor)
-        return session.run(self._submit(session, call, context_successor))
+        session, submitting = self._stateful(SemanticCall(self, args, kwargs), context_successor)
+        return session.loop.run(submitting)
 
     async def ainvoke_statefully(
         self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
     ) -> Any:
-        call = self._new_call(args, kwargs)
-        session = self._stateful_session(call, context_successor)
-        return await session.arun(self._submit(session, call, context_successor))
+        session, submitting = self._stateful(SemanticCall(self, args, kwargs), context_successor)
+        return await session.loop.arun(submitting)
 
-    def _stateful_session(self, call: BasicCall, successor: object) -> "Session":
+    def _stateful(
+        self, call: SemanticCall, successor: object
+    ) -> "tuple[Session, Coroutine[Any, Any, Returned]]":
         if not isinstance(successor, SemanticFunction):
             raise TypeError("context_successor must be a semantic function")
-        session = session_of(call)
+        session = call.session
         if session is None:
             raise InvalidRequest("stateful calls need a session: use them in vm.running_scope()")
-        return session
-
-    def _copy(self) -> "SemanticFunction":
-        new = object.__new__(SemanticFunction)
-        new.__dict__.update(self.__dict__)
-        return new
-
-    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SemanticCall:
-        return SemanticCall(self, args, kwargs)
+        return session, self._submit(session, call, successor)
 
     async def _submit(
         self,
         session: "Session",
-        call: SemanticCall,
+        call: BasicCall,
         successor: "SemanticFunction | None" = None,
     ) -> Returned:
         """A context that was kept for this function is used up only if the call is accepted."""
         if successor is None and not self.outputs:
             raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
         predecessor = session.contexts.pop(self, None)
+        overrides: dict[str, Any] = {}
+        if successor is not None:  # which is to see what follows the last output
+            overrides["remove_pure_fill"] = False
+        if predecessor is not None:  # the chat has begun with a system message, or without
+            overrides |= {"successor_of": predecessor, "system": None}
         try:
-            request_id = await session.submit_semantic(
-                call, successor_of=predecessor, keep_tail=successor is not None
-            )
+            request_id = await session.submit(call, overrides)
         except BaseException:
             if predecessor is not None:
                 session.contexts.setdefault(self, predecessor)
@@ -194,6 +190,8 @@ class SemanticFunction(BasicFunction):
 
 class PyNativeFunction(BasicFunction):
     """Python code that ServeCore runs in a sandbox. `source` is all that travels."""
+
+    call_type = PyNativeCall
 
     def __init__(
         self,
@@ -208,32 +206,11 @@ class PyNativeFunction(BasicFunction):
         self.metadata = metadata or NativeFuncMetadata()
         self.source = _source_of(pyfunc)
 
-    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyNativeCall:
-        return PyNativeCall(self, args, kwargs)
-
-    async def _submit(self, session: "Session", call: PyNativeCall) -> Returned:
-        await session.submit_native(call)
-        return call.returned
-
-
-def session_of(call: BasicCall) -> "Session | None":
-    """The current session; outside any (for example in a new thread) that of its arguments."""
-    session = current_session.get()
-    if session is None:
-        for _, var in call.given_variables():
-            if isinstance(var, SemanticVariable) and var.session is not None:
-                return var.session
-    return session
-
 
 def _without_sampling(name: str, param: Parameter) -> Parameter:
     if param.sampling_config not in (None, SamplingConfig()):
         raise ValueError(f"native function `{name}`: nothing is sampled for `{param.name}`")
     return replace(param, sampling_config=None)
-
-
-def _locations(body: Sequence[FuncBodyPiece]) -> list[Parameter]:
-    return [piece.param for piece in body if isinstance(piece, ParameterLoc)]
 
 
 def _source_of(pyfunc: Callable[..., Any]) -> str:

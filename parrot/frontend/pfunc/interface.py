@@ -94,7 +94,7 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     Registered with the current session; outside any, with the one that first uses it."""
     var = SemanticVariable(name, None if content is None else str(content))
     if (session := current_session.get()) is not None:
-        session.run(session.register(var))
+        session.loop.run(session.register(var))
     return var
 
 

@@ -1,7 +1,16 @@
 """Reading many variables: all of them, each as soon as it is ready, or only the first."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 from parrot.frontend.pfunc.semantic_variable import ReadOptions, SemanticVariable, read_options
@@ -9,13 +18,12 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, ParrotError, TimedOut
 
 if TYPE_CHECKING:
-    from parrot.frontend.pfunc.session import Producer, Session
+    from parrot.frontend.pfunc.session import Session
 
 _LATENCY = PerformanceCriteria.LATENCY
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 
 Progress = Callable[[int, int], None]
-Completed = tuple[SemanticVariable, ParrotError | None]
 
 
 def first_k(
@@ -31,12 +39,11 @@ def first_k(
     A failed variable counts for nothing. When too many have failed for `k` to be left, their error
     is raised at once. `ValueError`: `k` is not in 1 ... len(variables), or a variable is given
     twice. `timeout` and `deadline` are those of `SemanticVariable.get`."""
-    session, pending, ready = _prepare(variables, k)
+    session, pending, ready = _race(variables, k)
     if session is None:
         return ready
     options = read_options(criteria, timeout, deadline)
-    reading = session.read_first(pending, k - len(ready), options)
-    return ready + session.run(reading)
+    return ready + session.loop.run(session.read_first(pending, k - len(ready), options))
 
 
 async def afirst_k(
@@ -47,12 +54,11 @@ async def afirst_k(
     deadline: float | None = None,
 ) -> list[SemanticVariable]:
     """The same as `first_k` for async code. Cancelling withdraws the read."""
-    session, pending, ready = _prepare(variables, k)
+    session, pending, ready = _race(variables, k)
     if session is None:
         return ready
     options = read_options(criteria, timeout, deadline)
-    reading = session.read_first(pending, k - len(ready), options)
-    return ready + await session.arun(reading)
+    return ready + await session.loop.arun(session.read_first(pending, k - len(ready), options))
 
 
 def any_of(
@@ -86,14 +92,9 @@ def gather(
 
     `progress(num_done, num_variables)` is called whenever one more is there, from the thread that
     waits. `timeout` and `deadline` are those of `SemanticVariable.get`, for each of them."""
-    distinct = list(dict.fromkeys(variables))
-    for num_done, (_, error) in enumerate(
-        _completed(distinct, read_options(criteria, timeout, deadline)), 1
-    ):
-        if error is not None:
-            raise error
-        if progress is not None:
-            progress(num_done, len(distinct))
+    options = read_options(criteria, timeout, deadline)
+    for _ in _Reads(dict.fromkeys(variables), options, progress, raised=ParrotError):
+        pass
     return [var.get() for var in variables]
 
 
@@ -105,17 +106,11 @@ async def agather(
     progress: Progress | None = None,
 ) -> list[str]:
     """The same as `gather` for async code. Cancelling withdraws the reads."""
-    distinct = list(dict.fromkeys(variables))
-    num_done = 0
-    async with aclosing(
-        _acompleted(distinct, read_options(criteria, timeout, deadline))
-    ) as completed:
-        async for _, error in completed:
-            if error is not None:
-                raise error
-            num_done += 1
-            if progress is not None:
-                progress(num_done, len(distinct))
+    options = read_options(criteria, timeout, deadline)
+    reads = _Reads(dict.fromkeys(variables), options, progress, raised=ParrotError)
+    async with aclosing(aiter(reads)) as completed:
+        async for _ in completed:
+            pass
     return [var.get() for var in variables]
 
 
@@ -130,16 +125,11 @@ def as_completed(
     the error. All are wanted from the first step of the loop on; leaving it early withdraws the
     reads of the others. Raises `TimedOut` when `timeout` has passed, and `ValueError` if a variable
     is given twice. `progress` is that of `gather`, and counts failed ones too."""
-    completed = _completed(_distinct(variables), read_options(criteria, timeout, deadline))
-    for num_done, (var, error) in enumerate(completed, start=1):
-        if isinstance(error, TimedOut):
-            raise error
-        if progress is not None:
-            progress(num_done, len(variables))
-        yield var
+    options = read_options(criteria, timeout, deadline)
+    return iter(_Reads(_distinct(variables), options, progress, raised=TimedOut))
 
 
-async def aas_completed(
+def aas_completed(
     variables: Sequence[SemanticVariable],
     criteria: PerformanceCriteria | str = _THROUGHPUT,
     timeout: float | None = None,
@@ -148,55 +138,61 @@ async def aas_completed(
 ) -> AsyncIterator[SemanticVariable]:
     """The same as `as_completed` for async code. To withdraw the reads at a certain moment, close
     the iterator."""
-    num_done = 0
-    completed = _acompleted(_distinct(variables), read_options(criteria, timeout, deadline))
-    async with aclosing(completed):
-        async for var, error in completed:
-            if isinstance(error, TimedOut):
-                raise error
-            num_done += 1
-            if progress is not None:
-                progress(num_done, len(variables))
-            yield var
+    options = read_options(criteria, timeout, deadline)
+    return aiter(_Reads(_distinct(variables), options, progress, raised=TimedOut))
 
 
-def _completed(variables: Sequence[SemanticVariable], options: ReadOptions) -> Iterator[Completed]:
-    """Yield each variable with its error, if it failed; those whose value is known here first."""
-    session, pending, ready = _split(variables)
-    yield from ((var, None) for var in ready)
-    if session is not None:
-        yield from session.items(_reader(session, pending, options))
+class _Reads:
+    """Reads of many variables at once: yields each as soon as it is ready or failed, those whose
+    value is known here first. The first error of the type `raised` ends all."""
+
+    def __init__(
+        self,
+        variables: Collection[SemanticVariable],
+        options: ReadOptions,
+        progress: Progress | None,
+        raised: type[ParrotError],
+    ) -> None:
+        self._variables = variables
+        self._options = options
+        self._progress = progress
+        self._raised = raised
+        self._numbers = count(1)
+
+    def __iter__(self) -> Iterator[SemanticVariable]:
+        session, pending, ready = _split(self._variables)
+        yield from map(self._counted, ready)
+        if session is not None:
+            read = partial(session.read_each, pending, self._options)
+            for var, error in session.loop.items(read):
+                yield self._counted(var, error)
+
+    async def __aiter__(self) -> AsyncGenerator[SemanticVariable]:
+        session, pending, ready = _split(self._variables)
+        for var in ready:
+            yield self._counted(var)
+        if session is not None:
+            read = partial(session.read_each, pending, self._options)
+            async with aclosing(session.loop.aitems(read)) as completed:
+                async for var, error in completed:
+                    yield self._counted(var, error)
+
+    def _counted(self, var: SemanticVariable, error: ParrotError | None = None) -> SemanticVariable:
+        if isinstance(error, self._raised):
+            raise error
+        if self._progress is not None:
+            self._progress(next(self._numbers), len(self._variables))
+        return var
 
 
-async def _acompleted(
-    variables: Sequence[SemanticVariable], options: ReadOptions
-) -> AsyncGenerator[Completed]:
-    session, pending, ready = _split(variables)
-    for var in ready:
-        yield var, None
-    if session is not None:
-        async with aclosing(session.aitems(_reader(session, pending, options))) as items:
-            async for item in items:
-                yield item
-
-
-def _reader(
-    session: "Session", variables: Sequence[SemanticVariable], options: ReadOptions
-) -> "Producer[Completed]":
-    return lambda emit: session.read_each(variables, options, emit)
-
-
-def _prepare(
+def _race(
     variables: Sequence[SemanticVariable], k: int
 ) -> "tuple[Session | None, list[SemanticVariable], list[SemanticVariable]]":
-    """Split the candidates of a race. The session is None when `k` of them are ready."""
+    """As `_split`. The session is None also when `k` of the candidates are ready."""
     if not 1 <= k <= len(variables):
         raise ValueError(f"k is {k}, but there are {len(variables)} variables")
     ready = [var for var in _distinct(variables) if var.is_ready][:k]
-    if len(ready) == k:
-        return None, [], ready
-    session, pending, _ = _split(variables)
-    return session, pending, ready
+    return (None, [], ready) if len(ready) == k else _split(variables)
 
 
 def _distinct(variables: Sequence[SemanticVariable]) -> Sequence[SemanticVariable]:
@@ -206,7 +202,7 @@ def _distinct(variables: Sequence[SemanticVariable]) -> Sequence[SemanticVariabl
 
 
 def _split(
-    variables: Sequence[SemanticVariable],
+    variables: Collection[SemanticVariable],
 ) -> "tuple[Session | None, list[SemanticVariable], list[SemanticVariable]]":
     """The session to ask for the missing ones (None: nothing is missing), the variables whose value
     is not known here, and those whose value is."""

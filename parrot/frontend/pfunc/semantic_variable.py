@@ -4,6 +4,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from parrot.frontend.pfunc.metadata import parse_criteria
@@ -11,7 +12,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest
 
 if TYPE_CHECKING:
-    from parrot.frontend.pfunc.session import Producer, Session
+    from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import TokenUsage, VarGetResponse
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
@@ -19,8 +20,6 @@ _LATENCY = PerformanceCriteria.LATENCY
 
 
 class ReadOptions(TypedDict):
-    """The criteria and the limits of a read."""
-
     criteria: PerformanceCriteria
     timeout_s: float | None
     deadline_s: float | None
@@ -114,6 +113,12 @@ class SemanticVariable:
         return self._session
 
     @property
+    def registered_id(self) -> str:
+        """Its id; it must be registered."""
+        assert self._id is not None, self
+        return self._id
+
+    @property
     def is_registered(self) -> bool:
         """Whether a session of ServeCore knows it."""
         return self._id is not None
@@ -140,7 +145,7 @@ class SemanticVariable:
         if self._content is not None:
             raise AlreadySet(f"variable `{self.name}` is already set")
         if self._session is not None:
-            self._session.run(self._session.set(self, content))
+            self._session.loop.run(self._session.set(self, content))
         self._content = content
 
     def get(
@@ -153,7 +158,7 @@ class SemanticVariable:
         if self._content is not None:
             return self._content
         session = self.live_session()
-        return session.run(session.read(self, read_options(criteria, timeout, deadline)))
+        return session.loop.run(session.read(self, read_options(criteria, timeout, deadline)))
 
     async def aget(
         self,
@@ -165,7 +170,8 @@ class SemanticVariable:
         if self._content is not None:
             return self._content
         session = self.live_session()
-        return await session.arun(session.read(self, read_options(criteria, timeout, deadline)))
+        reading = session.read(self, read_options(criteria, timeout, deadline))
+        return await session.loop.arun(reading)
 
     def stream(
         self,
@@ -180,7 +186,7 @@ class SemanticVariable:
             return
         session = self.live_session()
         options = read_options(criteria, timeout, deadline)
-        yield from session.items(self._streamer(session, options))
+        yield from session.loop.items(partial(session.stream, self, options))
 
     async def astream(
         self,
@@ -196,7 +202,8 @@ class SemanticVariable:
             return
         session = self.live_session()
         options = read_options(criteria, timeout, deadline)
-        async with aclosing(session.aitems(self._streamer(session, options))) as pieces:
+        produce = partial(session.stream, self, options)
+        async with aclosing(session.loop.aitems(produce)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -204,7 +211,7 @@ class SemanticVariable:
         """Stop producing it; all its readers, here and elsewhere, get `Cancelled`. Does nothing to
         a value that is there."""
         if self._session is not None:
-            self._session.run(self._session.cancel(self))
+            self._session.loop.run(self._session.cancel(self))
         else:
             self._is_cancelled = self._content is None
 
@@ -218,6 +225,3 @@ class SemanticVariable:
                 "make it inside vm.running_scope() or vm.run(), or set it"
             )
         return self._session
-
-    def _streamer(self, session: "Session", options: ReadOptions) -> "Producer[str]":
-        return lambda emit: session.stream(self, options, emit)

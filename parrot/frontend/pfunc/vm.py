@@ -162,14 +162,14 @@ class VirtualMachine:
         session = self._session
         if session is None:
             raise InvalidRequest("no session: use it inside vm.running_scope() or vm.run()")
-        return session.run(session.info())
+        return session.loop.run(session.info())
 
     def _enter(self) -> "Session":
         from parrot.frontend.pfunc.session import Session
 
         with self._lock:
             if self._session is None:
-                self._session = Session.open(
+                self._session = Session(
                     self.core_http_addr, self._api_key, on_demand=self._on_demand
                 )
             self._num_scopes += 1
