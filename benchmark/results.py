@@ -59,6 +59,12 @@ class Report(dict[str, Any]):
         content = config.read_bytes() if is_file else json.dumps(config, sort_keys=True).encode()
         self["provenance"]["configs"][name] = hashlib.sha256(content).hexdigest()[:_DIGITS]
 
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Show a row, append it to the list under `key`, and save."""
+        self.setdefault(key, []).append(row)
+        print("  ".join(f"{name}={_shown(value)}" for name, value in row.items()), flush=True)
+        self.save()
+
     def save(self) -> None:
         """Write the whole file at once, so that it can be read at any time."""
         if self._path is None:
@@ -130,6 +136,10 @@ def check_command(command: str) -> argparse.Namespace:
         return parser.parse_args(words[3:])
     except SystemExit as error:
         raise ValueError(f"{command!r} is not a command of {words[2]}") from error
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _module_name(module: Any) -> str:

@@ -34,6 +34,11 @@ def read_counters(page: str) -> Counters:
     return found
 
 
+def total(counters: Counters, name: str) -> float:
+    """The sum over the labels that `name` leaves open; it may end with the first of them."""
+    return sum(value for key, value in counters.items() if key.startswith(name))
+
+
 def growth(before: Counters, after: Counters) -> dict[str, float]:
     """What has been counted in between, without what has not changed."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}

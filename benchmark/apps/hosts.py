@@ -8,13 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmark.apps.backends.openai import OpenAIBackend, first_model
-from benchmark.apps.backends.parrot import ParrotBackend
+from benchmark.apps.backends.openai import openai_backend
+from benchmark.apps.backends.parrot import parrot_backend
 from benchmark.apps.counters import scrape
 from benchmark.apps.network import Network
 from benchmark.apps.program import Backend
 from benchmark.apps.runner import Run
 from benchmark.apps.settings import Setting
+from benchmark.simulated import changed, core_config
 from parrot.cli.cluster_configs import read_configs
 from parrot.cluster import Cluster
 from parrot.cluster.cluster import CORE
@@ -23,8 +24,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ReadyResponse
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.config import GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
+from parrot.simulation import SimCluster, fixed, run_virtual
 
 QUEUE_SIZE = 100_000  # a whole workload may be queued
 HEARTBEAT_S = 0.5  # so that engines soon find a restarted ServeCore
@@ -95,10 +95,9 @@ class ServerHost(Host):
 
     async def _connect(self, setting: Setting, url: str, network: Network) -> Backend:
         if setting.style == "openai":
-            model = self._model or await first_model(url, self._api_key)
-            return OpenAIBackend(url, network, model, self._api_key)
+            return await openai_backend(url, network, self._model, self._api_key)
         client = ServeClient(HttpClient(url))
-        return ParrotBackend(client, scrape(url), network, whole_graph=setting.style == "parrot")
+        return parrot_backend(client, scrape(url), network, whole_graph=setting.style == "parrot")
 
 
 class ClusterHost(ServerHost):
@@ -177,9 +176,8 @@ class SimHost(Host):
 
     async def _run(self, setting: Setting, measure: Measure, seed: int) -> Run:
         features = {"max_queue_size": QUEUE_SIZE} | dict(setting.overrides)
-        scheduler = GlobalSchedulerConfig.model_validate(features)
-        core = PATIENT.model_copy(update={"global_scheduler": scheduler})
-        engine = changed(self._config, setting.engine)
+        core = core_config(**features)
+        engine = changed(self._config, **dict(setting.engine))
         async with SimCluster(self._num_engines, engine=engine, core=core) as cluster:
             network = Network(self._network, seed, asyncio.sleep)
 
@@ -187,7 +185,7 @@ class SimHost(Host):
                 return cluster.core.metrics().decode()
 
             client = cluster.client(fixed(0.0))
-            backend = ParrotBackend(
+            backend = parrot_backend(
                 client, scrape_core, network, whole_graph=setting.style == "parrot"
             )
             return await measure(backend)
@@ -206,20 +204,6 @@ async def engine_tokenizer(base_url: str) -> str | None:
         return (await client.tokenizer()).tokenizer_json
     finally:
         await client.close()
-
-
-def changed(config: SimConfig, changes: Sequence[tuple[str, Any]]) -> SimConfig:
-    """The config with other values of these keys, written with dots."""
-    payload = config.model_dump(mode="json")
-    for path, value in changes:
-        *parents, name = path.split(".")
-        section = payload
-        for parent in parents:
-            section = section[parent]
-        if name not in section:
-            raise ValueError(f"engines have no key {path!r}")
-        section[name] = value
-    return SimConfig.model_validate(payload)
 
 
 def _sim_config(path: Path | None) -> SimConfig:

@@ -1,7 +1,7 @@
 """What a workload is written against: the calls of one run of an application, on any backend."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmark.apps.counters import Counters, Scrape, read_counters
@@ -36,6 +36,10 @@ class Call:
     @property
     def prompt_tokens(self) -> int:
         return sum(piece.tokens for piece in self.prompt)
+
+    @property
+    def inputs(self) -> list[Output]:
+        return [piece for piece in self.prompt if isinstance(piece, Output)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +136,15 @@ class Program(ABC):
     def _add_input(self, output: Output) -> None: ...
 
 
-class Backend(ABC):
-    """Where programs run. One for all programs of a run."""
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Where the programs of a run run. `program`: a new run of the application of this name.
+    `close`: releases connections."""
 
-    def __init__(self, scrape: Scrape) -> None:
-        self._scrape = scrape
+    program: Callable[[str], Program]
+    scrape: Scrape
+    close: Callable[[], Awaitable[None]]
 
     async def counters(self) -> Counters:
         """What the server has counted since it began."""
-        return read_counters(await self._scrape())
-
-    @abstractmethod
-    def program(self, app: str) -> Program:
-        """A new run of the application `app`."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Release connections."""
+        return read_counters(await self.scrape())

@@ -11,16 +11,17 @@ rule (see kv_belady.py).
 import argparse
 import asyncio
 import random
-import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from itertools import count, product
 from statistics import fmean
 from typing import Any
 
+from benchmark.apps.counters import read_counters, total
 from benchmark.results import Report, run
-from benchmark.serve.common import Data, Session, Var, core_config, words
-from benchmark.serve.kv_belady import Replay, Turn, farthest, mean_live, oldest
+from benchmark.serve.kv_belady import RANKS, Replay, Turn, mean_live
+from benchmark.session import Data, Piece, Session, Var, spaced
+from benchmark.simulated import core_config, words
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
@@ -29,6 +30,13 @@ from parrot.simulation import SimCluster, run_virtual
 BLOCK_SIZE = 16
 TASKS_CAPACITY = 16
 EXACT = {"ignore_tokenizer_eos": True}
+SYSTEM, MESSAGE, OUTPUT = 1000, 300, 60  # tokens; a message has from half to one and a half
+DOCUMENT = (1500, 4500)  # tokens, from and to
+COUNTERS = {
+    "hit_tokens": "parrot_kv_hit_tokens_total",
+    "recomputed_tokens": "parrot_kv_recomputed_tokens_total",
+    "evicted_tokens": "parrot_kv_freed_tokens_total reason=room",
+}
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,6 @@ class Setup:
     oversubscription: float
     warm_up_s: float  # not counted
     duration_s: float
-    system: int = 1000
-    message: int = 300
-    output: int = 60
 
 
 TOOLS_S: dict[str, dict[str, tuple[float, float]]] = {
@@ -62,39 +67,63 @@ TOOLS_S: dict[str, dict[str, tuple[float, float]]] = {
 `five` so that all pauses together are uniform from 1 to 30 s, as they are with `one`."""
 
 
-class Chats:
-    """Chats with tools: each turn's answer calls a tool, whose result is the next message."""
+class Load(ABC):
+    """Programs on seats: on each, one begins when the one before has ended."""
 
     def __init__(self, setup: Setup, client: ServeClient) -> None:
         self.setup = setup
-        self.turns: list[Turn] = []
-        self._client = client
-        self._system = words(random.Random(0), setup.system)
+        self.client = client
+        self.now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        await asyncio.gather(*(self._seat(i) for i in range(self.setup.num_chats)))
+        draws = [random.Random(self.setup.seed * 1000 + i) for i in range(self.setup.num_chats)]
+        await asyncio.gather(*(self.seat(number, draw) for number, draw in enumerate(draws)))
 
-    async def _seat(self, seat: int) -> None:
-        """One chat after the other."""
-        draw = random.Random(self.setup.seed * 1000 + seat)
+    @abstractmethod
+    async def seat(self, number: int, draw: random.Random) -> None:
+        """Run one program after the other, without an end."""
+
+    @abstractmethod
+    def figures(self, capacity: int) -> dict[str, Any]:
+        """What was measured besides the counters of ServeCore."""
+
+
+class Chats(Load):
+    """Chats with tools: each turn's answer calls a tool, whose result is the next message."""
+
+    def __init__(self, setup: Setup, client: ServeClient) -> None:
+        super().__init__(setup, client)
+        self.turns: list[Turn] = []
+        self._system = words(random.Random(0), SYSTEM)
+
+    async def seat(self, number: int, draw: random.Random) -> None:
         await asyncio.sleep(draw.uniform(0, 30))
-        for number in count():
-            await self._chat(seat * 1000 + number, draw)
+        for chat in count(number * 1000):
+            await self._chat(chat, draw)
+
+    def figures(self, capacity: int) -> dict[str, Any]:
+        offline = {
+            name: Replay(capacity, SYSTEM, BLOCK_SIZE, rank, self.setup.warm_up_s).run(self.turns)
+            for name, rank in RANKS.items()
+        }
+        return {
+            "num_turns": len(self.turns),
+            "turn_s": fmean(turn.end - turn.start for turn in self.turns),
+            "offline_recomputed_tokens": offline,
+        }
 
     async def _chat(self, chat: int, draw: random.Random) -> None:
-        setup = self.setup
-        session, now = await Session.begin(self._client), asyncio.get_running_loop().time
-        length, previous = setup.system, None
-        num_turns = draw.randint(setup.num_turns // 2, setup.num_turns * 3 // 2)
+        session = await Session.begin(self.client)
+        length, previous = SYSTEM, None
+        num_turns = draw.randint(self.setup.num_turns // 2, self.setup.num_turns * 3 // 2)
         for i in range(num_turns):
             tool, pause_s = self._draw_tool(draw)
-            size = draw.randint(setup.message // 2, setup.message * 3 // 2)
-            start = now()
+            size = draw.randint(MESSAGE // 2, MESSAGE * 3 // 2)
+            start = self.now()
             previous = await self._turn(session, previous, tool, words(draw, size))
-            total = length + size + setup.output
             known, is_last = length if i else 0, i + 1 == num_turns
-            self.turns.append(Turn(chat, start, now(), known, total, total, is_last))
-            length = total
+            length += size + OUTPUT
+            self.turns.append(Turn(chat, start, self.now(), known, length, is_last))
             if not is_last:
                 await asyncio.sleep(pause_s)
         await session.end()
@@ -107,54 +136,45 @@ class Chats:
 
     async def _turn(self, session: Session, previous: Var | None, tool: str, message: str) -> Var:
         """A stateful call, which continues the chat so far."""
-        begin, request_id = (
-            ([self._system], None) if previous is None else ([], previous.request_id)
-        )
-        out = await session.call(
-            [*begin, Data(message)],
-            self.setup.output,
-            sampling=EXACT,
-            func_name=tool,
-            successor_of=request_id,
-        )
+        prompt = [Data(message)] if previous else [self._system, Data(message)]
+        continued = previous.request_id if previous else None
+        options = {"func_name": tool, "successor_of": continued}
+        out = await session.call(prompt, OUTPUT, sampling=EXACT, **options)
         await session.read(out, PerformanceCriteria.THROUGHPUT)
         return out
 
 
-class Apps:
+class Apps(Load):
     """Applications that read their documents twice: once each, then again with a question that
     comes from what all said. Everything is submitted at once.
 
         read (doc i) -> question -> read again (doc i, question) -> answer"""
 
     def __init__(self, setup: Setup, client: ServeClient) -> None:
-        self.setup = setup
+        super().__init__(setup, client)
         self.seconds: list[float] = []
-        self._client = client
 
-    async def run(self) -> None:
-        await asyncio.gather(*(self._seat(i) for i in range(self.setup.num_chats)))
-
-    async def _seat(self, seat: int) -> None:
-        draw = random.Random(self.setup.seed * 1000 + seat)
-        loop = asyncio.get_running_loop()
+    async def seat(self, number: int, draw: random.Random) -> None:
         await asyncio.sleep(draw.uniform(0, 10))
         while True:
-            start = loop.time()
+            start = self.now()
             await self._app(draw)
-            self.seconds.append(loop.time() - start)
+            self.seconds.append(self.now() - start)
             await asyncio.sleep(draw.expovariate(1.0))
 
-    async def _app(self, draw: random.Random) -> None:
-        session, num_docs = await Session.begin(self._client), self.setup.num_turns
+    def figures(self, capacity: int) -> dict[str, Any]:
+        return {"num_apps": len(self.seconds), "jct_s": fmean(self.seconds)}
 
-        async def ask(name: str, *prompt: str | Var) -> Var:
-            tokens = self.setup.output
-            return await session.call([name, " ", *prompt], tokens, sampling=EXACT, func_name=name)
+    async def _app(self, draw: random.Random) -> None:
+        session = await Session.begin(self.client)
+
+        async def ask(name: str, *prompt: Piece) -> Var:
+            prompt = (name, " ", *prompt)
+            return await session.call(prompt, OUTPUT, sampling=EXACT, func_name=name)
 
         docs = [
-            await session.create(f"doc{i}", words(draw, draw.randint(1500, 4500)))
-            for i in range(num_docs)
+            await session.create(f"doc{i}", words(draw, draw.randint(*DOCUMENT)))
+            for i in range(self.setup.num_turns)
         ]
         facts = [await ask("Read", doc, " Facts:") for doc in docs]
         question = await ask("Ask", *spaced(facts))
@@ -162,10 +182,6 @@ class Apps:
         answer = await ask("Join", *spaced(found))
         await session.read(answer, PerformanceCriteria.THROUGHPUT)
         await session.end()
-
-
-def spaced(pieces: Sequence[Var]) -> list[str | Var]:
-    return [part for piece in pieces for part in (piece, " ")]
 
 
 def _engine(capacity: int) -> SimConfig:
@@ -180,12 +196,13 @@ def _engine(capacity: int) -> SimConfig:
 
 
 async def _simulate(
-    workload: type[Chats] | type[Apps], setup: Setup, policy: str, capacity: int
+    kind: type[Chats] | type[Apps], setup: Setup, policy: str, capacity: int
 ) -> tuple[Any, dict[str, int]]:
+    """The programs, and what ServeCore counted after the warm-up."""
     core = core_config(kv_eviction=policy)
     async with SimCluster(1, engine=_engine(capacity), core=core) as cluster:
-        programs = workload(setup, cluster.client())
-        running = asyncio.ensure_future(programs.run())
+        load = kind(setup, cluster.client())
+        running = asyncio.ensure_future(load.run())
         await asyncio.sleep(setup.warm_up_s)
         before = _counts(cluster)
         await asyncio.sleep(setup.duration_s - setup.warm_up_s)
@@ -193,57 +210,30 @@ async def _simulate(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         cluster.core.check_integrity()
-    return programs, counts
+    return load, counts
 
 
 def _counts(cluster: SimCluster) -> dict[str, int]:
-    text = cluster.core.metrics().decode()
-    return {
-        "hit_tokens": _metric(text, "parrot_kv_hit_tokens_total"),
-        "recomputed_tokens": _metric(text, "parrot_kv_recomputed_tokens_total"),
-        "evicted_tokens": _metric(text, 'parrot_kv_freed_tokens_total{reason="room"}'),
-    }
+    counters = read_counters(cluster.core.metrics().decode())
+    return {name: int(total(counters, counter)) for name, counter in COUNTERS.items()}
 
 
-def _metric(text: str, name: str) -> int:
-    """The sum over its labels."""
-    lines = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-    return int(sum(map(float, lines)))
-
-
-def tool_pause(setup: Setup) -> dict[str, Any]:
-    roomy, _ = run_virtual(_simulate(Chats, setup, "lru", 10**8))
-    live = mean_live(roomy.turns, setup.system, setup.warm_up_s, setup.duration_s)
+def compare(workload: str, setup: Setup) -> dict[str, Any]:
+    """Both policies, on engines that hold a part of the tokens that are live."""
+    kind: type[Chats] | type[Apps] = Chats if workload == "tool_pause" else Apps
+    live: float = setup.num_chats * setup.num_turns * sum(DOCUMENT) / 2
+    if kind is Chats:
+        roomy, _ = run_virtual(_simulate(Chats, setup, "lru", 10**8))
+        live = mean_live(roomy.turns, SYSTEM, setup.warm_up_s, setup.duration_s)
     capacity = int(live / setup.oversubscription) // BLOCK_SIZE * BLOCK_SIZE
-    result: dict[str, Any] = {"live_tokens": int(live), "capacity_tokens": capacity}
+    row: dict[str, Any] = {"live_tokens": int(live), "capacity_tokens": capacity}
     for policy in ("lru", "next_use"):
-        chats, counts = run_virtual(_simulate(Chats, setup, policy, capacity))
-        offline = {
-            name: Replay(capacity, setup.system, BLOCK_SIZE, rank, setup.warm_up_s).run(chats.turns)
-            for name, rank in (("belady", farthest), ("lru", oldest))
-        }
-        result[policy] = counts | {
-            "num_turns": len(chats.turns),
-            "turn_s": fmean(turn.end - turn.start for turn in chats.turns),
-            "offline_recomputed_tokens": offline,
-            "vs_belady": counts["recomputed_tokens"] / offline["belady"],
-        }
-    return result | _ratios(result)
-
-
-def dag(setup: Setup) -> dict[str, Any]:
-    live = setup.num_chats * setup.num_turns * 3000
-    capacity = int(live / setup.oversubscription) // BLOCK_SIZE * BLOCK_SIZE
-    result: dict[str, Any] = {"live_tokens": live, "capacity_tokens": capacity}
-    for policy in ("lru", "next_use"):
-        apps, counts = run_virtual(_simulate(Apps, setup, policy, capacity))
-        result[policy] = counts | {"num_apps": len(apps.seconds), "jct_s": fmean(apps.seconds)}
-    return result | _ratios(result)
-
-
-def _ratios(result: dict[str, Any]) -> dict[str, float]:
-    lru, next_use = result["lru"]["recomputed_tokens"], result["next_use"]["recomputed_tokens"]
-    return {"next_use_over_lru": next_use / lru if lru else 1.0}
+        load, counts = run_virtual(_simulate(kind, setup, policy, capacity))
+        row[policy] = counts | load.figures(capacity)
+        if (offline := row[policy].get("offline_recomputed_tokens")) is not None:
+            row[policy]["vs_belady"] = counts["recomputed_tokens"] / offline["belady"]
+    lru, next_use = (row[policy]["recomputed_tokens"] for policy in ("lru", "next_use"))
+    return row | {"next_use_over_lru": next_use / lru if lru else 1.0}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,11 +251,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("engine", _engine(BLOCK_SIZE).model_dump(mode="json"))
-    report["runs"] = []
     for tools, factor, seed in product(args.tools, args.oversubscription, range(args.seeds)):
         setup = Setup(seed, args.chats, args.turns, tools, factor, args.warm_up, args.duration)
-        row = tool_pause(setup) if args.workload == "tool_pause" else dag(setup)
-        report["runs"].append({"setup": asdict(setup)} | row)
+        report.add("runs", {"setup": asdict(setup)} | compare(args.workload, setup))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any
 
 from benchmark.results import Report, run
-from benchmark.serve.common import ENGINES, sim_engine
 from benchmark.serve.placement_programs import (
     GPTS_FIXED,
     NUM_ENGINES,
@@ -30,6 +29,7 @@ from benchmark.serve.placement_programs import (
     Site,
     least_mixed_jct_s,
 )
+from benchmark.simulated import ENGINES, sim_engine
 from parrot.engine.config import SimConfig
 from parrot.simulation.report import percentile
 

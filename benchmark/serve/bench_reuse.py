@@ -17,11 +17,13 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from benchmark.results import Report, run
-from benchmark.serve.common import Session, Var, core_config
+from benchmark.session import Session, Var, spaced
+from benchmark.simulated import core_config
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import (
@@ -50,26 +52,16 @@ GREEDY = {"temperature": 0.0}
 EPSILON_S = 1e-9
 
 
-class StepLog:
-    """When each step of the engines began, and of how many sequences."""
+def log_steps(engine: SimEngine, steps: list[tuple[float, int]]) -> None:
+    """From now on, note when each step of the engine begins, and of how many sequences."""
+    runner, loop = engine.service._sim_driver._runner, asyncio.get_running_loop()
+    run = runner.run
 
-    def __init__(self, engines: Sequence[SimEngine]) -> None:
-        self.steps: list[tuple[float, int]] = []
-        for engine in engines:
-            self._watch(engine.service)
+    def logged(plan: Any) -> Any:
+        steps.append((loop.time(), len(plan.sequences)))
+        return run(plan)
 
-    def _watch(self, service: Any) -> None:
-        runner, loop = service._sim_driver._runner, asyncio.get_running_loop()
-        run = runner.run
-
-        def logged(plan: Any) -> Any:
-            self.steps.append((loop.time(), len(plan.sequences)))
-            return run(plan)
-
-        runner.run = logged
-
-    def sequences_since(self, when: float) -> int:
-        return sum(count for began, count in self.steps if began >= when - EPSILON_S)
+    runner.run = logged  # type: ignore[method-assign]
 
 
 async def candidates(session: Session, rng: random.Random, **options: Any) -> list[Var]:
@@ -87,10 +79,6 @@ async def first(session: Session, candidates: Sequence[Var]) -> list[Var]:
     return [Var(value.var_id) for value in found]
 
 
-def spaced(text: str, parts: Sequence[Var]) -> list[str | Var]:
-    return [text, " ", *(piece for part in parts for piece in (part, " "))]
-
-
 async def best_of_n(session: Session, rng: random.Random, mode: str) -> None:
     """One job, in one of the three modes."""
     found = await candidates(session, rng, output_criteria="latency" if mode == "keep" else None)
@@ -99,14 +87,16 @@ async def best_of_n(session: Session, rng: random.Random, mode: str) -> None:
         winners = found[:NUM_WINNERS]
     else:
         winners = await first(session, found)
-    await session.read(await session.call(spaced("Judge", winners), JUDGEMENT))
+    await session.read(await session.call(spaced(["Judge", *winners]), JUDGEMENT))
 
 
 async def wasted_steps(num_engines: int, seed: int) -> float:
     """Steps per loser that begin after the engine has finished the last winner."""
     async with SimCluster(num_engines, core=PATIENT, leaps=False) as cluster:
         session = await Session.begin(cluster.client())
-        log = StepLog(list(cluster.engines.values()))
+        steps: list[tuple[float, int]] = []
+        for engine in cluster.engines.values():
+            log_steps(engine, steps)
         found = await candidates(session, random.Random(seed))
         await first(session, found)
         await asyncio.sleep(60)
@@ -116,7 +106,8 @@ async def wasted_steps(num_engines: int, seed: int) -> float:
         finished = [known.graph.node(v.id).producer.task.times.finished for v in found]  # type: ignore[union-attr]
         decided = max(when for when in finished if when is not None)
         ended = decided - lan()() / 2  # the answer was under way for so long
-        return log.sequences_since(ended) / (NUM_CANDIDATES - NUM_WINNERS)
+        wasted = sum(sequences for began, sequences in steps if began >= ended - EPSILON_S)
+        return wasted / (NUM_CANDIDATES - NUM_WINNERS)
 
 
 async def job_times(mode: str, num_programs: int, num_jobs: int) -> list[float]:
@@ -149,9 +140,9 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
             for number in range(num_parts):
                 text = TEXT[number * 1000 :][:1000] + ("!" if number == changed else "")
                 parts.append(await session.call([f"Summarise {text} "], 80, sampling=GREEDY))
-            await session.read(await session.call(spaced("Join", parts), 200, sampling=GREEDY))
+            await session.read(await session.call(spaced(["Join", *parts]), 200, sampling=GREEDY))
             seconds = loop.time() - began
-            info = await session.client.session_info(**session.scope)
+            info = await session.info()
             runs.append(
                 {
                     "calls": len(info.calls),
@@ -213,15 +204,15 @@ class Caller:
         self._engine = InstantEngine()
         clock = MonotonicClock()
         dispatcher = Dispatcher(config, clock, lambda info: self._engine)
-        self._core = ServeCore(config, clock=clock, dispatcher=dispatcher)
-        self._numbers: Iterator[int] = iter(range(10**9))
+        self.core = ServeCore(config, clock=clock, dispatcher=dispatcher)
+        self._numbers = count()
 
     async def start(self) -> None:
-        await self._core.register_engine(RegisterRequest(engine_config=self._engine.info))
+        await self.core.register_engine(RegisterRequest(engine_config=self._engine.info))
 
     async def spend(self, num_calls: int) -> float:
         """CPU seconds per call."""
-        scope = self._core.create_session(SessionCreateRequest()).model_dump()
+        scope = self.core.create_session(SessionCreateRequest()).model_dump()
         began = time.process_time()
         for _ in range(num_calls):
             parameters = [
@@ -229,29 +220,26 @@ class Caller:
                 {"name": "a", "is_output": True, "sampling_config": GREEDY},
             ]
             body = scope | {"template": "Answer {{q}} now: {{a}}", "parameters": parameters}
-            response = self._core.programs.submit_call(SemanticCallRequest.model_validate(body))
-            await self._core.programs.read(VarGetRequest(**scope), response.param_info[-1].var_id)
+            response = self.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+            await self.core.programs.read(VarGetRequest(**scope), response.param_info[-1].var_id)
         spent = time.process_time() - began
-        self._core.delete_session(**scope)
+        self.core.delete_session(**scope)
         await asyncio.sleep(0.03)
         return spent / num_calls
-
-    async def close(self) -> None:
-        await self._core.close()
 
 
 async def lookup(num_turns: int, num_calls: int) -> dict[str, Any]:
     """Of each, the turn that was disturbed least."""
     callers = {"off": Caller(reuse=False), "on": Caller(reuse=True)}
-    spent: dict[str, list[float]] = {"off": [], "on": []}
+    spent: dict[str, list[float]] = {name: [] for name in callers}
     for caller in callers.values():
         await caller.start()
         await caller.spend(num_calls)
     for turn in range(num_turns):
-        for name in ("off", "on") if turn % 2 else ("on", "off"):
+        for name in callers if turn % 2 else reversed(callers):
             spent[name].append(await callers[name].spend(num_calls))
     for caller in callers.values():
-        await caller.close()
+        await caller.core.close()
     off, on = min(spent["off"]), min(spent["on"])
     return {
         "off_us": 1e6 * off,
@@ -276,10 +264,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         str(engines): [run_virtual(wasted_steps(engines, seed)) for seed in range(args.seeds)]
         for engines in (1, 4)
     }
-    times = {
-        mode: run_virtual(job_times(mode, args.programs, args.jobs))
-        for mode in ("all", "keep", "first")
-    }
+    modes = ("all", "keep", "first")
+    times = {mode: run_virtual(job_times(mode, args.programs, args.jobs)) for mode in modes}
     report["best_of_n"] = {
         "candidates": NUM_CANDIDATES,
         "winners": NUM_WINNERS,

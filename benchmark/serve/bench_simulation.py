@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from benchmark.results import Report, run
-from benchmark.serve.common import ENGINES, Data, Session, core_config, sim_engine, words
+from benchmark.session import Data, Session, spaced
+from benchmark.simulated import ENGINES, core_config, sim_engine, words
 from parrot.protocol.public import CompletionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, VirtualLoop, run_virtual
@@ -31,9 +32,8 @@ async def application(client: ServeClient, prefix: str, rng: random.Random) -> l
     for _ in range(NUM_MAPS):
         text = Data(words(rng, rng.randint(100, 600)))
         parts.append(await session.call([prefix, text, " "], rng.randint(25, 150)))
-    joined = [piece for part in parts for piece in (part, " ")]
-    await session.read(await session.call(["Join: ", *joined], 200))
-    return (await client.session_info(**session.scope)).calls
+    await session.read(await session.call(["Join: ", *spaced(parts)], 200))
+    return (await session.info()).calls
 
 
 async def simulate(num_engines: int, num_tasks: int, leaps: bool) -> dict[str, Any]:

@@ -15,56 +15,43 @@ from math import inf
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A chat's turn: it needs the first `known` tokens of the chat again and ends with `total`.
-    `reserved`: the tokens it may need at most. Times are in seconds."""
+    Times are in seconds."""
 
     chat: int
     start: float
     end: float
     known: int
     total: int
-    reserved: int
     is_last: bool
 
 
 @dataclass(slots=True)
-class _Chat:
+class Chat:
     """`ends`: where its contexts end that are there."""
 
-    base: int  # tokens of the prefix that all chats share
     ends: list[int] = field(default_factory=list)
     is_running: bool = False
     last_used: float = 0.0
     next_use: float = inf
 
-    @property
-    def length(self) -> int:
-        return self.ends[-1] if self.ends else self.base
 
-
-Rank = Callable[[_Chat], float]
+Rank = Callable[[Chat], float]
 """The chat with the highest rank is given up first."""
 
-
-def farthest(chat: _Chat) -> float:
-    return chat.next_use
-
-
-def oldest(chat: _Chat) -> float:
-    return -chat.last_used
+RANKS: dict[str, Rank] = {"belady": lambda chat: chat.next_use, "lru": lambda chat: -chat.last_used}
 
 
 class Replay:
-    """One engine, one trace, one rule."""
+    """One engine, one trace, one rule. `base`: tokens of the prefix that all chats share."""
 
     def __init__(self, capacity: int, base: int, block_size: int, rank: Rank, since: float) -> None:
         """What is computed before `since` does not count."""
-        self._capacity = capacity - _blocks(0, base, block_size)
         self._base = base
         self._block_size = block_size
         self._rank = rank
         self._since = since
-        self._chats: dict[int, _Chat] = {}
-        self._used = 0
+        self._chats: dict[int, Chat] = {}
+        self._room = capacity - self._blocks(0, base)
         self._recomputed = 0
 
     def run(self, turns: Sequence[Turn]) -> int:
@@ -83,42 +70,36 @@ class Replay:
         return self._recomputed
 
     def _start(self, turn: Turn) -> None:
-        chat = self._chats.setdefault(turn.chat, _Chat(self._base))
+        chat = self._chats.setdefault(turn.chat, Chat())
         chat.is_running = True
         if turn.known and turn.start >= self._since:
-            self._recomputed += turn.known - chat.length
-        self._grow(chat, turn.reserved)
-        self._make_room()
+            self._recomputed += turn.known - self._length(chat)
+        self._room -= self._blocks(self._length(chat), turn.total)
+        chat.ends.append(turn.total)
+        while self._room < 0:
+            idle = [other for other in self._chats.values() if other.ends and not other.is_running]
+            if not idle:
+                return
+            self._shrink(max(idle, key=self._rank))
 
     def _finish(self, turn: Turn, next_use: float) -> None:
         chat = self._chats[turn.chat]
-        self._shrink(chat)
-        self._grow(chat, turn.total)
         chat.is_running, chat.last_used, chat.next_use = False, turn.end, next_use
         if turn.is_last:
             while chat.ends:
                 self._shrink(chat)
             del self._chats[turn.chat]
 
-    def _make_room(self) -> None:
-        while self._used > self._capacity:
-            idle = [chat for chat in self._chats.values() if chat.ends and not chat.is_running]
-            if not idle:
-                return
-            self._shrink(max(idle, key=self._rank))
+    def _length(self, chat: Chat) -> int:
+        return chat.ends[-1] if chat.ends else self._base
 
-    def _grow(self, chat: _Chat, end: int) -> None:
-        self._used += _blocks(chat.length, end, self._block_size)
-        chat.ends.append(end)
-
-    def _shrink(self, chat: _Chat) -> None:
+    def _shrink(self, chat: Chat) -> None:
         end = chat.ends.pop()
-        self._used -= _blocks(chat.length, end, self._block_size)
+        self._room += self._blocks(self._length(chat), end)
 
-
-def _blocks(start: int, end: int, block_size: int) -> int:
-    """The tokens of the blocks that a context from `start` to `end` has for itself."""
-    return (-(-end // block_size) - start // block_size) * block_size
+    def _blocks(self, start: int, end: int) -> int:
+        """The tokens of the blocks that a context from `start` to `end` has for itself."""
+        return (-(-end // self._block_size) - start // self._block_size) * self._block_size
 
 
 def mean_live(turns: Sequence[Turn], base: int, since: float, until: float) -> float:

@@ -17,7 +17,8 @@ from benchmark.apps.workloads.traffic import (
     CHAT_PROMPT_SPREAD,
     chat_length,
 )
-from benchmark.serve.common import Data, Session, Var, core_config, words
+from benchmark.session import Data, Session, Var
+from benchmark.simulated import core_config, words
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient

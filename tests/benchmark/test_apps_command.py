@@ -6,9 +6,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from benchmark.apps.backends.openai import OpenAIBackend
+from benchmark.apps.backends.openai import openai_backend
 from benchmark.apps.cli import main
-from benchmark.apps.hosts import changed
 from benchmark.apps.network import Network
 from benchmark.apps.report import ratios
 from benchmark.apps.runner import PlanRunner
@@ -16,6 +15,7 @@ from benchmark.apps.settings import features, parse_setting
 from benchmark.apps.text import TextSource
 from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.mix import UNKNOWN_LIMIT
+from benchmark.simulated import changed
 from parrot.engine.config import SimConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from tests.support.app_server import serve_app
@@ -48,7 +48,7 @@ def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
 async def test_an_openai_server_gets_whole_prompts_in_order():
     fake = FakeOpenAI(reply="x y z")
     async with serve_app(fake.app()) as url:
-        backend = OpenAIBackend(url, Network("none"), "m", None)
+        backend = await openai_backend(url, Network("none"), "m")
         plan = WORKLOADS["chain"](factor=0.01).changed(
             {"documents": "1", "document_tokens": "3000", "output": "300"}
         )
@@ -70,7 +70,7 @@ async def test_an_openai_server_gets_whole_prompts_in_order():
 async def test_losers_of_an_openai_server_are_hung_up():
     fake = FakeOpenAI(reply=" x", hold=asyncio.Event())
     async with serve_app(fake.app()) as url:
-        backend = OpenAIBackend(url, Network("none"), "m", None)
+        backend = await openai_backend(url, Network("none"), "m")
         program = backend.program("best")
         outputs = [program.call("c", [TEXT.constant(3, i)], 1, seed=i) for i in range(3)]
         reading = asyncio.create_task(program.read_first(outputs[:1], 1))
@@ -100,10 +100,10 @@ def test_settings_name_features_that_exist():
 
 
 def test_a_setting_changes_the_simulated_engines():
-    config = changed(SimConfig(), [("scheduler.max_batch_size", 7), ("tasks_capacity", 3)])
+    config = changed(SimConfig(), **{"scheduler.max_batch_size": 7, "tasks_capacity": 3})
     assert (config.scheduler.max_batch_size, config.tasks_capacity) == (7, 3)
     with pytest.raises(ValueError, match="speed"):
-        changed(SimConfig(), [("instance.speed", 2)])
+        changed(SimConfig(), **{"instance.speed": 2})
 
 
 def test_outputs_that_end_by_chance_are_shorter_than_their_limit(tmp_path):

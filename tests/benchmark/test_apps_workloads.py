@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmark.apps.backends.parrot import ParrotBackend
+from benchmark.apps.backends.parrot import parrot_backend
 from benchmark.apps.metrics import summarise
 from benchmark.apps.network import Network
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
@@ -57,7 +57,7 @@ def measure(
     async def run() -> Run:
         async with SimCluster(2, core=NO_REUSE) as cluster:
             delays = Network(network, 0, asyncio.sleep)
-            backend = ParrotBackend(
+            backend = parrot_backend(
                 cluster.client(fixed(0.0)), no_page, delays, whole_graph=whole_graph
             )
             result = await PlanRunner(backend, TEXT, **options).run(workload.plan(TEXT, 0))

@@ -8,7 +8,7 @@ import orjson
 from benchmark.apps.backends.waiting import WaitingProgram
 from benchmark.apps.counters import scrape
 from benchmark.apps.network import Network
-from benchmark.apps.program import Backend, Call, Program, StreamTimes, Usage
+from benchmark.apps.program import Backend, Call, StreamTimes, Usage
 from parrot.protocol.http import HttpClient
 
 _DONE = b"[DONE]"
@@ -80,23 +80,13 @@ def _body(call: Call, prompt: str, model: str) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-class OpenAIBackend(Backend):
-    def __init__(self, base_url: str, network: Network, model: str, api_key: str | None) -> None:
-        super().__init__(scrape(base_url))
-        self._http = HttpClient(base_url, bearer_token=api_key)
-        self._network = network
-        self._model = model
-
-    def program(self, app: str) -> Program:
-        return OpenAIProgram(self._http, self._network, self._model)
-
-    async def close(self) -> None:
-        await self._http.close()
-
-
-async def first_model(base_url: str, api_key: str | None) -> str:
-    """The model that the server names first."""
-    async with HttpClient(base_url, bearer_token=api_key) as http:
+async def openai_backend(
+    base_url: str, network: Network, model: str | None = None, api_key: str | None = None
+) -> Backend:
+    """`model`: by default the one that the server names first."""
+    http = HttpClient(base_url, bearer_token=api_key)
+    if model is None:
         answer = await http.request("GET", "/v1/models")
-    model: str = answer["data"][0]["id"]
-    return model
+        model = answer["data"][0]["id"]
+    name = str(model)
+    return Backend(lambda app: OpenAIProgram(http, network, name), scrape(base_url), http.close)

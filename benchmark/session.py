@@ -1,37 +1,16 @@
-"""What the benchmarks of the simulated service share: texts, settings and sessions."""
+"""A program's session on ServeCore's REST API."""
 
 import asyncio
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmark.results import ROOT
-from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.public import SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
-from parrot.simulation import PATIENT
+from parrot.protocol.template import placeholder
 
-ENGINES = ROOT / "sample_configs" / "engine"
-LETTERS = "abcdefghijklmnopqrstuvwxyz      "
-
-
-def words(draw: random.Random, size: int) -> str:
-    """A text of so many letters; a letter is a token of a `sim` engine."""
-    return "".join(draw.choices(LETTERS, k=size))
-
-
-def core_config(**scheduler: Any) -> CoreConfig:
-    """A ServeCore that waits for ever, with these keys of its global scheduler."""
-    settings = GlobalSchedulerConfig.model_validate(scheduler)
-    return PATIENT.model_copy(update={"global_scheduler": settings})
-
-
-def sim_engine(path: Path) -> SimConfig:
-    return SimConfig.model_validate_json(path.read_text())
+_OUTPUT = "out"
 
 
 class Data(str):
@@ -48,38 +27,52 @@ class Var:
     request_id: int | None = None
 
 
+Piece = str | Data | Var
+
+
+def spaced(parts: Iterable[Piece]) -> list[Piece]:
+    """The parts, each with a space behind it."""
+    return [piece for part in parts for piece in (part, " ")]
+
+
 class Session:
-    """One session of a simulated program."""
+    """One session of a program. `scope`: its id and its secret."""
 
     def __init__(self, client: ServeClient, scope: Mapping[str, Any]) -> None:
         self.client = client
         self.scope = scope
 
     @classmethod
-    async def begin(cls, client: ServeClient) -> "Session":
-        return cls(client, (await client.create_session()).model_dump())
+    async def begin(cls, client: ServeClient, app: str | None = None) -> "Session":
+        created = await client.create_session(apps=None if app is None else [app])
+        return cls(client, created.model_dump())
 
     async def call(
         self,
-        prompt: Sequence[str | Data | Var],
+        prompt: Sequence[Piece],
         tokens: int,
         *,
         sampling: Mapping[str, Any] | None = None,
+        output: Var | None = None,
         **options: Any,
     ) -> Var:
-        """Submit a call with one output of at most `tokens`. `options`: fields of the request."""
+        """Submit a call with one output of at most `tokens`. `output`: the variable that it shall
+        set, if there is one already. `options`: fields of the request."""
         template, parameters = "", []
         for number, piece in enumerate(prompt):
             if isinstance(piece, Data | Var):
                 name = f"i{number}"
                 given = {"var_id": piece.id} if isinstance(piece, Var) else {"value": str(piece)}
                 parameters.append({"name": name, **given})
-                piece = f"{{{{{name}}}}}"
+                piece = placeholder(name)
             template += piece
-        limits = {"max_gen_length": tokens} | dict(sampling or {})
-        parameters.append({"name": "out", "is_output": True, "sampling_config": limits})
-        body = {**self.scope, "template": template + "{{out}}", "parameters": parameters, **options}
-        response = await self.client.semantic_call(SemanticCallRequest.model_validate(body))
+        out: dict[str, Any] = {"name": _OUTPUT, "is_output": True}
+        out["sampling_config"] = {"max_gen_length": tokens} | dict(sampling or {})
+        if output is not None:
+            out["var_id"] = output.id
+        body = {"template": template + placeholder(_OUTPUT), "parameters": [*parameters, out]}
+        request = SemanticCallRequest.model_validate({**self.scope, **body, **options})
+        response = await self.client.semantic_call(request)
         return Var(response.param_info[-1].var_id, response.request_id)
 
     async def create(self, name: str, content: str | None = None) -> Var:
@@ -97,7 +90,10 @@ class Session:
         """Read piece by piece; returns when the first and the last one came."""
         now = asyncio.get_running_loop().time
         arrived = [now() async for _ in self.client.stream_var(**self.scope, var_id=var.id)]
-        return arrived[0], arrived[-1]
+        return (arrived[0], arrived[-1]) if arrived else (now(), now())
+
+    async def info(self) -> SessionInfo:
+        return await self.client.session_info(**self.scope)
 
     async def end(self) -> None:
         await self.client.delete_session(**self.scope)
