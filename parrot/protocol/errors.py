@@ -30,15 +30,25 @@ The same classes are raised by servers, travel as `{"error": {"type", "message",
 are raised again by the clients.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
 class ParrotError(Exception):
-    """Base of the tree. `message` is shown to users; `param` names the offending field, if any."""
+    """Base of the tree. `message` is shown to users; `param` names the offending field, if any.
+
+    The `type` of a class here is its name in snake case. Subclasses elsewhere are told to others as
+    their parents, so they have those' type; nobody needs to repeat a `status`."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "parrot_error"
+
+    def __init_subclass__(cls, *, status: int | None = None) -> None:
+        if cls.__module__ == __name__:
+            cls.type = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        if status is not None:
+            cls.status = status
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -52,114 +62,76 @@ class ParrotError(Exception):
         return {"error": error}
 
 
-class InvalidRequest(ParrotError):
-    status = 400
-    type = "invalid_request"
+class InvalidRequest(ParrotError, status=400): ...
 
 
-class UnsupportedField(InvalidRequest):
-    type = "unsupported_field"
+class UnsupportedField(InvalidRequest): ...
 
 
-class PromptTooLong(InvalidRequest):
-    type = "prompt_too_long"
+class PromptTooLong(InvalidRequest): ...
 
 
-class ValidationFailed(ParrotError):
-    status = 422
-    type = "validation_failed"
+class ValidationFailed(ParrotError, status=422): ...
 
 
-class AuthenticationFailed(ParrotError):
-    status = 401
-    type = "authentication_failed"
+class AuthenticationFailed(ParrotError, status=401): ...
 
 
-class NotFound(ParrotError):
-    status = 404
-    type = "not_found"
+class NotFound(ParrotError, status=404): ...
 
 
-class MethodNotAllowed(ParrotError):
-    status = 405
-    type = "method_not_allowed"
+class MethodNotAllowed(ParrotError, status=405): ...
 
 
-class Conflict(ParrotError):
-    status = 409
-    type = "conflict"
+class Conflict(ParrotError, status=409): ...
 
 
-class AlreadySet(Conflict):
-    type = "already_set"
+class AlreadySet(Conflict): ...
 
 
-class CyclicGraph(Conflict):
-    type = "cyclic_graph"
+class CyclicGraph(Conflict): ...
 
 
-class SessionGone(ParrotError):
-    status = 410
-    type = "session_gone"
+class SessionGone(ParrotError, status=410): ...
 
 
-class PayloadTooLarge(ParrotError):
-    status = 413
-    type = "payload_too_large"
+class PayloadTooLarge(ParrotError, status=413): ...
 
 
-class QuotaExceeded(ParrotError):
-    status = 429
-    type = "quota_exceeded"
+class QuotaExceeded(ParrotError, status=429): ...
 
 
-class QueueFull(QuotaExceeded):
-    type = "queue_full"
+class QueueFull(QuotaExceeded): ...
 
 
-class Cancelled(ParrotError):
-    status = 499
-    type = "cancelled"
+class Cancelled(ParrotError, status=499): ...
 
 
-class InternalError(ParrotError):
-    status = 500
-    type = "internal_error"
+class InternalError(ParrotError, status=500): ...
 
 
-class CallFailed(ParrotError):
-    status = 502
-    type = "call_failed"
+class CallFailed(ParrotError, status=502): ...
 
 
-class EngineFailed(CallFailed):
-    type = "engine_failed"
+class EngineFailed(CallFailed): ...
 
 
-class ModelNumerics(EngineFailed):
-    type = "model_numerics"
+class ModelNumerics(EngineFailed): ...
 
 
-class NativeFunctionFailed(CallFailed):
-    type = "native_function_failed"
+class NativeFunctionFailed(CallFailed): ...
 
 
-class Unavailable(ParrotError):
-    status = 503
-    type = "unavailable"
+class Unavailable(ParrotError, status=503): ...
 
 
-class NoEngine(Unavailable):
-    type = "no_engine"
+class NoEngine(Unavailable): ...
 
 
-class OutOfMemory(Unavailable):
-    type = "out_of_memory"
+class OutOfMemory(Unavailable): ...
 
 
-class TimedOut(ParrotError):
-    status = 504
-    type = "timed_out"
+class TimedOut(ParrotError, status=504): ...
 
 
 def _walk(root: type[ParrotError]) -> list[type[ParrotError]]:

@@ -2,25 +2,20 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from parrot.utils.config import ConfigModel
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Secret = Annotated[str, Field(min_length=1, max_length=4096)]
-
 
 KvEviction = Literal["next_use", "lru"]
 PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
 OrderName = Literal["critical_path", "las", "app_fifo", "fcfs"]
 
 
-class _Section(BaseModel):
-    """Unknown keys and values of another type (also `"9000"` for 9000) are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class GlobalSchedulerConfig(_Section):
+class GlobalSchedulerConfig(ConfigModel):
     """Which application-level features the global scheduler uses."""
 
     app_fifo: bool = Field(
@@ -68,7 +63,7 @@ class GlobalSchedulerConfig(_Section):
     )
 
 
-class SessionQuota(_Section):
+class SessionQuota(ConfigModel):
     """Limits of what one session may keep. The request that would exceed one gets 429, and nothing
     is lost."""
 
@@ -84,7 +79,7 @@ class SessionQuota(_Section):
     )
 
 
-class TenantQuota(_Section):
+class TenantQuota(ConfigModel):
     """Limits of what all sessions of a tenant (one of `api_keys`, or all without) keep together.
     Where `api_keys` is empty, whoever makes up a key is a tenant."""
 
@@ -96,7 +91,7 @@ class TenantQuota(_Section):
     text_bytes: int = Field(2**32, ge=1, le=2**40, description="Bytes of text.")
 
 
-class CoreConfig(_Section):
+class CoreConfig(ConfigModel):
     """Everything that can be set of a ServeCore process. Durations are in seconds."""
 
     host: str = Field("localhost", min_length=1, description="Address to bind.")

@@ -16,7 +16,8 @@ class ConfigError(ValueError):
 
 
 class ConfigModel(BaseModel):
-    """Base of every configuration section: frozen, no unknown key, no silent conversion."""
+    """Base of every configuration section: frozen, no unknown key, no silent conversion (as of
+    `"9000"` to 9000)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
