@@ -4,7 +4,7 @@ Only server processes import this module; it needs FastAPI."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
@@ -168,25 +168,33 @@ def require_cluster_token(request: Request, expected: str | None) -> None:
         raise AuthenticationFailed("missing or wrong cluster token")
 
 
-async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, R]) -> R:
-    """Await `work`, but cancel it and raise `Cancelled` as soon as the client has gone."""
+async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:
+    """Await `work`, but cancel it and raise `Cancelled` as soon as the client has gone. Work that
+    does not suspend costs no more than itself: nobody watches it."""
     this = asyncio.current_task()
     assert this is not None
+    watcher: asyncio.Future[None] | None = None
 
     def interrupt(watcher: asyncio.Future[None]) -> None:
         this.cancel()
 
-    watcher = asyncio.ensure_future(_disconnected(request))
-    watcher.add_done_callback(interrupt)
+    def watch() -> None:
+        nonlocal watcher
+        watcher = asyncio.ensure_future(_disconnected(request))
+        watcher.add_done_callback(interrupt)
+
+    suspended = asyncio.get_running_loop().call_soon(watch)
     try:
         return await work
     except asyncio.CancelledError:
-        if watcher.done() and this.uncancel() == 0:
+        if watcher is not None and watcher.done() and this.uncancel() == 0:
             raise Cancelled("the client disconnected") from None
         raise
     finally:
-        watcher.remove_done_callback(interrupt)
-        watcher.cancel()
+        suspended.cancel()
+        if watcher is not None:
+            watcher.remove_done_callback(interrupt)
+            watcher.cancel()
 
 
 async def _disconnected(request: Request) -> None:

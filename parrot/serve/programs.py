@@ -11,6 +11,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
     VarGetRequest,
+    VarGetResponse,
     VarListResponse,
     VarValue,
 )
@@ -117,24 +118,17 @@ class Programs:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         return session.graph.node(var_id)
 
-    def settled(self, request: VarGetRequest, var_id: str) -> str | None:
-        """The value if it is there, None if it has yet to come. Raises the variable's error."""
-        session = self._sessions.authenticate(request.session_id, request.session_auth)
-        node = session.graph.node(var_id)
-        if not node.is_settled:
-            return None
-        with self._observers.reading(session, request, [var_id]):
-            return node.variable.result()
-
-    async def read(self, request: VarGetRequest, var_id: str) -> str:
-        """Wait for the value, and meanwhile want it. Raises the variable's error, `TimedOut`, or
-        `QueueFull` (to this reader alone). Cancelling withdraws the read."""
+    async def read(self, request: VarGetRequest, var_id: str) -> VarGetResponse:
+        """Wait for the value, and meanwhile want it. Does not suspend if it is there. Raises the
+        variable's error, `TimedOut`, or `QueueFull` (to this reader alone). Cancelling withdraws
+        the read."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         node = session.graph.node(var_id)
         if node.is_idle:
             self._require_room(session)
         with self._observers.reading(session, request, [var_id]):
-            return await self._reads.value(session, node, request)
+            await self._reads.value(session, node, request)
+        return value_view(node)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
         """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as

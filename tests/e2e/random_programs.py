@@ -239,7 +239,7 @@ class Story(World):
         var_id, options = self.some(program), self._options()
 
         async def read() -> dict[str, str]:
-            return {var_id: await self.core.programs.read(request, var_id)}
+            return {var_id: (await self.core.programs.read(request, var_id)).content}
 
         request = VarGetRequest(**program.scope, **options)
         self._start(program, [var_id], options, read())

@@ -43,7 +43,7 @@ class Cluster:
 
     async def read(self, var_id: str, **fields: Any) -> str:
         async with asyncio.timeout(5):
-            return await self.core.programs.read(self.request(**fields), var_id)
+            return (await self.core.programs.read(self.request(**fields), var_id)).content
 
 
 @pytest.fixture

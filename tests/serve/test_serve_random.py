@@ -88,9 +88,10 @@ class Program:
         return VarGetRequest(**self.scope, criteria=criteria, timeout=timeout)
 
     async def read(self) -> None:
-        self.reads.append(
-            asyncio.ensure_future(self.core.programs.read(self.request(), self.some_var()))
-        )
+        async def text(request: VarGetRequest, var_id: str) -> str:
+            return (await self.core.programs.read(request, var_id)).content
+
+        self.reads.append(asyncio.ensure_future(text(self.request(), self.some_var())))
 
     async def stream(self) -> None:
         async def collect() -> str:

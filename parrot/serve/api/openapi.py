@@ -1,22 +1,17 @@
-"""The OpenAPI description of routes that read their fields themselves.
+"""The OpenAPI description of ServeCore's endpoints."""
 
-Handlers take the raw request: one validation in pydantic instead of FastAPI's several layers, and
-our own error table. What they accept and answer is declared here, beside each route."""
-
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from parrot.protocol.public import ErrorResponse
+from parrot.protocol.endpoint import Endpoint, PathParameters
+from parrot.protocol.public import EmptyResponse, ErrorResponse
 
-_REF = "#/components/schemas/{model}"
-_REQUEST_KEY = "x-parrot-request"
-
-ERRORS = {
+_ERRORS = {
     400: "malformed or contradictory request",
     401: "missing or wrong key or token",
     404: "no such session, variable, request or model",
@@ -31,76 +26,83 @@ ERRORS = {
     504: "the read's timeout passed",
 }
 
-
-def describe(
-    summary: str,
-    *,
-    request: type[BaseModel] | None = None,
-    response: type[BaseModel] | None = None,
-    errors: tuple[int, ...] = (),
-    events: str | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments for FastAPI's route decorators. `events`: the answer is a stream of
-    server-sent events, described so."""
-    responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse, "description": ERRORS[status]}
-        for status in sorted({400, 422, *errors})
-    }
-    if response is not None:
-        responses[200] = {"model": response, "description": "OK"}
-    elif events is not None:
-        responses[200] = {"description": events, "content": {"text/event-stream": {}}}
-    extra = {} if request is None else {_REQUEST_KEY: request}
-    return {
-        "summary": summary,
-        "response_model": None,
-        "responses": responses,
-        "openapi_extra": extra,
-    }
+Json = dict[str, Any]
 
 
-def install_schema(app: FastAPI) -> None:
-    """Generate the description when `/openapi.json` or `/docs` first asks for it."""
+def install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
+    """Add to what `/openapi.json` and `/docs` show; made when one of them is first asked for."""
     described_by_fastapi = app.openapi
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            _complete(app, described_by_fastapi)
-        assert app.openapi_schema is not None
-        return app.openapi_schema
+    def openapi() -> Json:
+        schema = described_by_fastapi()
+        if "components" not in schema:  # it is kept, so this completes it in place
+            schema |= _describe(endpoints)
+        return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _complete(app: FastAPI, described_by_fastapi: Callable[[], dict[str, Any]]) -> None:
-    requests = {
-        (route.path, method.lower()): model
-        for route in app.routes
-        if isinstance(route, APIRoute) and route.openapi_extra
-        if (model := route.openapi_extra.pop(_REQUEST_KEY, None)) is not None
-        for method in route.methods or ()
-    }
-    schema = described_by_fastapi()  # which keeps it, so it can be completed in place
-    for (path, method), model in requests.items():
-        _describe_request(schema["paths"][path][method], method, model)
-    _, definitions = models_json_schema(
-        [(model, "validation") for model in set(requests.values())], ref_template=_REF
-    )
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+def _describe(endpoints: Sequence[Endpoint]) -> Json:
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorResponse, "validation")]
+    models += [(e.takes, "validation") for e in endpoints if e.takes is not None]
+    models += [(answer, "validation") for e in endpoints if (answer := _answer(e)) is not None]
+    refs, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas = definitions["$defs"]
+    paths: Json = {}
+    for endpoint in endpoints:
+        answer = _answer(endpoint)
+        answer_schema = {} if answer is None else {"schema": refs[answer, "validation"]}
+        failed = {"application/json": {"schema": refs[ErrorResponse, "validation"]}}
+        operation: Json = {
+            "summary": endpoint.summary,
+            "parameters": _parameters(endpoint, schemas),
+            "responses": {
+                "200": {
+                    "description": endpoint.about,
+                    "content": {endpoint.media_type: answer_schema},
+                }
+            }
+            | {
+                str(status): {"description": _ERRORS[status], "content": failed}
+                for status in sorted({400, 422, *endpoint.errors})
+            },
+        }
+        if endpoint.takes is not None and _has_body(endpoint):
+            content = {"application/json": {"schema": refs[endpoint.takes, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
+    return {"paths": paths, "components": {"schemas": schemas}}
 
 
-def _describe_request(operation: dict[str, Any], method: str, model: type[BaseModel]) -> None:
+def _answer(endpoint: Endpoint) -> type[BaseModel] | None:
+    """The model of its answer; None if that is not JSON."""
+    if endpoint.media_type != "application/json":
+        return None
+    return endpoint.gives or EmptyResponse
+
+
+def _has_body(endpoint: Endpoint) -> bool:
     """GET and DELETE take query parameters (a JSON body works too); the others a JSON body."""
-    if method not in ("get", "delete"):
-        content = {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
-        operation["requestBody"] = {"required": True, "content": content}
-        return
-    parameters = operation.setdefault("parameters", [])
-    in_path = {parameter["name"] for parameter in parameters}
-    schema = model.model_json_schema(ref_template=_REF)
-    for name, field in schema.get("properties", {}).items():
-        if name not in in_path:
-            is_required = name in schema.get("required", ())
-            parameters.append(
-                {"name": name, "in": "query", "required": is_required, "schema": field}
-            )
+    return endpoint.method not in ("GET", "DELETE")
+
+
+def _parameters(endpoint: Endpoint, schemas: Json) -> list[Json]:
+    in_path = re.findall(r"\{(\w+)\}", endpoint.path)
+    known = PathParameters.model_json_schema()["properties"]
+    parameters: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": known[name]["type"]}}
+        for name in in_path
+    ]
+    if endpoint.takes is None or _has_body(endpoint):
+        return parameters
+    fields = schemas[endpoint.takes.__name__]
+    return parameters + [
+        {
+            "name": name,
+            "in": "query",
+            "required": name in fields.get("required", ()),
+            "schema": field,
+        }
+        for name, field in fields["properties"].items()
+        if name not in in_path
+    ]

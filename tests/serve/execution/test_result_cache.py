@@ -48,7 +48,10 @@ class Program:
         return var_ids(self.core.programs.submit_call(request))["out"]
 
     def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
-        return asyncio.ensure_future(self.core.programs.read(self.request(**fields), var_id))
+        async def text(request: VarGetRequest) -> str:
+            return (await self.core.programs.read(request, var_id)).content
+
+        return asyncio.ensure_future(text(self.request(**fields)))
 
     def stream(self, var_id: str) -> asyncio.Task[list[str]]:
         async def collect() -> list[str]:
