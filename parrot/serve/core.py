@@ -106,20 +106,20 @@ class ServeCore:
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
         self._require_open()
-        engine_id = await self._dispatcher.register_engine(request.engine_config)
+        engine_id = await self._dispatcher.fleet.register(request.engine_config)
         self._observers.tell(lambda one: one.engine_registered(request.engine_config))
         return RegisterResponse(engine_id=engine_id)
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        return self._dispatcher.heartbeat(request)
+        return self._dispatcher.fleet.heartbeat(request)
 
     def models(self) -> ModelsResponse:
-        return self._dispatcher.models()
+        return self._dispatcher.fleet.models()
 
     def readiness(self) -> ReadyResponse:
         """Raises `NoEngine`, or `Unavailable` when the service is going down."""
         self._require_open()
-        if not (engines := self._dispatcher.engines()):
+        if not (engines := self._dispatcher.fleet.views()):
             raise NoEngine("no engine is registered")
         return ReadyResponse(
             num_queued=self.num_queued, engines=[engine_view(engine) for engine in engines]

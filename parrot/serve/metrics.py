@@ -145,7 +145,7 @@ class CoreCollector(Collector):
         yield from _session_families(list(self._sessions))
         queued = self._dispatcher.num_queued
         yield GaugeMetricFamily("parrot_num_requests_waiting", "Completions queued.", value=queued)
-        yield from _engine_families(self._dispatcher.engines())
+        yield from _engine_families(self._dispatcher.fleet.views())
         yield from _kv_families(self._dispatcher.kv_counts())
         yield _counter(
             "parrot_eager_fill_tokens",

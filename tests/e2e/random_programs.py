@@ -318,9 +318,10 @@ class Story(World):
         self.cluster.check_integrity()
         self.check_contexts()
         dispatcher = self.core._dispatcher
-        assert not dispatcher._ledger._constants
+        assert not dispatcher._ledger.owners.context_ids()
         assert dispatcher._ledger.think_times.num_open == 0
-        assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
+        assert dispatcher.num_queued == 0
+        assert all(view.num_running == 0 for view in dispatcher.fleet.views())
         assert len(self.core._timers) == 0
 
 

@@ -168,6 +168,27 @@ def link_call(graph: SessionGraph, output: str, inputs: Sequence[str], **fields:
     return var_ids(response)[output]
 
 
+class FakeFleet:
+    """Engines that have registered, and do nothing."""
+
+    def __init__(self) -> None:
+        self._views: list[EngineView] = []
+
+    async def register(self, info: EngineInfo) -> int:
+        view = EngineView(len(self._views), info, None, 0, 0, 0, 0.5, KvCounts())
+        self._views.append(view)
+        return view.id
+
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        return HeartbeatResponse(state="ok" if request.engine_id == 0 else "unknown")
+
+    def views(self) -> list[EngineView]:
+        return self._views
+
+    def models(self) -> ModelsResponse:
+        return ModelsResponse(data=[], models=[])
+
+
 class FakeDispatcher(FakeRunner):
     """The placement half of ServeCore without engines: completions wait for the test, or are
     finished at once by `on_start`."""
@@ -176,7 +197,7 @@ class FakeDispatcher(FakeRunner):
         super().__init__()
         self.estimates = Estimates()
         self.released: list[int] = []
-        self.engine_views: list[Any] = []
+        self.fleet = FakeFleet()
         if instant:
             self.on_start = lambda task: self.finish(task)
 
@@ -187,25 +208,11 @@ class FakeDispatcher(FakeRunner):
     def release_session(self, session_id: int) -> None:
         self.released.append(session_id)
 
-    async def register_engine(self, info: EngineInfo) -> int:
-        view = EngineView(len(self.engine_views), info, None, 0, 0, 0, 0.5, KvCounts())
-        self.engine_views.append(view)
-        return view.id
-
-    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        return HeartbeatResponse(state="ok" if request.engine_id == 0 else "unknown")
-
-    def engines(self) -> list[EngineView]:
-        return self.engine_views
-
     def kv_counts(self) -> KvCounts:
         return KvCounts()
 
     def prefetch_counts(self) -> PrefetchCounts:
         return PrefetchCounts()
-
-    def models(self) -> ModelsResponse:
-        return ModelsResponse(data=[], models=[])
 
     @property
     def num_queued(self) -> int:

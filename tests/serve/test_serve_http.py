@@ -354,7 +354,7 @@ async def test_an_engine_that_cannot_be_called_is_refused_before_it_is(
     status, answer = await site.send("POST", "/register_engine", json={"engine_config": engine})
     assert (status, answer["error"]["type"]) == (422, "validation_failed")
     assert "host" in answer["error"]["message"]
-    assert site.dispatcher.engines() == []
+    assert site.dispatcher.fleet.views() == []
 
 
 async def test_readiness_follows_the_engines(site: Site) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 from itertools import islice
-from typing import Protocol
 
 from parrot.serve.contexts.index import Context
 from parrot.utils.clock import Clock
@@ -15,37 +14,24 @@ _MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either
 _MAX_FIRST_LOOKS = 64  # likewise, of contexts that have no prediction yet
 
 
-class EvictionOrder(Protocol):
-    """One engine's idle contexts."""
-
-    def add(self, context: Context, *, recent: bool) -> None:
-        """It is idle now. `recent`: it was used just now; else only what was forked from it has
-        gone. No effect but that if it was idle before."""
-        ...
-
-    def discard(self, context: Context) -> None:
-        """It is not idle any more, or gone."""
-        ...
-
-    def first(self) -> Context | None:
-        """The one to evict; None if none is idle."""
-        ...
-
-    def context_ids(self) -> Collection[int]: ...
-
-
 class LeastRecentlyUsed:
+    """Orders one engine's idle contexts: those without users and forks."""
+
     def __init__(self) -> None:
         self._idle: LruDict[int, Context] = LruDict()
 
     def add(self, context: Context, *, recent: bool) -> None:
+        """It is idle now. `recent`: it was used just now; else only what was forked from it has
+        gone. No effect but that if it was idle before."""
         self._idle.put(context.id, context)
         self._idle.touch(context.id, newest=recent)
 
     def discard(self, context: Context) -> None:
+        """It is not idle any more, or gone."""
         self._idle.pop(context.id)
 
     def first(self) -> Context | None:
+        """The one to evict; None if none is idle."""
         oldest = self._idle.oldest()
         return None if oldest is None else oldest[1]
 
@@ -54,10 +40,10 @@ class LeastRecentlyUsed:
 
 
 class FarthestNextUse:
-    """By the predicted time of the next use. Nothing is predicted while there is room: an eviction
-    looks at some of those that became idle since the last one, the oldest first. Predictions age:
-    each is made anew after a part of the time that it spans, and before anything is evicted by it,
-    a few at a time. Two heaps: O(log n) for an eviction, however many contexts are idle."""
+    """Orders them by the predicted time of the next use. Nothing is predicted while there is room:
+    an eviction looks at some of those that became idle since the last one, the oldest first.
+    Predictions age: each is made anew after a part of the time that it spans, and before anything
+    is evicted by it, a few at a time. Two heaps: an eviction takes O(log n) of all idle ones."""
 
     def __init__(self, predict: Callable[[Context, float], float], clock: Clock) -> None:
         self._predict = predict
@@ -100,3 +86,6 @@ class FarthestNextUse:
         when = self._predict(context, now)
         self._farthest.set(context, -when)
         self._reviews.set(context, now + max(_MIN_REVIEW_S, _REVIEW * (when - now)))
+
+
+EvictionOrder = LeastRecentlyUsed | FarthestNextUse

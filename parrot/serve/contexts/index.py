@@ -44,6 +44,13 @@ class Context:
     num_forks: int = 0  # so far
     awaiting: tuple[Source, float] | None = None
 
+    def mark_computed(self) -> None:
+        """Its engine has computed it, so also all that it was forked from."""
+        link: Context | None = self
+        while link is not None and not link.is_computed:
+            link.is_computed = True
+            link = link.parent
+
 
 class Match(NamedTuple):
     """The first `num_covered` segments of a prompt are the beginning of `context`."""

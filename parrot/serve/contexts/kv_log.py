@@ -1,7 +1,7 @@
 """What becomes of computed tokens: found again, computed again, or freed, and why."""
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -41,34 +41,42 @@ class KvCounts:
 
 
 class KvLog:
-    """Counts per engine and in all, lost engines included."""
+    """Counts per engine and in all, lost engines included. `is_held` tells whether some engine has
+    the prompt of a key."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_held: Callable[[bytes], bool]) -> None:
         self.total = KvCounts()
-        self._engines: dict[int, KvCounts] = {}
+        self._is_held = is_held
+        self._engines: defaultdict[int, KvCounts] = defaultdict(KvCounts)
         self._gone: LruDict[bytes, FreeReason] = LruDict(_MAX_GONE)
 
     def engine(self, engine_id: int) -> KvCounts:
-        return self._engines.setdefault(engine_id, KvCounts())
+        return self._engines[engine_id]
 
     def forget_engine(self, engine_id: int) -> None:
         self._engines.pop(engine_id, None)
 
-    def freed(self, engine_id: int, num_tokens: int, reason: FreeReason) -> None:
-        for counts in (self.total, self.engine(engine_id)):
-            counts.freed[reason] += num_tokens
-
-    def remember(self, keys: Iterable[bytes], reason: FreeReason) -> None:
-        """Prompts with these keys were computed, and are gone."""
+    def freed(
+        self, engine_id: int, keys: Iterable[bytes], num_tokens: int, reason: FreeReason
+    ) -> None:
+        """A computed context is gone, and with it the prompts of these keys."""
         for key in keys:
             self._gone.put(key, reason)
+        for counts in (self.total, self._engines[engine_id]):
+            counts.freed[reason] += num_tokens
 
-    def why_gone(self, key: bytes) -> FreeReason | None:
-        """Why the context is gone that had the prompt of this key; None if none had."""
-        return self._gone.peek(key)
-
-    def used(self, engine_id: int, num_hit: int, num_recomputed: int, reason: str | None) -> None:
-        for counts in (self.total, self.engine(engine_id)):
+    def used(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
+        """A prompt is about to be computed, and a context of the engine has its first `num_hit`
+        tokens. `missing`: the key and length of every longer beginning. Returns how many of the
+        tokens are computed again that some context has or had."""
+        reason, num_recomputed = None, 0
+        for key, length in reversed(missing):
+            reason = ELSEWHERE if self._is_held(key) else self._gone.peek(key)
+            if reason is not None:
+                num_recomputed = length - num_hit
+                break
+        for counts in (self.total, self._engines[engine_id]):
             counts.hit += num_hit
             if reason is not None:
                 counts.recomputed[reason] += num_recomputed
+        return num_recomputed

@@ -17,7 +17,7 @@ from parrot.serve.config import KvEviction
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
 from parrot.serve.contexts.forecast import Expectations, NextUse
 from parrot.serve.contexts.index import Boundary, Context, Owner, PrefixIndex
-from parrot.serve.contexts.kv_log import ELSEWHERE, FreeReason, KvLog
+from parrot.serve.contexts.kv_log import FreeReason, KvLog
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
@@ -65,16 +65,63 @@ def _check_links(context: Context, live: Mapping[int, Context]) -> None:
         assert context in context.parent.children, context.id
 
 
+class Owners:
+    """Whose each context is: a session's, until that ends, or a tenant's, until nobody has used it
+    for long."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[int, dict[int, Context]] = {}
+        self._of_tenants: LruDict[int, Context] = LruDict()
+
+    def add(self, context: Context) -> None:
+        if isinstance(context.owner, int):
+            self._by_session.setdefault(context.owner, {})[context.id] = context
+        else:
+            self._of_tenants.put(context.id, context)
+
+    def remove(self, context: Context) -> None:
+        if isinstance(context.owner, str):
+            self._of_tenants.pop(context.id)
+            return
+        owned = self._by_session[context.owner]
+        del owned[context.id]
+        if not owned:
+            del self._by_session[context.owner]
+
+    def share(self, context: Context, tenant: str) -> None:
+        """Leave a session's context to its tenant: others want it, too."""
+        if isinstance(context.owner, int):
+            self.remove(context)
+            context.owner = tenant
+            self.add(context)
+
+    def of_session(self, session_id: int) -> list[Context]:
+        """The session's contexts in the order in which they became its."""
+        return list(self._by_session.get(session_id, {}).values())
+
+    def touch(self, context: Context) -> None:
+        """If it is a tenant's, it is the last to expire."""
+        if isinstance(context.owner, str):
+            self._of_tenants.touch(context.id)
+
+    def oldest_of_tenants(self) -> Context | None:
+        oldest = self._of_tenants.oldest()
+        return None if oldest is None else oldest[1]
+
+    def context_ids(self) -> set[int]:
+        return set(self._of_tenants).union(*self._by_session.values())
+
+
 class ContextLedger:
     def __init__(
         self,
         clock: Clock,
         constant_timeout_s: float,
-        on_free: Callable[[], None],
+        on_free: Callable[[int, int], None],
         eviction: KvEviction = "next_use",
     ) -> None:
-        """Tenants' contexts expire after `constant_timeout_s` unused. `on_free` is called whenever
-        there is something to take with `take_frees`."""
+        """Tenants' contexts expire after `constant_timeout_s` unused. `on_free` is called with the
+        ids of engine and context when a live engine may forget a context."""
         self._clock = clock
         self._constant_timeout_s = constant_timeout_s
         self._on_free = on_free
@@ -83,12 +130,10 @@ class ContextLedger:
         self._eviction = eviction
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
-        self.log = KvLog()
-        self._by_session: dict[int, dict[int, Context]] = {}
-        self._constants: LruDict[int, Context] = LruDict()  # tenants'
+        self.log = KvLog(self.index.is_held)
+        self.owners = Owners()
         self.expectations = Expectations()
         self._next_use = NextUse(self.expectations, self.think_times)
-        self._frees: dict[int, list[int]] = {}
 
     # Engines
 
@@ -100,33 +145,16 @@ class ContextLedger:
             idle = FarthestNextUse(self._next_use.predict, self._clock)
         self._accounts[engine_id] = Account(capacity, block_size, idle)
 
-    def forget_engine(self, engine_id: int) -> list[int]:
-        """The engine is gone, and its contexts with it. Returns their ids."""
-        account = self._accounts[engine_id]
-        context_ids = list(account.contexts)
-        for context in account.contexts.values():
+    def forget_engine(self, engine_id: int) -> None:
+        """The engine is gone, and its contexts with it."""
+        for context in self._accounts.pop(engine_id).contexts.values():
             self._forget(context, FreeReason.ENGINE)
         self.log.forget_engine(engine_id)
-        del self._accounts[engine_id]
-        self._frees.pop(engine_id, None)
-        return context_ids
 
     def usage(self, engine_id: int) -> tuple[int, int]:
         """The number of the engine's contexts, and their tokens."""
         account = self._accounts[engine_id]
         return len(account.contexts), account.used
-
-    def note_use(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
-        """A prompt is about to be computed, and a context of the engine has its first `num_hit`
-        tokens. `missing`: the key and length of every longer beginning. Returns how many of the
-        tokens are computed again that some context has or had."""
-        for key, length in reversed(missing):
-            reason = ELSEWHERE if self.index.is_held(key) else self.log.why_gone(key)
-            if reason is not None:
-                self.log.used(engine_id, num_hit, length - num_hit, reason)
-                return length - num_hit
-        self.log.used(engine_id, num_hit, 0, None)
-        return 0
 
     # The life of a context
 
@@ -149,18 +177,14 @@ class ContextLedger:
         account = self._accounts[engine_id]
         account.contexts[context.id] = context
         account.used += account.size(context)
-        if isinstance(owner, int):
-            self._by_session.setdefault(owner, {})[context.id] = context
-        else:
-            self._constants.put(context.id, context)
+        self.owners.add(context)
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
             parent.children.add(context)
             account.idle.discard(parent)
             parent.num_forks += 1
             parent.last_used = now
-            if parent.id in self._constants:
-                self._constants.touch(parent.id)
+            self.owners.touch(parent)
         for boundary in boundaries:
             self.index.publish(context, boundary)
         account.idle.add(context, recent=True)
@@ -186,13 +210,6 @@ class ContextLedger:
             link = link.parent if link.pins == 0 else None
         self._rest(context, recent=True)
 
-    def mark_computed(self, context: Context) -> None:
-        """Its engine has computed it, so also all that it was forked from."""
-        link: Context | None = context
-        while link is not None and not link.is_computed:
-            link.is_computed = True
-            link = link.parent
-
     def settle(
         self, context: Context, length: int, boundary: Boundary | None, source: Source | None
     ) -> None:
@@ -203,7 +220,7 @@ class ContextLedger:
         account.used -= account.size(context)
         context.length, context.reserved = length, 0
         account.used += account.size(context)
-        self.mark_computed(context)
+        context.mark_computed()
         if boundary is not None and context.retired is None:
             self.index.publish(context, boundary)
 
@@ -225,17 +242,10 @@ class ContextLedger:
             self._rest(link, recent=True)
             link = link.parent if with_ancestors else None
 
-    def share(self, context: Context, tenant: str) -> None:
-        """Leave a session's context to its tenant: others want it, too."""
-        if isinstance(context.owner, int):
-            self._disown(context)
-            context.owner = tenant
-            self._constants.put(context.id, context)
-
     def release_session(self, session_id: int) -> None:
         """Free the session's contexts, those in use as soon as that ends."""
         self.think_times.session_ended(session_id)
-        for context in reversed(self._by_session.get(session_id, {}).copy().values()):
+        for context in reversed(self.owners.of_session(session_id)):
             self.retire(context, FreeReason.SESSION)
 
     # Room
@@ -284,22 +294,16 @@ class ContextLedger:
         """Free tenants' contexts that were not used for the timeout. Returns when the next will
         expire, if it is not used; None if there is none."""
         now = self._clock.now()
-        while (oldest := self._constants.oldest()) is not None:
-            context = oldest[1]
+        while (context := self.owners.oldest_of_tenants()) is not None:
             expiry = max(context.last_used, context.kept_at) + self._constant_timeout_s
             if expiry > now:
                 return expiry
             if context.pins or context.children:
                 context.kept_at = now
-                self._constants.touch(context.id)
+                self.owners.touch(context)
             else:
                 self._evict_expired(context, now)
         return None
-
-    def take_frees(self) -> dict[int, list[int]]:
-        """The contexts freed since the last call, per engine: the caller tells the engines."""
-        frees, self._frees = self._frees, {}
-        return frees
 
     def check_integrity(self, users: Mapping[int, int], expected: Mapping[bytes, int]) -> None:
         """Recount everything. `users`: how many runs use each context, by its id, and `expected`:
@@ -314,15 +318,14 @@ class ContextLedger:
         for context in self.index.contexts():
             assert context.id in live, context
             assert context.retired is None, context
-        sessions = {c.id for owned in self._by_session.values() for c in owned.values()}
-        assert sessions | set(self._constants) == set(live), (sessions, set(live))
+        assert self.owners.context_ids() == set(live), (self.owners, set(live))
 
     # Inside
 
     def _evict_expired(self, context: Context, now: float) -> None:
         """Evict it and those that it was forked from, if nothing else has used them either."""
         link: Context | None = context
-        while link is not None and link.id in self._constants:
+        while link is not None and isinstance(link.owner, str):
             is_idle = not link.pins and not link.children
             if not is_idle or link.last_used + self._constant_timeout_s > now:
                 return
@@ -366,21 +369,12 @@ class ContextLedger:
         self._forget(context, reason)
         if (parent := context.parent) is not None:
             parent.children.discard(context)
-        self._frees.setdefault(context.engine_id, []).append(context.id)
-        self._on_free()
+        self._on_free(context.engine_id, context.id)
 
     def _forget(self, context: Context, reason: FreeReason) -> None:
         self.index.unpublish(context)
-        num_tokens = context.length + context.reserved - context.parent_len
+        self.owners.remove(context)
         if context.is_computed:
-            self.log.remember([boundary.key for boundary in context.boundaries], reason)
-            self.log.freed(context.engine_id, num_tokens, reason)
-        self._disown(context)
-
-    def _disown(self, context: Context) -> None:
-        self._constants.pop(context.id)
-        if isinstance(context.owner, int):
-            owned = self._by_session[context.owner]
-            del owned[context.id]
-            if not owned:
-                del self._by_session[context.owner]
+            keys = [boundary.key for boundary in context.boundaries]
+            num_tokens = context.length + context.reserved - context.parent_len
+            self.log.freed(context.engine_id, keys, num_tokens, reason)

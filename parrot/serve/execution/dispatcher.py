@@ -10,15 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
-from parrot.protocol.public import ModelsResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.forecast import ReadyPrefixes
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
-from parrot.serve.execution.engines import Engine, EngineView
+from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.fleet import Connect, Fleet, http_connect
 from parrot.serve.execution.frees import FreeSender
@@ -30,7 +28,6 @@ from parrot.serve.execution.run_table import RunEvents, RunTable
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.segments import PrefixHasher, Segment
-from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
@@ -66,20 +63,19 @@ class Dispatcher:
         self._ledger = ContextLedger(
             clock,
             config.constant_prefix_var_timeout,
-            self._wake,
+            self._on_freed,
             config.global_scheduler.kv_eviction,
         )
         self._scheduler = Scheduler(
             config.global_scheduler, clock, self._ledger.index, order, placer
         )
-        tokenizers = TokenizerRegistry()
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             config,
             clock,
             self._timers,
-            tokenizers,
             connect or http_connect(config.cluster_token),
-            lambda engine: self._scheduler.num_placed(engine.id) > 0,
+            self._scheduler,
+            self._ledger,
             self._on_joined,
             self._on_lost,
         )
@@ -87,7 +83,6 @@ class Dispatcher:
         self.estimates = Estimates(self._scheduler.pace)
         self._prefetch = Prefetcher(
             self._ledger,
-            tokenizers,
             self._preview,
             self._scheduler.runs_session,
             self._make_task,
@@ -99,19 +94,16 @@ class Dispatcher:
             clock,
             self._ledger,
             self._scheduler,
-            Exchange(self._ledger, tokenizers),
+            Exchange(self._ledger),
             self._prefetch,
-            RunEvents(
-                self._on_queued, self._on_done, self._on_failed, self._fleet.liveness.answers
-            ),
+            RunEvents(self._on_queued, self._on_done, self._on_failed, self.fleet.liveness.answers),
         )
         self._results = ResultCache(config.global_scheduler, clock)
         self._grace = Grace(
             self._timers,
             config.unserved_timeout_s,
-            lambda models, since: self._runs.fail_unserved(
-                models, since, self._fleet.registry.unserved(models)
-            ),
+            self._scheduler,
+            lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )
         self._frees = FreeSender(clock)
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
@@ -126,10 +118,6 @@ class Dispatcher:
     @property
     def queued_by_tenant(self) -> QueuedByTenant:
         return self._runs.queued_by_tenant
-
-    @property
-    def num_running(self) -> int:
-        return self._runs.num_placed
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
@@ -181,7 +169,7 @@ class Dispatcher:
 
     def _preview(self, task: CompletionTask) -> Engine | None:
         engine_id = self._scheduler.preview(task)
-        return None if engine_id is None else self._fleet.registry.get(engine_id)
+        return None if engine_id is None else self.fleet.get(engine_id)
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first."""
@@ -192,10 +180,8 @@ class Dispatcher:
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
-        run = self._runs.find(completion)
-        if run is not None:
-            self._runs.update(run)
-            self._wake()
+        self._runs.reprioritise(completion)
+        self._wake()
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
@@ -221,41 +207,13 @@ class Dispatcher:
         self._ledger.release_session(session_id)
         self._scheduler.forget_session(session_id)
 
-    # Engines
-
-    async def register_engine(self, info: EngineInfo) -> int:
-        return await self._fleet.register(info)
-
-    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        response = self._fleet.heartbeat(request)
-        costs = request.runtime_info.costs
-        if response.state == "ok" and costs is not None:
-            self._scheduler.set_costs(request.engine_id, costs)
-        return response
-
-    def engines(self) -> list[EngineView]:
-        now = self._clock.now()
-        return [
-            EngineView(
-                engine.id,
-                engine.info,
-                engine.runtime,
-                self._scheduler.num_placed(engine.id),
-                *self._ledger.usage(engine.id),
-                now - engine.last_seen,
-                self._ledger.log.engine(engine.id),
-            )
-            for engine in self._fleet.registry
-        ]
+    # Counts
 
     def kv_counts(self) -> KvCounts:
         return self._ledger.log.total
 
     def prefetch_counts(self) -> PrefetchCounts:
         return self._prefetch.counts
-
-    def models(self) -> ModelsResponse:
-        return self._fleet.registry.models()
 
     # Checks and the end
 
@@ -269,8 +227,6 @@ class Dispatcher:
             expected.update(run.keys)
         self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), expected)
         self._scheduler.check_integrity()
-        placed = sum(self._scheduler.num_placed(engine.id) for engine in self._fleet.registry)
-        assert placed == self._runs.num_placed, (placed, list(self._runs))
 
     async def close(self) -> None:
         """Fail what is unfinished with `Unavailable` and stop."""
@@ -282,7 +238,7 @@ class Dispatcher:
         await self._runs.close()
         await self._timers.close()
         await self._frees.close()
-        await self._fleet.close()
+        await self.fleet.close()
 
     # The pump: one for all that happened in a turn of the event loop
 
@@ -304,17 +260,13 @@ class Dispatcher:
 
     def _advance(self) -> None:
         for placement in self._scheduler.schedule():
-            engine = self._fleet.registry.get(placement.engine_id)
+            engine = self.fleet.get(placement.engine_id)
             assert engine is not None, placement
             self._runs.place(placement, engine)
         for task in self._scheduler.take_failed():
             assert isinstance(task, Run), task
             self._runs.fail(task, _DEFECT, is_scheduled=False)
         expiry = self._ledger.expire()
-        for engine_id, context_ids in self._ledger.take_frees().items():
-            engine = self._fleet.registry.get(engine_id)
-            if engine is not None:
-                self._frees.send(engine, context_ids)
         self._prefetch.pump()
         for when in (expiry, self._scheduler.next_change()):
             self._wake_at(when)
@@ -332,8 +284,7 @@ class Dispatcher:
     # What happens to runs
 
     def _on_queued(self, run: Run) -> None:
-        if not self._scheduler.is_served(run.models):
-            self._grace.give(run.models, self._clock.now())
+        self._grace.queued(run.models, self._clock.now())
         self._wake()
 
     def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
@@ -386,7 +337,7 @@ class Dispatcher:
             info.max_seq_len,
             info.costs,
         )
-        self._grace.end(self._scheduler.is_served)
+        self._grace.engine_joined()
         self._wake()
 
     def _on_lost(self, engine: Engine) -> None:
@@ -394,7 +345,11 @@ class Dispatcher:
         self._prefetch.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.remove_engine(engine.id)
-        for models in self._scheduler.unserved():
-            self._grace.give(models, engine.last_seen)
+        self._grace.engine_lost(engine.last_seen)
         for run in given_up:
             self._on_failed(run, EngineFailed("every engine that ran the completion was lost"))
+
+    def _on_freed(self, engine_id: int, context_id: int) -> None:
+        if (engine := self.fleet.get(engine_id)) is not None:
+            self._frees.send(engine, context_id)
+        self._wake()

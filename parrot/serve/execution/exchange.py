@@ -18,7 +18,7 @@ from parrot.serve.execution.request import open_request
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.prompts.encode import Units, encode_prompt, encode_text
 from parrot.serve.prompts.segments import extend_key, output_segment
-from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer, TokenizerRegistry
+from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
 
 _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
 
@@ -27,16 +27,12 @@ class Exchange:
     """`run` opens contexts in the ledger and pins one. Exactly one of `keep`, `keep_partial` and
     `abandon` must follow, also after it was cancelled, unless the engine is lost."""
 
-    def __init__(self, ledger: ContextLedger, tokenizers: TokenizerRegistry) -> None:
+    def __init__(self, ledger: ContextLedger) -> None:
         self._ledger = ledger
-        self._tokenizers = tokenizers
 
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
-        info = attempt.engine.info
-        if info.tokenizer_id is not None:
-            attempt.tokenizer = self._tokenizers.get(info.model, info.tokenizer_id)
         chat = run.completion.options.chat
         parts = await encode_prompt(run.segments, chat, attempt.tokenizer)
         if run.text:
@@ -109,7 +105,7 @@ class Exchange:
                 if not isinstance(event, StreamChunk):
                     return event
                 if attempt.context is not None:
-                    self._ledger.mark_computed(attempt.context)
+                    attempt.context.mark_computed()
                 run.ids.extend(event.ids)
                 run.num_streamed += max(len(event.ids), 1)
                 run.append(event.text)

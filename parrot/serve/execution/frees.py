@@ -24,12 +24,12 @@ class FreeSender:
         self._tasks = TaskSet()
         self._pending: dict[Engine, list[int]] = {}
 
-    def send(self, engine: Engine, context_ids: list[int]) -> None:
+    def send(self, engine: Engine, context_id: int) -> None:
         pending = self._pending.get(engine)
         if pending is not None:
-            pending.extend(context_ids)
+            pending.append(context_id)
         else:
-            self._pending[engine] = list(context_ids)
+            self._pending[engine] = [context_id]
             self._tasks.spawn(self._run(engine), name=f"frees of engine {engine.id}")
 
     async def close(self) -> None:

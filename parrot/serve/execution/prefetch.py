@@ -26,7 +26,6 @@ from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.tokenizers import TokenizerRegistry
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.tasks import TaskSet
 
@@ -109,7 +108,6 @@ class Prefetcher:
     def __init__(
         self,
         ledger: ContextLedger,
-        tokenizers: TokenizerRegistry,
         choose: Callable[[CompletionTask], Engine | None],
         runs_session: Callable[[int, int], bool],
         make_task: MakeTask,
@@ -119,7 +117,6 @@ class Prefetcher:
         self._budget = Budget(prior=1.0)
         self._budget_when_sure = Budget(prior=0.1)  # completions that wait for others only
         self._ledger = ledger
-        self._tokenizers = tokenizers
         self._choose = choose
         self._runs_session = runs_session
         self._make_task = make_task
@@ -212,7 +209,7 @@ class Prefetcher:
     def _num_worthwhile(self, task: CompletionTask, engine: Engine) -> int:
         """How many tokens are missing there; 0 if they are few, somebody fills them already, or
         there is no room without harm."""
-        if engine.info.tokenizer_id is None or (engine.id, task.keys[-1]) in self._under_way:
+        if engine.tokenizer is None or (engine.id, task.keys[-1]) in self._under_way:
             return 0
         match = self._ledger.index.match(engine.id, task.keys)
         num_missing = sum(task.lengths[0 if match is None else match.num_covered :])
@@ -237,7 +234,7 @@ class Prefetcher:
         self._leave(ahead)
         ahead.done.append(attempt)
         if attempt.context is not None:
-            self._ledger.mark_computed(attempt.context)
+            attempt.context.mark_computed()
             self._ledger.unpin(attempt.context)
             attempt.context = None
         if ahead.more and ahead.is_used is None:
@@ -255,9 +252,7 @@ class Prefetcher:
                 fill.cancel()
 
     async def _open(self, attempt: Attempt) -> list[FillPiece]:
-        info, task = attempt.engine.info, attempt.task
-        assert info.tokenizer_id is not None
-        attempt.tokenizer = self._tokenizers.get(info.model, info.tokenizer_id)
+        task = attempt.task
         chat = task.completion.options.chat
         parts = await encode_prompt(task.segments, chat, attempt.tokenizer, is_whole=False)
         return open_fill(self._ledger, attempt, parts)

@@ -29,7 +29,7 @@ def open_request(
     if room == 0:
         return None
     missing = prompt.missing()
-    attempt.recomputed_tokens = ledger.note_use(engine.id, prompt.length, missing)
+    attempt.recomputed_tokens = ledger.log.used(engine.id, prompt.length, missing)
     prompt.extend_constant()
     context = attempt.context = prompt.extend(owner, reserved=room)
     ledger.pin(context)

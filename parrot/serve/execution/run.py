@@ -7,11 +7,24 @@
 Identical deterministic completions wait for one run, as equals: whoever leaves takes nothing away
 from the others."""
 
+import asyncio
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
 from parrot.protocol.engine_api import GenerateResponse
+from parrot.protocol.errors import (
+    CallFailed,
+    EngineFailed,
+    InvalidRequest,
+    ModelNumerics,
+    NotFound,
+    OutOfMemory,
+    ParrotError,
+    PromptTooLong,
+    QuotaExceeded,
+    Unavailable,
+)
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.contexts.index import Context, Owner
 from parrot.serve.execution.engines import Engine
@@ -37,17 +50,18 @@ class RunState(Enum):
 class Attempt:
     """A prompt on one engine, for a run or ahead of it.
 
-    `is_longest`: no live engine takes longer sequences, so an output for which there is no room is
-    cut, not sent elsewhere. `sampling` has the length for which there is room. `resumed`: the text
-    that earlier attempts have delivered, in the engine's units, which goes behind the prompt, and
-    `resumed_key` the prefix key of both; `num_delivered`: its tokens. `opened`: the contexts that
-    were created, the one that it pins (`context`) last."""
+    `runner` carries it out, unless it has ended. `is_longest`: no live engine takes longer
+    sequences, so an output for which there is no room is cut, not sent elsewhere. `sampling` has
+    the length for which there is room. `resumed`: the text that earlier attempts have delivered, in
+    the engine's units, which goes behind the prompt, and `resumed_key` the prefix key of both;
+    `num_delivered`: its tokens. `opened`: the contexts that were created, the one that it pins
+    (`context`) last."""
 
     task: CompletionTask
     engine: Engine
     priority: int = 0
     is_longest: bool = True
-    tokenizer: ModelTokenizer | None = None
+    runner: "asyncio.Task[None] | None" = None
     sampling: SamplingConfig = field(init=False)
     resumed: Units = ()
     resumed_key: bytes = b""
@@ -58,6 +72,11 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.sampling = self.task.completion.sampling
+
+    @property
+    def tokenizer(self) -> ModelTokenizer | None:
+        """None if the engine's contexts are text."""
+        return self.engine.tokenizer
 
 
 class Outcome(NamedTuple):
@@ -133,3 +152,54 @@ class Run(CompletionTask):
         self.text += text
         for waiter in self.waiters:
             waiter.output.append(text)
+
+
+class Verdict(Enum):
+    FAILS = auto()  # running it again would not help
+    RUNS_AGAIN = auto()  # preferably elsewhere
+    NEEDS_MEMORY = auto()  # again, when the engine's idle contexts are gone
+    CONTEXT_IS_LOST = auto()  # again, without the contexts that the engine does not know
+
+
+def is_broken(error: ParrotError) -> bool:
+    """Whether the engine may be dead, which only a ping can tell: one connection that was reset
+    says nothing of the others."""
+    return isinstance(error, Unavailable) and not isinstance(error, OutOfMemory)
+
+
+def judge(run: Run, attempt: Attempt, error: ParrotError) -> Verdict:
+    """Counts the error against the run, which is given up after a few."""
+    engine = attempt.engine
+    match error:
+        case PromptTooLong() if not attempt.is_longest:
+            limit = min(engine.info.max_seq_len, engine.info.tokens_capacity)
+            run.wanted_len = max(run.wanted_len, limit + 1)
+            return Verdict.RUNS_AGAIN
+        case ModelNumerics() | InvalidRequest():
+            return Verdict.FAILS
+        case OutOfMemory():
+            verdict = Verdict.NEEDS_MEMORY
+            run.num_refused += 1
+        case QuotaExceeded():
+            verdict = Verdict.RUNS_AGAIN
+            run.num_refused += 1
+            run.avoided.add(engine.id)
+        case NotFound():
+            verdict = Verdict.CONTEXT_IS_LOST
+            run.num_refused += 1
+        case _:
+            verdict = Verdict.RUNS_AGAIN
+            run.num_lost += 1
+            run.avoided.add(engine.id)
+    return verdict if run.may_run_again else Verdict.FAILS
+
+
+def final_error(engine: Engine, error: ParrotError) -> ParrotError:
+    """The error that the reader gets. What is between ServeCore and the engine (a token, a size, a
+    connection) is never shown as the reader's own fault or as a trouble of ServeCore."""
+    match error:
+        case CallFailed() | InvalidRequest() | OutOfMemory() | QuotaExceeded():
+            return error
+        case _:
+            name = engine.info.engine_name
+            return EngineFailed(f"engine {name} could not run the completion: {error.message}")

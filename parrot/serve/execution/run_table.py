@@ -5,7 +5,6 @@ NEW --> QUEUED <--> PLACED --> ENDED        a run that loses its engine, a conte
            +----------+--> WITHDRAWN        when nobody waits for it any more; QUEUED again when
                                             its completion is wanted again"""
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,11 +15,18 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.prefetch import Prefetcher
-from parrot.serve.execution.retry import Verdict, final_error, is_broken, judge
-from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
+from parrot.serve.execution.run import (
+    Attempt,
+    Outcome,
+    Run,
+    RunState,
+    Verdict,
+    final_error,
+    is_broken,
+    judge,
+)
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.quotas import QueuedByTenant
-from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
 from parrot.utils.clock import Clock
@@ -65,7 +71,6 @@ class RunTable:
         self._events = events
         self._tasks = TaskSet()
         self._live: dict[RunState, dict[Run, None]] = {state: {} for state in _LIVE}
-        self._runners: dict[Attempt, asyncio.Task[None]] = {}
         self._run_of: dict[int, Run] = {}  # by the waiter's id
         self._shared: dict[bytes, Run] = {}  # live ones by result key
         self._withdrawn: dict[int, dict[int, Run]] = {}  # by the ids of session and completion
@@ -74,20 +79,12 @@ class RunTable:
     def num_queued(self) -> int:
         return len(self._live[RunState.QUEUED])
 
-    @property
-    def num_placed(self) -> int:
-        return len(self._live[RunState.PLACED])
-
     def __iter__(self) -> Iterator[Run]:
         """Yield the runs that are queued or placed now."""
         return iter([run for runs in self._live.values() for run in runs])
 
     def queued(self) -> list[Run]:
         return list(self._live[RunState.QUEUED])
-
-    def find(self, completion: Completion) -> Run | None:
-        """The run that the completion waits for."""
-        return self._run_of.get(completion.id)
 
     # Waiters
 
@@ -114,16 +111,16 @@ class RunTable:
             self._set_state(run, RunState.QUEUED)
             return True
         self._tell(run, completion)
-        self.update(run)
+        self._update(run)
         context = None if run.attempt is None else run.attempt.context
         if context is not None and isinstance(run.owner, str):
-            self._ledger.share(context, run.owner)
+            self._ledger.owners.share(context, run.owner)
         return True
 
-    def update(self, run: Run) -> None:
-        """Take over that its waiters want something else. No effect unless it is queued."""
-        if run.state is RunState.QUEUED:
-            self._scheduler.update(run)
+    def reprioritise(self, completion: Completion) -> None:
+        """Its objective has changed. No effect unless its run is queued."""
+        if (run := self._run_of.get(completion.id)) is not None:
+            self._update(run)
 
     def leave(self, completion: Completion, *, comes_back: bool = False) -> bool:
         """The completion waits no more; False if it did not. A run without waiters is stopped. If
@@ -134,7 +131,7 @@ class RunTable:
         run.waiters.remove(completion)
         completion.stats = replace(run.stats)
         if run.waiters:
-            self.update(run)
+            self._update(run)
         elif run.state in _LIVE:
             self._stop(run, is_kept=comes_back and run.can_continue)
             if run.state is RunState.WITHDRAWN:
@@ -171,7 +168,7 @@ class RunTable:
         run.stats.engine_name = engine.info.engine_name
         run.stats.model = engine.info.model
         self._set_state(run, RunState.PLACED)
-        self._runners[attempt] = self._tasks.spawn(
+        attempt.runner = self._tasks.spawn(
             self._run(run, attempt), name=f"run for completion {run.completion.id}"
         )
 
@@ -179,20 +176,6 @@ class RunTable:
         """Give a queued run up. Not `is_scheduled`: the scheduler has given it up already."""
         self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
         self._events.failed(run, error)
-
-    def fail_unserved(self, models: Models, since: float, error: ParrotError) -> float | None:
-        """Give up the queued runs that have wanted one of these models since then. Returns when
-        the first of the others was queued; None if there are none."""
-        later: list[float] = []
-        for task in self._scheduler.queued(models):
-            assert isinstance(task, Run), task
-            if task.state is not RunState.QUEUED:
-                continue  # withdrawn when one before it failed
-            if task.arrived > since:
-                later.append(task.arrived)
-            else:
-                self.fail(task, error)
-        return min(later, default=None)
 
     def lose(self, engine: Engine) -> list[Run]:
         """The engine is gone: its runs go on elsewhere, but not for ever, since one of them may be
@@ -203,7 +186,7 @@ class RunTable:
             assert attempt is not None, run
             if attempt.engine is not engine:
                 continue
-            self._cancel(attempt)
+            _cancel(attempt)
             attempt.context = None
             run.num_lost += 1
             if run.may_run_again:
@@ -238,8 +221,10 @@ class RunTable:
                 assert self._run_of[waiter.id] is run, waiter
                 assert waiter.state is _WAITER_STATES[run.state], waiter
                 assert waiter.output.partial_text == run.text, waiter
-        attempts = {run.attempt for run in self._live[RunState.PLACED]}
-        assert attempts == set(self._runners), (attempts, self._runners)
+        attempts = [run.attempt for run in self._live[RunState.PLACED] if run.attempt is not None]
+        assert all(attempt.runner is not None for attempt in attempts), attempts
+        for engine_id, num_placed in Counter(a.engine.id for a in attempts).items():
+            assert self._scheduler.num_placed(engine_id) == num_placed, (engine_id, attempts)
         for run in self._run_of.values():
             assert run in runs or run.state is RunState.ENDED, run
         for withdrawn in self._withdrawn.values():
@@ -320,7 +305,7 @@ class RunTable:
     def _attempt_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
         if run.attempt is not attempt:
             return
-        del self._runners[attempt]
+        attempt.runner = None
         usage, stats = outcome.response.usage, run.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
         num_resumed = 0 if attempt.tokenizer is None else len(attempt.resumed)
@@ -335,7 +320,7 @@ class RunTable:
         if run.attempt is not attempt:
             return
         verdict = judge(run, attempt, error)
-        del self._runners[attempt]
+        attempt.runner = None
         self._exchange.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
         if verdict is Verdict.NEEDS_MEMORY:
             self._ledger.evict_idle(attempt.engine.id)
@@ -348,16 +333,17 @@ class RunTable:
     def _stop(self, run: Run, *, is_kept: bool) -> None:
         """Nobody waits for it any more."""
         if (attempt := run.attempt) is not None:
-            self._cancel(attempt)
+            _cancel(attempt)
             if is_kept:
                 self._exchange.keep_partial(run, attempt)
             else:
                 self._exchange.abandon(attempt)
         self._set_state(run, RunState.WITHDRAWN if is_kept else RunState.ENDED)
 
-    def _cancel(self, attempt: Attempt) -> None:
-        """Its runner does nothing more."""
-        self._runners.pop(attempt).cancel()
+    def _update(self, run: Run) -> None:
+        """Its waiters may want something else now."""
+        if run.state is RunState.QUEUED:
+            self._scheduler.update(run)
 
     def _take_withdrawn(self, completion: Completion) -> Run | None:
         runs = self._withdrawn.get(completion.session_id)
@@ -371,3 +357,10 @@ _WAITER_STATES = {
     RunState.QUEUED: CompletionState.QUEUED,
     RunState.PLACED: CompletionState.RUNNING,
 }
+
+
+def _cancel(attempt: Attempt) -> None:
+    """Its runner does nothing more."""
+    assert attempt.runner is not None, attempt
+    attempt.runner.cancel()
+    attempt.runner = None

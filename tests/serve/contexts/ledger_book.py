@@ -12,10 +12,17 @@ class Book(ContextLedger):
     def __init__(self, timeout_s: float = 100.0, eviction: KvEviction = "next_use") -> None:
         self.clock = ManualClock(50.0)
         self.notices = 0
+        self._told: dict[int, list[int]] = {}  # what engines may forget
         super().__init__(self.clock, timeout_s, self._note, eviction)
 
-    def _note(self) -> None:
+    def _note(self, engine_id: int, context_id: int) -> None:
         self.notices += 1
+        self._told.setdefault(engine_id, []).append(context_id)
+
+    def take_frees(self) -> dict[int, list[int]]:
+        """The contexts freed since the last call, per engine."""
+        told, self._told = self._told, {}
+        return told
 
     def later(self, seconds: float) -> None:
         self.clock._now += seconds

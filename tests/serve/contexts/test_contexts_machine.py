@@ -83,18 +83,19 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tenant=st.sampled_from(["acme", "rival"]))
     def share(self, data: st.DataObject, tenant: str) -> None:
-        self.book.share(data.draw(st.sampled_from(self.running)), tenant)
+        self.book.owners.share(data.draw(st.sampled_from(self.running)), tenant)
 
     @rule(session=st.sampled_from([1, 2, 3]))
     def release(self, session: int) -> None:
         self.book.release_session(session)
-        left = self.book._by_session.get(session, {}).values()
+        left = self.book.owners.of_session(session)
         assert all(context.retired for context in left)
 
     @rule(engine_id=st.sampled_from(ENGINES))
     def lose_engine(self, engine_id: int) -> None:
         self.collect()
-        self.gone.update(self.book.forget_engine(engine_id))
+        self.gone.update(self.book._accounts[engine_id].contexts)
+        self.book.forget_engine(engine_id)
         self.running = [c for c in self.running if c.engine_id != engine_id]
         self.book.add_engine(engine_id, 300, block_size=4)
 

@@ -121,7 +121,7 @@ def test_computed_goes_up_the_chain(book: Book) -> None:
     root = book.add("r", 10)
     leaf = book.add("l", 10, root)
     other = book.add("o", 10, root)
-    book.mark_computed(leaf)
+    leaf.mark_computed()
     assert (root.is_computed, leaf.is_computed, other.is_computed) == (True, True, False)
 
 
@@ -209,7 +209,9 @@ def test_a_lost_engine_takes_everything(book: Book) -> None:
     root = book.add("r", 10, owner="acme")
     leaf = book.add("l", 10, root)
     book.pin(leaf)
-    assert set(book.forget_engine(7)) == {root.id, leaf.id}
+    assert book.owners.context_ids() == {root.id, leaf.id}
+    book.forget_engine(7)
+    assert book.owners.context_ids() == set()
     assert book.take_frees() == {}
     assert book.index.match(7, [b"r"]) is None
     assert len(book.index) == 0
@@ -229,7 +231,7 @@ def test_evict_idle(any_book: Book) -> None:
 def test_a_shared_context_outlives_the_session_that_opened_it(book: Book) -> None:
     idle, busy = book.add("i", 10), book.add("b", 10)
     book.pin(busy)
-    book.share(busy, "acme")
+    book.owners.share(busy, "acme")
     book.release_session(1)
     assert freed(book) == [idle.id]
     book.check_integrity({busy.id: 1}, Counter())
@@ -318,11 +320,11 @@ def test_reuse_so_far_is_taken_to_go_on(book: Book) -> None:
 def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
     book.add_engine(8, 100)
     first = book.add("a", 60)
-    book.mark_computed(first)
-    assert book.note_use(7, 0, [(b"x", 10)]) == 0
-    assert book.note_use(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 60
+    first.mark_computed()
+    assert book.log.used(7, 0, [(b"x", 10)]) == 0
+    assert book.log.used(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 60
     crowd(book, 60)
-    assert book.note_use(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 55
+    assert book.log.used(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 55
     assert book.log.total.hit == 5
     assert book.log.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 55}
     assert book.log.engine(7).recomputed.total() == 55

@@ -81,7 +81,7 @@ class World:
 
     async def join(self, engine: FakeEngine) -> int:
         self.engines[engine.info.engine_name] = engine
-        return await self.dispatcher.register_engine(engine.info)
+        return await self.dispatcher.fleet.register(engine.info)
 
     def completion(
         self,
@@ -120,9 +120,9 @@ class World:
         completion.output.restart()
 
     def lose(self, engine_id: int) -> None:
-        engine = self.dispatcher._fleet.registry.get(engine_id)
+        engine = self.dispatcher.fleet.get(engine_id)
         assert engine is not None
-        self.dispatcher._fleet.lose(engine, "test")
+        self.dispatcher.fleet.lose(engine, "test")
 
     async def settle(self) -> None:
         for _ in range(30):
@@ -625,13 +625,13 @@ async def test_a_lost_engines_completions_run_elsewhere(world: World) -> None:
     one.ping_error = Unavailable("connection refused")
     trigger = world.submit("more")
     await world.settle()
-    assert world.dispatcher.engines() == []
+    assert world.dispatcher.fleet.views() == []
     assert {c.state for c in (*hanging, trigger)} == {CompletionState.QUEUED}
     await world.join(fake_engine("two"))
     for completion in (*hanging, trigger):
         await completion.output.wait()
     assert {c.stats.engine_name for c in hanging} == {"two"}
-    assert [view.info.engine_name for view in world.dispatcher.engines()] == ["two"]
+    assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["two"]
     assert one.is_closed
 
 
@@ -650,7 +650,7 @@ async def test_a_broken_connection_costs_only_its_own_run(world: World) -> None:
     engine.resume.set()
     assert [await completion.output.wait() for completion in innocent] == ["<7>"] * 8
     assert {completion.stats.attempts for completion in innocent} == {1}
-    assert [view.info.engine_name for view in world.dispatcher.engines()] == ["one"]
+    assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -691,7 +691,7 @@ async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None
         await world.settle()
     assert type(await error_of(killer)) is EngineFailed
     assert killer.stats.attempts == 3
-    assert world.dispatcher.engines() == []
+    assert world.dispatcher.fleet.views() == []
 
 
 async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> None:
@@ -701,12 +701,12 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     await world.settle()
     beat = HeartbeatRequest(engine_id=engine_id, engine_name="one", runtime_info=RuntimeInfo())
     await world.clock.advance(20)
-    assert world.dispatcher.heartbeat(beat).state == "ok"
+    assert world.dispatcher.fleet.heartbeat(beat).state == "ok"
     await world.clock.advance(20)
     assert completion.state is CompletionState.RUNNING
     await world.clock.advance(11)
     assert isinstance(completion.output.error, NoEngine)
-    assert world.dispatcher.heartbeat(beat).state == "unknown"
+    assert world.dispatcher.fleet.heartbeat(beat).state == "unknown"
     engine.script = Script()
     await world.join(engine)
     await world.submit("a").output.wait()
@@ -722,24 +722,24 @@ async def test_an_engine_whose_steps_stand_still_under_work_is_lost(world: World
     stuck_id = await world.join(stuck)
     await world.clock.advance(1)
     for _ in range(9):  # without work, nothing has to happen
-        assert world.dispatcher.heartbeat(beat(stuck_id, "stuck", 7)).state == "ok"
+        assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 7)).state == "ok"
         await world.clock.advance(10)
     completion = world.submit("a")
     await world.settle()
     other_id = await world.join(fake_engine("other"))
     for i in range(3):
-        assert world.dispatcher.heartbeat(beat(stuck_id, "stuck", 7 + (i > 0))).state == "ok"
-        assert world.dispatcher.heartbeat(beat(other_id, "other", 3)).state == "ok"
+        assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 7 + (i > 0))).state == "ok"
+        assert world.dispatcher.fleet.heartbeat(beat(other_id, "other", 3)).state == "ok"
         await world.clock.advance(9)
     assert completion.state is CompletionState.RUNNING
     for _ in range(3):
-        world.dispatcher.heartbeat(beat(stuck_id, "stuck", 8))
-        world.dispatcher.heartbeat(beat(other_id, "other", 3))
+        world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 8))
+        world.dispatcher.fleet.heartbeat(beat(other_id, "other", 3))
         await world.clock.advance(9)
     assert completion.output.text == "<1>"
     assert completion.stats.engine_name == "other"
-    assert world.dispatcher.heartbeat(beat(stuck_id, "stuck", 8)).state == "unknown"
-    assert [view.info.engine_name for view in world.dispatcher.engines()] == ["other"]
+    assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 8)).state == "unknown"
+    assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["other"]
 
 
 async def test_a_server_that_answers_slowly_does_not_cost_its_openai_engine(world: World) -> None:
@@ -749,7 +749,7 @@ async def test_a_server_that_answers_slowly_does_not_cost_its_openai_engine(worl
     completion = world.submit("a")
     for _ in range(20):
         await world.clock.advance(10)
-        assert world.dispatcher.heartbeat(beat(engine_id, "proxy", 7)).state == "ok"
+        assert world.dispatcher.fleet.heartbeat(beat(engine_id, "proxy", 7)).state == "ok"
     engine.resume.set()
     assert await completion.output.wait() == "<1>"
 
@@ -764,7 +764,7 @@ async def test_a_late_result_is_dropped(world: World) -> None:
     await world.join(two)
     await world.clock.advance(29)
     beat = HeartbeatRequest(engine_id=1, engine_name="two", runtime_info=RuntimeInfo())
-    world.dispatcher.heartbeat(beat)
+    world.dispatcher.fleet.heartbeat(beat)
     await world.clock.advance(2)
     one.resume.set()
     await world.settle()
@@ -777,7 +777,7 @@ async def test_a_model_that_was_never_there_is_unknown(world: World) -> None:
     waiting = world.submit("a", options=options)
     for _ in range(2):
         await world.clock.advance(20)
-        world.dispatcher.heartbeat(
+        world.dispatcher.fleet.heartbeat(
             HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
         )
     error = await error_of(waiting)
@@ -796,7 +796,7 @@ async def test_no_engine(world: World) -> None:
     assert not waiting.output.is_settled
     late = world.submit("b", options=other)
     for engine_id in (1,):
-        world.dispatcher.heartbeat(
+        world.dispatcher.fleet.heartbeat(
             HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=RuntimeInfo())
         )
     await world.clock.advance(2)
@@ -818,7 +818,7 @@ async def test_registering_again_replaces(world: World) -> None:
     second = await world.join(engine)
     assert second != first
     assert await completion.output.wait() == "<1>"
-    assert [view.id for view in world.dispatcher.engines()] == [second]
+    assert [view.id for view in world.dispatcher.fleet.views()] == [second]
 
 
 async def test_too_many_engines(world: World) -> None:
@@ -827,7 +827,7 @@ async def test_too_many_engines(world: World) -> None:
     with pytest.raises(QuotaExceeded):
         await world.join(fake_engine("e4"))
     await world.join(fake_engine("e0"))
-    assert [model.model_name for model in world.dispatcher.models().models] == ["tiny"]
+    assert [model.model_name for model in world.dispatcher.fleet.models().models] == ["tiny"]
 
 
 async def test_an_engine_that_gives_no_tokenizer_does_not_join(world: World) -> None:
@@ -840,7 +840,7 @@ async def test_an_engine_that_gives_no_tokenizer_does_not_join(world: World) -> 
     with pytest.raises(Unavailable):
         await world.join(engine)
     assert engine.is_closed
-    assert world.dispatcher.engines() == []
+    assert world.dispatcher.fleet.views() == []
 
 
 # Cancelling and freeing
@@ -913,7 +913,7 @@ async def test_releasing_a_session_frees_its_contexts_in_one_request(world: Worl
     await world.clock.advance(20)
     beat = HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
     for _ in range(30):
-        world.dispatcher.heartbeat(beat)
+        world.dispatcher.fleet.heartbeat(beat)
         await world.clock.advance(20)
     assert engine.contexts == {}  # it expired
 
@@ -926,7 +926,7 @@ async def test_frees_are_sent_until_the_engine_acknowledges_them(world: World) -
     world.dispatcher.release_session(1)
     for _ in range(20):
         await world.clock.advance(10)
-        world.dispatcher.heartbeat(beat(engine_id, "fake", None))
+        world.dispatcher.fleet.heartbeat(beat(engine_id, "fake", None))
     assert 20 < engine.free_batches < 60
     assert engine.freed == []
     engine.free_error = None
@@ -959,7 +959,7 @@ async def test_constant_beginnings_expire_one_after_the_other(world: World) -> N
         for _ in range(0, seconds, 10):
             await world.clock.advance(10)
             beat = HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
-            world.dispatcher.heartbeat(beat)
+            world.dispatcher.fleet.heartbeat(beat)
         await world.settle()
 
     for number, constant in enumerate(("First. ", "Second. ", "Third. ")):
@@ -982,7 +982,7 @@ async def test_contexts_are_evicted_for_room(world: World) -> None:
     await world.clock.advance(0.1)
     assert len(engine.freed) > 10
     assert sum(map(len, engine.contexts.values())) <= 300
-    (view,) = world.dispatcher.engines()
+    (view,) = world.dispatcher.fleet.views()
     assert view.num_tokens <= 100
 
 

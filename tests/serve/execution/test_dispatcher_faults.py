@@ -120,7 +120,7 @@ class History:
         engine = WatchedEngine(plain.info, plain.tokenizer_response, self.script())
         engine.on_fault = lambda task_id, error: self.lives[task_id].faults.append(error)
         self.engines[name] = engine
-        await self.dispatcher.register_engine(engine.info)
+        await self.dispatcher.fleet.register(engine.info)
         self.num_joined += 1
 
     def script(self) -> Script:
@@ -154,10 +154,10 @@ class History:
 
     @property
     def num_lost(self) -> int:
-        return self.num_joined - len(self.dispatcher.engines())
+        return self.num_joined - len(self.dispatcher.fleet.views())
 
     def note_end(self, life: Life) -> None:
-        life.end = (self.num_lost, len(self.dispatcher.engines()))
+        life.end = (self.num_lost, len(self.dispatcher.fleet.views()))
 
     async def act(self) -> None:
         match self.rng.randrange(10):
@@ -215,8 +215,8 @@ class History:
         for session in range(3):
             self.dispatcher.release_session(session)
         self.dispatcher.check_integrity()
-        assert self.dispatcher.engines() == []
-        assert (self.dispatcher.num_queued, self.dispatcher.num_running) == (0, 0)
+        assert self.dispatcher.fleet.views() == []
+        assert self.dispatcher.num_queued == 0
         await self.dispatcher.close()
 
     def check(self, completion: Completion) -> None:

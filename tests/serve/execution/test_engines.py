@@ -1,53 +1,60 @@
-"""The registry of live engines."""
+"""The fleet of live engines: ids, the quota and the models."""
 
 import pytest
 
 from parrot.protocol.errors import QuotaExceeded
-from parrot.serve.execution.engines import EngineRegistry
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.execution.fleet import Fleet
 from parrot.utils.clock import ManualClock
-from tests.support.fake_engine import FakeEngine, fake_engine
+from tests.support.fake_engine import fake_engine
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(100.0)
+def fleet() -> Fleet:
+    config = CoreConfig(max_engines_num=2)
+    clock = ManualClock(100.0)
+    return Dispatcher(config, clock, lambda info: fake_engine(info.engine_name)).fleet
 
 
-@pytest.fixture
-def registry(clock: ManualClock) -> EngineRegistry:
-    return EngineRegistry(max_engines=2, clock=clock)
+async def join(fleet: Fleet, name: str, model: str = "tiny") -> int:
+    return await fleet.register(fake_engine(name, model=model).info)
 
 
-def make(name: str, model: str = "tiny") -> FakeEngine:
-    return fake_engine(name, model=model)
-
-
-def test_ids_are_never_used_again(registry: EngineRegistry) -> None:
-    fake = make("a")
-    first = registry.add(fake.info, fake)
-    assert registry.get(first.id) is first
-    assert registry.find(fake.info) is first
-    registry.remove(first)
+async def test_ids_are_never_used_again(fleet: Fleet) -> None:
+    first_id = await join(fleet, "a")
+    first = fleet.get(first_id)
+    assert first is not None
+    fleet.lose(first, "test")
     assert not first.is_alive
-    assert registry.find(fake.info) is None
-    second = registry.add(fake.info, fake)
-    assert second.id != first.id
-    assert list(registry) == [second]
+    assert fleet.get(first_id) is None
+    second_id = await join(fleet, "a")
+    assert second_id != first_id
+    assert [engine.id for engine in fleet] == [second_id]
+    await fleet.close()
 
 
-def test_quota(registry: EngineRegistry) -> None:
-    for name in ("a", "b"):
-        registry.add(make(name).info, make(name))
-    registry.require_room(make("a").info)  # would replace one
+async def test_one_that_registers_again_replaces_itself(fleet: Fleet) -> None:
+    await join(fleet, "a")
+    again = await join(fleet, "a")
+    assert [view.id for view in fleet.views()] == [again]
+    await fleet.close()
+
+
+async def test_quota(fleet: Fleet) -> None:
+    for name in ("a", "b", "a"):  # the last one replaces the first
+        await join(fleet, name)
     with pytest.raises(QuotaExceeded):
-        registry.add(make("c").info, make("c"))
-    assert len(registry) == 2
+        await join(fleet, "c")
+    assert len(list(fleet)) == 2
+    await fleet.close()
 
 
-def test_models_are_listed_once(registry: EngineRegistry) -> None:
+async def test_models_are_listed_once(fleet: Fleet) -> None:
     for name in ("a", "b"):
-        registry.add(make(name, "same").info, make(name, "same"))
-    models = registry.models()
+        await join(fleet, name, "same")
+    models = fleet.models()
     assert [card.id for card in models.data] == ["same"]
     assert models.data[0].max_model_len == 50_000
     assert [model.model_name for model in models.models] == ["same"]
+    await fleet.close()

@@ -343,7 +343,7 @@ async def test_a_lost_engine_reruns_a_shared_call_once_elsewhere(world: World) -
     reads[0].cancel()
     lost.script, lost.ping_error = Script(error=Unavailable("gone")), Unavailable("gone")
     trigger = follower.read(follower.call("something else"))
-    world.core._dispatcher._fleet.lose(next(iter(world.core._dispatcher._fleet.registry)), "gone")
+    world.core._dispatcher.fleet.lose(next(iter(world.core._dispatcher.fleet)), "gone")
     assert "".join(await reads[1]) == "abcdefghi"  # what was streamed is continued, not repeated
     await trigger
     assert (len(lost.requests), len(other.requests)) == (1, 2)
