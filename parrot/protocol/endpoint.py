@@ -45,7 +45,7 @@ class Endpoint:
         method: str,
         path: str,
         verb: Callable[..., Any],
-        summary: str,
+        summary: str = "",
         *,
         takes: type[BaseModel] | None = None,
         errors: tuple[int, ...] = (),
