@@ -103,7 +103,7 @@ async def wasted_steps(num_engines: int, seed: int) -> float:
         cluster.check_integrity()
         known = cluster.core._sessions.find(session.scope["session_id"])
         assert known is not None
-        finished = [known.graph.node(v.id).producer.task.times.finished for v in found]  # type: ignore[union-attr]
+        finished = [known.graph.variable(v.id).producer.times.finished for v in found]  # type: ignore[union-attr]
         decided = max(when for when in finished if when is not None)
         ended = decided - lan()() / 2  # the answer was under way for so long
         wasted = sum(sequences for began, sequences in steps if began >= ended - EPSILON_S)

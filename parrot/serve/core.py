@@ -178,7 +178,7 @@ class ServeCore:
 
 
 class _TaskRunner:
-    """Implements `graph.links.Runner`. A task that ends is activity of its session."""
+    """Implements `graph.runner.Runner`. A task that ends is activity of its session."""
 
     def __init__(
         self,

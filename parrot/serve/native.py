@@ -146,7 +146,7 @@ class NativeRunner:
     def start(self, call: NativeCall) -> None:
         """Run it and settle its outputs."""
         self._waiting[call.id] = call
-        self.waiting_by_tenant.enter(call.tenant)
+        self.waiting_by_tenant.enter(call.options.tenant)
         running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
         self._running[call.id] = running
         running.add_done_callback(lambda done: self._forget(call.id, done))
@@ -169,7 +169,7 @@ class NativeRunner:
 
     def _end_wait(self, call: NativeCall) -> None:
         if self._waiting.pop(call.id, None) is not None:
-            self.waiting_by_tenant.leave(call.tenant)
+            self.waiting_by_tenant.leave(call.options.tenant)
 
     def _forget(self, call_id: int, done: asyncio.Task[None]) -> None:
         if self._running.get(call_id) is done:

@@ -1,7 +1,7 @@
 """What programs ask inside a session: calls, variables and reads, each from its request to its
 answer."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from parrot.protocol.public import (
@@ -16,9 +16,7 @@ from parrot.protocol.public import (
     VarValue,
 )
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.links import VariableNode
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.native import NativeRunner, check_call
 from parrot.serve.observers import Observers
 from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
@@ -54,26 +52,22 @@ class Programs:
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
         """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
         may raise."""
-        return self._submit(request, lambda graph: graph.submit_semantic(request))
+        return self._submit(request)
 
     def submit_native(self, request: NativeCallRequest) -> CallResponse:
         """Raises as `submit_call` does."""
-        return self._submit(request, lambda graph: graph.submit_native(request))
+        return self._submit(request)
 
-    def _submit(
-        self,
-        request: SemanticCallRequest | NativeCallRequest,
-        add: Callable[[SessionGraph], CallResponse],
-    ) -> CallResponse:
+    def _submit(self, request: SemanticCallRequest | NativeCallRequest) -> CallResponse:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         if isinstance(request, NativeCallRequest):
             check_call(request)
         if session.graph.is_known(request):
-            return add(session.graph)
+            return session.graph.submit(request)
         self._require_room(session)
         usage = usage_of(request)
         session.account.require(usage)
-        response = add(session.graph)
+        response = session.graph.submit(request)
         self._reads.wake_soon(session)
         session.account.add(usage)
         self._observers.tell(lambda one: one.call_submitted(session, request, response))
@@ -92,7 +86,7 @@ class Programs:
         usage = Usage(variables=1, text_bytes=num_bytes([content or ""]))
         session.account.require(usage)
         session.account.add(usage)
-        var_id = session.graph.add_variable(var_name, content).variable.id
+        var_id = session.graph.add_variable(var_name, content).id
         self._observers.tell(lambda one: one.variable_created(session, var_id, var_name, content))
         return var_id
 
@@ -114,54 +108,50 @@ class Programs:
         session.graph.cancel_variable(var_id)
         self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
 
-    def node(self, request: VarGetRequest, var_id: str) -> VariableNode:
+    def variable(self, request: VarGetRequest, var_id: str) -> SemanticVariable:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        return session.graph.node(var_id)
+        return session.graph.variable(var_id)
 
     async def read(self, request: VarGetRequest, var_id: str) -> VarGetResponse:
         """Wait for the value, and meanwhile want it. Does not suspend if it is there. Raises the
         variable's error, `TimedOut`, or `QueueFull` (to this reader alone). Cancelling withdraws
         the read."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        node = session.graph.node(var_id)
-        if node.is_idle:
+        variable = session.graph.variable(var_id)
+        if variable.is_idle:
             self._require_room(session)
         with self._observers.reading(session, request, [var_id]):
-            await self._reads.value(session, node, request)
-        return value_view(node)
+            await self._reads.value(session, variable, request)
+        return value_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
         """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
         `read` does; the error of a variable only when fewer than `k` are left."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        nodes = [session.graph.node(var_id) for var_id in request.var_ids]
-        num_ready = sum(node.variable.state is VariableState.READY for node in nodes)
-        if num_ready < request.k and any(node.is_idle for node in nodes):
+        variables = [session.graph.variable(var_id) for var_id in request.var_ids]
+        num_ready = sum(variable.state is VariableState.READY for variable in variables)
+        if num_ready < request.k and any(variable.is_idle for variable in variables):
             self._require_room(session)
         with self._observers.reading(session, request, request.var_ids, k=request.k):
-            winners = await self._reads.first(session, nodes, request)
-        by_id = {node.variable.id: node for node in nodes}
+            winners = await self._reads.first(session, variables, request)
         return FirstVarsResponse(
-            values=[
-                VarValue(var_id=winner.id, **dict(value_view(by_id[winner.id])))
-                for winner in winners
-            ]
+            values=[VarValue(var_id=winner.id, **dict(value_view(winner))) for winner in winners]
         )
 
     def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first. Raises at once what `read` raises before it
         waits; the iterator raises the rest."""
         session = self._sessions.authenticate(request.session_id, request.session_auth)
-        node = session.graph.node(var_id)
-        if node.is_idle:
+        variable = session.graph.variable(var_id)
+        if variable.is_idle:
             self._require_room(session)
-        return self._stream(session, node, request)
+        return self._stream(session, variable, request)
 
     async def _stream(
-        self, session: Session, node: VariableNode, request: VarGetRequest
+        self, session: Session, variable: SemanticVariable, request: VarGetRequest
     ) -> AsyncGenerator[str]:
-        with self._observers.reading(session, request, [node.variable.id], is_stream=True):
-            async with aclosing(self._reads.stream(session, node, request)) as deltas:
+        with self._observers.reading(session, request, [variable.id], is_stream=True):
+            async with aclosing(self._reads.stream(session, variable, request)) as deltas:
                 async for delta in deltas:
                     yield delta
 

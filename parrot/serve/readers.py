@@ -7,7 +7,7 @@ from math import inf
 
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import FirstVarsRequest, ReadOptions
-from parrot.serve.graph.links import Reader, VariableNode
+from parrot.serve.graph.nodes import Reader
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
@@ -38,27 +38,27 @@ class Reads:
             when = self._clock.now() + WAKE_DELAY_S
             self._timers.call_at(when, lambda: self._wake(session))
 
-    async def value(self, session: Session, node: VariableNode, options: ReadOptions) -> str:
-        variable = node.variable
+    async def value(
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
+    ) -> str:
         if variable.is_settled:
             return variable.result()
         with self._open(session, options) as read:
-            read.want(node)
+            read.want(variable)
             async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
                 return await variable.wait()
 
     async def stream(
-        self, session: Session, node: VariableNode, options: ReadOptions
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
     ) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first."""
-        variable = node.variable
         if variable.is_settled:
             if text := variable.result():
                 yield text
             return
         deltas = variable.stream()
         with self._open(session, options) as read:
-            read.want(node, as_stream=True)
+            read.want(variable, as_stream=True)
             while True:
                 async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
                     delta = await anext(deltas, None)
@@ -67,17 +67,17 @@ class Reads:
                 yield delta
 
     async def first(
-        self, session: Session, nodes: Sequence[VariableNode], request: FirstVarsRequest
+        self, session: Session, variables: Sequence[SemanticVariable], request: FirstVarsRequest
     ) -> list[SemanticVariable]:
         """The first `request.k` of different variables to be ready, in the order in which they
         were. Raises as soon as too many have failed. The others lose this reader the moment that
         the last winner is there, before anything else runs."""
         with self._open(session, request) as read:
-            read.candidates = nodes
-            race = _Race(request.k, len(nodes), read)
+            read.candidates = variables
+            race = _Race(request.k, len(variables), read)
             try:
-                for node in sorted(nodes, key=_settled_at):
-                    race.enter(node)
+                for variable in sorted(variables, key=_settled_at):
+                    race.enter(variable)
                 async with time_limit(self._timers, read.end, f"the first {request.k} of many"):
                     await race.decided
             finally:
@@ -86,7 +86,7 @@ class Reads:
 
     def _wake(self, session: Session) -> None:
         session.is_wake_due = False
-        if session.graph.wake(until=self._clock.now() - WAKE_DELAY_S + _ROUNDING_S):
+        if session.graph.activation.wake(until=self._clock.now() - WAKE_DELAY_S + _ROUNDING_S):
             self.wake_soon(session)
 
     @contextmanager
@@ -120,28 +120,24 @@ class _Read:
         self.end = None if options.timeout is None else now + options.timeout
         self._deadline = now + min(limits) if limits else None
         self._criteria = options.criteria
-        self._graph = session.graph
+        self._activation = session.graph.activation
         self._readers: list[Reader] = []
-        self.candidates: Sequence[VariableNode] = ()
+        self.candidates: Sequence[SemanticVariable] = ()
 
-    def want(self, node: VariableNode, *, as_stream: bool = False, may_lose: bool = False) -> None:
-        self._readers.append(
-            self._graph.add_reader(
-                node,
-                self._criteria,
-                deadline=self._deadline,
-                wants_stream=as_stream,
-                may_lose=may_lose,
-            )
-        )
+    def want(
+        self, variable: SemanticVariable, *, as_stream: bool = False, may_lose: bool = False
+    ) -> None:
+        reader = Reader(variable, self._criteria, self._deadline, as_stream, may_lose)
+        self._readers.append(reader)
+        self._activation.add_reader(reader)
 
     def leave(self) -> None:
         """Want nothing any more. Safe in any state."""
         readers, self._readers = self._readers, []
         for reader in readers:
-            self._graph.remove_reader(reader)
-        for node in self.candidates:
-            self._graph.release(node)
+            self._activation.remove_reader(reader)
+        for variable in self.candidates:
+            self._activation.release(variable)
 
 
 class _Race:
@@ -158,13 +154,13 @@ class _Race:
         self._winners: list[SemanticVariable] = []
         self._error: ParrotError | None = None
 
-    def enter(self, node: VariableNode) -> None:
-        if node.is_settled:
-            self._on_settled(node.variable)
+    def enter(self, variable: SemanticVariable) -> None:
+        if variable.is_settled:
+            self._on_settled(variable)
         elif not self.decided.done():
-            self._watched.append(node.variable)
-            node.variable.on_settled(self._on_settled)
-            self._read.want(node, may_lose=self._has_losers)
+            self._watched.append(variable)
+            variable.on_settled(self._on_settled)
+            self._read.want(variable, may_lose=self._has_losers)
 
     def close(self) -> None:
         for variable in self._watched:
@@ -199,11 +195,11 @@ class _Race:
         return error
 
 
-def _settled_at(node: VariableNode) -> float:
+def _settled_at(variable: SemanticVariable) -> float:
     """Given values come first, what has yet to be made comes last."""
-    if not node.is_settled:
+    if not variable.is_settled:
         return inf
-    return 0.0 if node.producer is None else node.producer.task.times.finished or 0.0
+    return 0.0 if variable.producer is None else variable.producer.times.finished or 0.0
 
 
 @asynccontextmanager

@@ -89,9 +89,9 @@ class Recorder:
         native_outputs = [
             variable
             for call in session.graph.calls.values()
-            for node in call.tasks
-            if isinstance(node.task, NativeCall)
-            for variable in node.task.outputs()
+            for task in call.tasks
+            if isinstance(task, NativeCall)
+            for variable in task.outputs
         ]
         self._sink(
             trace.SessionEnded(

@@ -38,13 +38,13 @@ class Session:
     def task_finished(self, task: Task, now: float) -> None:
         """Count the end of one of its tasks as activity, and the texts that it made as kept."""
         self.last_active = now
-        made = [output.text for output in task.outputs() if output.state is VariableState.READY]
+        made = [output.text for output in task.outputs if output.state is VariableState.READY]
         self.account.add(Usage(text_bytes=num_bytes(made)))
 
     def expires_at(self, now: float, life_span_s: float) -> float:
         """Running work and an open read until its timeout count as activity. A read without a
         timeout does not: if nothing runs for it, its value will hardly come any more."""
-        if self.graph.num_started:
+        if self.graph.activation.num_started:
             return now + life_span_s
         return max(self.last_active + life_span_s, *self.timed_reads.values(), 0.0)
 

@@ -12,8 +12,8 @@ from parrot.protocol.public import (
     VarInfo,
 )
 from parrot.serve.execution.engines import EngineView
-from parrot.serve.graph.links import TaskNode, VariableNode
-from parrot.serve.graph.nodes import Completion, RunStats, Timeline
+from parrot.serve.graph.nodes import Completion, RunStats, Task, Timeline
+from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.sessions import Session
 
 _NO_RUN = RunStats()
@@ -51,14 +51,14 @@ def engine_view(engine: EngineView) -> EngineStatus:
     )
 
 
-def value_view(node: VariableNode) -> VarGetResponse:
+def value_view(variable: SemanticVariable) -> VarGetResponse:
     """The value of a ready variable, as a reader gets it."""
-    task = None if node.producer is None else node.producer.task
+    task = variable.producer
     if not isinstance(task, Completion) or task.stats.finish_reason is None:
-        return VarGetResponse(content=node.variable.text)
+        return VarGetResponse(content=variable.text)
     stats = task.stats
     return VarGetResponse(
-        content=node.variable.text,
+        content=variable.text,
         finish_reason=task.stats.finish_reason.value,
         usage=TokenUsage(
             prompt_tokens=stats.prompt_tokens,
@@ -69,27 +69,25 @@ def value_view(node: VariableNode) -> VarGetResponse:
 
 
 def variables_view(session: Session) -> list[VarInfo]:
-    return [_variable_view(node) for node in session.graph.variables.values()]
+    return [_variable_view(variable) for variable in session.graph.variables.values()]
 
 
-def _variable_view(node: VariableNode) -> VarInfo:
-    variable = node.variable
+def _variable_view(variable: SemanticVariable) -> VarInfo:
     return VarInfo(
         var_id=variable.id,
         var_name=variable.name,
         state=variable.state.value,
-        producer=None if node.producer is None else node.producer.task.request_id,
-        consumers=sorted({consumer.task.request_id for consumer in node.consumers}),
+        producer=None if variable.producer is None else variable.producer.request_id,
+        consumers=sorted({consumer.request_id for consumer in variable.consumers}),
         error=None if variable.error is None else variable.error.to_payload()["error"],
     )
 
 
-def _task_view(node: TaskNode, began: float) -> CompletionInfo:
+def _task_view(task: Task, began: float) -> CompletionInfo:
     """A native call with several outputs is one row, known by its first."""
-    task = node.task
     is_semantic = isinstance(task, Completion)
     stats = task.stats if isinstance(task, Completion) else _NO_RUN
-    output = node.outputs[0].variable
+    output = task.outputs[0]
     objective = task.objective
     return CompletionInfo(
         kind="semantic" if is_semantic else "native",
@@ -97,7 +95,7 @@ def _task_view(node: TaskNode, began: float) -> CompletionInfo:
         func_name=task.func_name,
         output=output.name,
         output_var_id=output.id,
-        outputs=[other.variable.id for other in node.outputs],
+        outputs=[other.id for other in task.outputs],
         state=task.state.value,
         criteria=None if objective is None else objective.criteria.value,
         depth=None if objective is None else objective.depth,
@@ -122,10 +120,10 @@ def _seconds(times: Timeline, began: float) -> dict[str, float | None]:
     }
 
 
-def _edges(task: TaskNode) -> Iterator[GraphEdge]:
+def _edges(task: Task) -> Iterator[GraphEdge]:
     """From each producing task to this one, once for each variable between them."""
-    target = task.outputs[0].variable.id
-    for node in task.inputs:
-        if node.producer is not None:
-            source = node.producer.outputs[0].variable.id
-            yield GraphEdge(source=source, target=target, variable=node.variable.name)
+    target = task.outputs[0].id
+    for variable in task.inputs:
+        if variable.producer is not None:
+            source = variable.producer.outputs[0].id
+            yield GraphEdge(source=source, target=target, variable=variable.name)

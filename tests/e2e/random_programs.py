@@ -273,12 +273,12 @@ class Story(World):
         if program.requests and self.rng.random() < 0.4:
             request_id = self.rng.choice(program.requests)
             call = program.session.graph.calls[request_id]
-            program.cancelled |= {out.variable.id for task in call.tasks for out in task.outputs}
+            program.cancelled |= {out.id for task in call.tasks for out in task.outputs}
             self.core.programs.cancel_call(*scope, request_id)
         else:
             var_id = self.some(program)
-            producer = program.session.graph.node(var_id).producer
-            outputs = [] if producer is None else [out.variable.id for out in producer.outputs]
+            producer = program.session.graph.variable(var_id).producer
+            outputs = [] if producer is None else [out.id for out in producer.outputs]
             program.cancelled |= {var_id, *outputs}
             self.core.programs.cancel_var(*scope, var_id)
 

@@ -65,7 +65,7 @@ class World:
         reading = {v for r in self.reads if r.is_timed or not r.task.done() for v in r.var_ids}
         for program in self.programs:
             for var_id, node in program.session.graph.variables.items():
-                assert not node.readers or var_id in reading | program.wanted, str(node.variable)
+                assert not node.readers or var_id in reading | program.wanted, str(node)
 
     def check_all_done(self) -> None:
         for program in self.programs:
@@ -76,10 +76,10 @@ class World:
                     is_stuck = any(not node.is_settled for node in task.inputs)
                     assert not task.is_wanted or is_stuck, task.task.id
             for var_id, node in graph.variables.items():
-                if node.is_settled and node.variable.error is None:
-                    assert node.variable.text == self.reference.value(var_id)
-                elif node.variable.error is not None:
-                    self.check_error(program, [var_id], node.variable.error)
+                if node.is_settled and node.error is None:
+                    assert node.text == self.reference.value(var_id)
+                elif node.error is not None:
+                    self.check_error(program, [var_id], node.error)
         self.core.check_integrity()
 
     def check(self, read: Read) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
@@ -16,8 +17,16 @@ from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.engines import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import GraphIds, SessionGraph
-from parrot.serve.graph.links import Predictor
-from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    Piece,
+    Reader,
+    Task,
+    VariablePiece,
+)
+from parrot.serve.graph.runner import Predictor
+from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.utils.clock import ManualClock
@@ -40,7 +49,7 @@ class FakeRunner:
     def start(self, task: Task) -> None:
         assert task.state is CompletionState.QUEUED
         assert task.objective is not None
-        assert all(variable.is_settled and not variable.error for variable in task.inputs())
+        assert all(variable.is_settled and not variable.error for variable in task.inputs)
         if task in self.expected:
             self.expected.remove(task)
         self.started.append(task)
@@ -82,7 +91,7 @@ class FakeRunner:
     def finish(self, task: Task, text: str | None = None) -> None:
         self.started.remove(task)
         task.state = CompletionState.DONE
-        for variable in task.outputs():
+        for variable in task.outputs:
             variable.set(f"<{variable.name}>" if text is None else text)
 
     def fail(
@@ -90,7 +99,7 @@ class FakeRunner:
     ) -> None:
         self.started.remove(task)
         task.state = state
-        for variable in task.outputs():
+        for variable in task.outputs:
             variable.fail(error)
 
     def names(self) -> list[str]:
@@ -98,7 +107,7 @@ class FakeRunner:
 
 
 def name_of(task: Task) -> str:
-    return ",".join(variable.name for variable in task.outputs())
+    return ",".join(variable.name for variable in task.outputs)
 
 
 def make_graph(
@@ -117,6 +126,28 @@ def make_graph(
         clock=clock or ManualClock(),
         ids=GraphIds(IdCounter(100), IdCounter(1)),
     )
+
+
+def add_reader(
+    graph: SessionGraph,
+    variable: SemanticVariable,
+    criteria: PerformanceCriteria,
+    *,
+    deadline: float | None = None,
+    wants_stream: bool = False,
+    may_lose: bool = False,
+) -> Reader:
+    """Want an unsettled variable until `graph.activation.remove_reader`."""
+    reader = Reader(variable, criteria, deadline, wants_stream, may_lose)
+    graph.activation.add_reader(reader)
+    return reader
+
+
+def prompt_of(completion: Completion) -> list[Piece]:
+    """Every piece from the beginning of its context to the place where it generates."""
+    before = completion.previous
+    start = [] if before is None else [*prompt_of(before), VariablePiece(before.output)]
+    return [*start, *completion.fill]
 
 
 def given(name: str, value: str) -> dict[str, Any]:
@@ -162,7 +193,7 @@ def link_call(graph: SessionGraph, output: str, inputs: Sequence[str], **fields:
         "f " + " ".join(f"{{{{i{n}}}}}" for n in range(len(inputs))) + f" -> {{{{{output}}}}}"
     )
     parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
-    response = graph.submit_semantic(
+    response = graph.submit(
         semantic(template, *parameters, made(output, max_gen_length=10), **fields)
     )
     return var_ids(response)[output]

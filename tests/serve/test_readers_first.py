@@ -47,7 +47,7 @@ class World:
         return asyncio.ensure_future(read())
 
     def task(self, var_id: str) -> Task:
-        return next(t for t in self.dispatcher.started if next(t.outputs()).id == var_id)
+        return next(t for t in self.dispatcher.started if t.outputs[0].id == var_id)
 
     async def finish(self, var_id: str) -> None:
         self.dispatcher.finish(self.task(var_id))
@@ -87,7 +87,7 @@ async def test_losers_that_somebody_else_wants_go_on(world: World) -> None:
     await world.clock.advance(0)
     await world.finish(ids[2])
     assert await reading == [ids[2]]
-    assert [next(task.outputs()).id for task in world.dispatcher.started] == [ids[0]]
+    assert [task.outputs[0].id for task in world.dispatcher.started] == [ids[0]]
     await world.finish(ids[0])
     await world.finish(after)
     assert await other == [after]
@@ -101,7 +101,7 @@ async def test_what_is_ready_wins_without_work(world: World) -> None:
         await world.finish(var_id)
         await reading
     assert await world.first(ids, 2) == [ids[2], ids[0]]
-    assert [next(task.outputs()).id for task in world.dispatcher.withdrawn] == [ids[1]]
+    assert [task.outputs[0].id for task in world.dispatcher.withdrawn] == [ids[1]]
     given = world.core.programs.create_var(*world.scope.values(), "given", "text")
     assert await world.first([*ids, given], 1) == [given]
 
@@ -136,14 +136,14 @@ async def test_losers_are_not_made_in_the_background_and_neither_is_what_needs_t
     await world.clock.advance(WAKE_DELAY_S)
     await world.finish(drafts[1])
     assert await reading == [drafts[1]]
-    started = {next(task.outputs()).id for task in world.dispatcher.started}
+    started = {task.outputs[0].id for task in world.dispatcher.started}
     assert started == {ratings[1], free}
     await world.finish(ratings[1])
     later = [world.call(), world.call()]  # they run soon: the session was read
     await world.clock.advance(WAKE_DELAY_S)
     await world.finish(later[0])
     assert await world.first(later, 1) == [later[0]]  # decided without waiting
-    assert [next(task.outputs()).id for task in world.dispatcher.started] == [free]
+    assert [task.outputs[0].id for task in world.dispatcher.started] == [free]
 
 
 async def test_a_race_that_is_won_at_once_leaves_no_loser_behind(world: World) -> None:
@@ -182,7 +182,7 @@ async def test_a_timeout_leaves_the_work_its_grace(world: World) -> None:
     assert len(world.dispatcher.started) == 3
     await world.clock.advance(READ_GRACE_S)
     assert world.dispatcher.started == []
-    variables = [world.core._sessions.find(0).graph.node(i).variable for i in ids]  # type: ignore[union-attr]
+    variables = [world.core._sessions.find(0).graph.variable(i) for i in ids]  # type: ignore[union-attr]
     assert all(len(variable._settled_callbacks) == 1 for variable in variables)  # the graph's
 
 

@@ -222,7 +222,7 @@ async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -
     await world.settle()
     completion = world.dispatcher.started[0]
     assert completion.wants_stream  # type: ignore[union-attr]
-    variable = next(iter(completion.outputs()))
+    variable = completion.outputs[0]
     variable.append("one ")
     assert await first == "one "
     variable.append("two ")
@@ -255,7 +255,7 @@ async def test_a_closed_stream_takes_its_work_along(world: World) -> None:
     stream = world.core.programs.stream(world.request(), y)
     first = asyncio.ensure_future(anext(stream))
     await world.settle()
-    next(iter(world.dispatcher.started[0].outputs())).append("text")
+    world.dispatcher.started[0].outputs[0].append("text")
     assert await first == "text"
     await stream.aclose()
     assert world.dispatcher.started == []
@@ -488,7 +488,7 @@ async def test_one_thousand_reads_leave_nothing_behind(world: World) -> None:
     session = world.core._sessions.find(world.scope["session_id"])
     assert session is not None
     assert not session.timed_reads
-    node = session.graph.node(y)
+    node = session.graph.variable(y)
     assert not node.readers
-    assert not node.variable._watchers
+    assert not node._watchers
     assert len(world.core._timers) == 1  # the session's expiry

@@ -411,7 +411,7 @@ async def test_a_stream_ends_with_done_for_early_and_late_readers(site: Site) ->
     async with site.http.get(path, params=scope) as early:
         assert early.headers["Content-Type"].startswith("text/event-stream")
         await site.started()
-        next(iter(site.dispatcher.started[0].outputs())).append("one ")
+        site.dispatcher.started[0].outputs[0].append("one ")
         assert b"one " in await early.content.readuntil(b"\n\n")
         site.dispatcher.finish(site.dispatcher.started[0], "one {{two}}\n")
         events = await read_events(early)

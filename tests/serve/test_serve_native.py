@@ -9,7 +9,7 @@ import pytest
 
 from parrot.protocol.errors import InvalidRequest, NativeFunctionFailed
 from parrot.serve.config import CoreConfig
-from parrot.serve.graph.nodes import CompletionState, NativeCall
+from parrot.serve.graph.nodes import CallOptions, CompletionState, NativeCall
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.native import NativeRunner, check_call
 from parrot.utils.clock import MonotonicClock
@@ -32,10 +32,9 @@ def make_call(
         id=next(_ids),
         request_id=0,
         session_id=0,
-        func_name="f",
+        options=CallOptions("f", tenant="tenant"),
         source=source,
         timeout_s=timeout_s,
-        tenant="tenant",
         arguments=tuple(arguments.items()),
         results=results,
         state=CompletionState.QUEUED,

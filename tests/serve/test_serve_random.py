@@ -109,7 +109,7 @@ class Program:
 
     async def finish(self) -> None:
         task = self.dispatcher.started[self.draw(0, len(self.dispatcher.started) - 1)]
-        next(iter(task.outputs())).append("begin")
+        task.outputs[0].append("begin")
         self.dispatcher.finish(task, "begin and end")
 
     async def fail(self) -> None:

@@ -13,7 +13,7 @@ from parrot.serve.sessions import (
 )
 from parrot.utils.clock import ManualClock
 from parrot.utils.timers import TimerQueue
-from tests.serve.serve_fakes import FakeRunner, link_call, make_graph
+from tests.serve.serve_fakes import FakeRunner, add_reader, link_call, make_graph
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_an_open_read_keeps_a_session_until_its_deadline(
 ) -> None:
     watched = Watched(clock, registry)
     node = watched.graph.add_variable("x")
-    watched.graph.add_reader(node, PerformanceCriteria.LATENCY, deadline=50 + 35)
+    add_reader(watched.graph, node, PerformanceCriteria.LATENCY, deadline=50 + 35)
     watched.session.timed_reads[watched] = 50 + 35
     await clock.advance(34)
     assert watched.expired == []

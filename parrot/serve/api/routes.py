@@ -16,7 +16,7 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.links import VariableNode
+from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.metrics import CONTENT_TYPE
 from parrot.serve.programs import Programs
 from parrot.serve.views import value_view
@@ -80,7 +80,7 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
         return VarCreateResponse(var_id=programs.create_var(**dict(request)))
 
     def stream_var(request: VarGetRequest, var_id: str) -> AsyncIterator[tuple[str, BaseModel]]:
-        return _events(programs.stream(request, var_id), programs.node(request, var_id))
+        return _events(programs.stream(request, var_id), programs.variable(request, var_id))
 
     return [
         Endpoint(
@@ -191,9 +191,9 @@ def _alive() -> None:
 
 
 async def _events(
-    deltas: AsyncGenerator[str], node: VariableNode
+    deltas: AsyncGenerator[str], variable: SemanticVariable
 ) -> AsyncIterator[tuple[str, BaseModel]]:
     async with aclosing(deltas):  # a reader that goes is withdrawn now, not when collected
         async for text in deltas:
             yield "delta", StreamDelta(text=text)
-    yield "done", StreamDone(**dict(value_view(node)))
+    yield "done", StreamDone(**dict(value_view(variable)))

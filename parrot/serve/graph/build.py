@@ -1,7 +1,7 @@
 """From a call's template and parameters to the completions it runs as. Pure."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from parrot.protocol.errors import InvalidRequest
@@ -12,22 +12,7 @@ from parrot.serve.graph.nodes import CallOptions, Completion, Piece, TextPiece, 
 from parrot.serve.graph.variable import SemanticVariable
 
 _DEFAULT_SAMPLING = SamplingConfig()
-
-PlannedPiece = TextPiece | CallParameter
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCompletion:
-    fill: tuple[PlannedPiece, ...]
-    output: CallParameter
-
-
-@dataclass(frozen=True, slots=True)
-class CallPlan:
-    """`tail`: what follows the last output; only a stateful successor ever sees it."""
-
-    completions: tuple[PlannedCompletion, ...]
-    tail: tuple[PlannedPiece, ...]
+_MAX_CACHED_TEMPLATE = 16384  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,46 +22,6 @@ class Ancestor:
 
     last: Completion | None = None
     tail: tuple[Piece, ...] = ()
-
-
-NO_ANCESTOR = Ancestor()
-
-
-def plan_call(request: SemanticCallRequest, *, follows_text: bool = False) -> CallPlan:
-    """Cut the template at its outputs. `follows_text`: the context it continues ends with text, so
-    an output may come first. Raises `InvalidRequest` naming the parameter."""
-    _check_system(request)
-    parameters = index_parameters(request.parameters)
-    completions: list[PlannedCompletion] = []
-    fill: list[PlannedPiece] = []
-    filled: set[str] = set()
-    for piece in _parse(request.template):
-        if isinstance(piece, Text):
-            fill.append(TextPiece(piece.text))
-            continue
-        parameter = parameters.get(piece.name)
-        if parameter is None:
-            raise InvalidRequest(f"placeholder `{piece.name}` has no parameter", param=piece.name)
-        if not parameter.is_output:
-            fill.append(parameter)
-            continue
-        _check_output_place(piece.name, filled, bool(fill) or (follows_text and not filled))
-        filled.add(piece.name)
-        completions.append(PlannedCompletion(tuple(fill), parameter))
-        fill = []
-    for parameter in request.parameters:
-        if parameter.is_output and parameter.name not in filled:
-            raise InvalidRequest(
-                f"output `{parameter.name}` does not occur in the template", param=parameter.name
-            )
-    tail = [] if request.remove_pure_fill and completions else fill
-    if request.system is not None:
-        system = TextPiece(request.system, is_system=True)
-        if completions:
-            completions[0] = replace(completions[0], fill=(system, *completions[0].fill))
-        else:
-            tail.insert(0, system)
-    return CallPlan(tuple(completions), tuple(tail))
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:
@@ -90,47 +35,58 @@ def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParam
 
 
 def build_completions(
-    plan: CallPlan,
-    variables: dict[str, SemanticVariable],
+    request: SemanticCallRequest,
+    variables: Mapping[str, SemanticVariable],
     ancestor: Ancestor,
     *,
     options: CallOptions,
     session_id: int,
     request_id: int,
     next_id: Callable[[], int],
-) -> list[Completion]:
-    """Bind the plan to its variables (by parameter name)."""
+) -> tuple[list[Completion], Ancestor]:
+    """Cut the template at its outputs, and bind it to the variables of its parameters. Returns also
+    where a successor continues. Raises `InvalidRequest` naming the parameter."""
+    _check_system(request)
+    parameters = {parameter.name: parameter for parameter in request.parameters}
+    system = () if request.system is None else (TextPiece(request.system, is_system=True),)
     completions: list[Completion] = []
-    previous, before = ancestor.last, ancestor.tail
-    for planned in plan.completions:
-        fill = before + bind_pieces(planned.fill, variables)
-        if options.chat:
-            fill = _message(fill)
+    filled: set[str] = set()
+    previous, fill = ancestor.last, list(ancestor.tail)
+    for piece in _parse(request.template):
+        if isinstance(piece, Text):
+            fill.append(TextPiece(piece.text))
+            continue
+        parameter = parameters.get(piece.name)
+        if parameter is None:
+            raise InvalidRequest(f"placeholder `{piece.name}` has no parameter", param=piece.name)
+        if not parameter.is_output:
+            fill.append(VariablePiece(variables[piece.name]))
+            continue
+        _check_output_place(piece.name, filled, has_text=bool(fill))
+        filled.add(piece.name)
         previous = Completion(
             id=next_id(),
             request_id=request_id,
             session_id=session_id,
             options=options,
-            fill=fill,
-            output=variables[planned.output.name],
-            sampling=planned.output.sampling_config or _DEFAULT_SAMPLING,
+            fill=system + (_message(fill) if options.chat else tuple(fill)),
+            output=variables[piece.name],
+            sampling=parameter.sampling_config or _DEFAULT_SAMPLING,
             previous=previous,
         )
-        before = ()
         completions.append(previous)
-    return completions
+        system, fill = (), []
+    for parameter in request.parameters:
+        if parameter.is_output and parameter.name not in filled:
+            raise InvalidRequest(
+                f"output `{parameter.name}` does not occur in the template", param=parameter.name
+            )
+    if completions and request.remove_pure_fill:
+        fill = []
+    return completions, Ancestor(previous, (*system, *fill))
 
 
-def bind_pieces(
-    pieces: Sequence[PlannedPiece], variables: dict[str, SemanticVariable]
-) -> tuple[Piece, ...]:
-    return tuple(
-        piece if isinstance(piece, TextPiece) else VariablePiece(variables[piece.name])
-        for piece in pieces
-    )
-
-
-def _message(fill: tuple[Piece, ...]) -> tuple[Piece, ...]:
+def _message(fill: Sequence[Piece]) -> tuple[Piece, ...]:
     """The messages before an answer of a chat. The user's has no white space at its edges, which
     only sets the template's placeholders apart. Pieces that are empty then go, but for the last."""
     if fill and isinstance(first := fill[0], TextPiece) and first.is_system:
@@ -145,19 +101,6 @@ def _message(fill: tuple[Piece, ...]) -> tuple[Piece, ...]:
     return tuple(pieces) or (TextPiece(""),)
 
 
-def continue_from(
-    plan: CallPlan,
-    completions: Sequence[Completion],
-    variables: dict[str, SemanticVariable],
-    ancestor: Ancestor,
-) -> Ancestor:
-    """Where a successor of this call continues."""
-    tail = bind_pieces(plan.tail, variables)
-    if completions:
-        return Ancestor(completions[-1], tail)
-    return Ancestor(ancestor.last, ancestor.tail + tail)
-
-
 def _check_system(request: SemanticCallRequest) -> None:
     if request.system is None:
         return
@@ -167,7 +110,7 @@ def _check_system(request: SemanticCallRequest) -> None:
         raise InvalidRequest("the chat that the call continues has begun", param="system")
 
 
-def _check_output_place(name: str, filled: set[str], has_text: bool) -> None:
+def _check_output_place(name: str, filled: set[str], *, has_text: bool) -> None:
     if name in filled:
         raise InvalidRequest(f"output `{name}` occurs twice in the template", param=name)
     if not has_text:
@@ -175,16 +118,12 @@ def _check_output_place(name: str, filled: set[str], has_text: bool) -> None:
         raise InvalidRequest(f"output `{name}` {reason} of the template", param=name)
 
 
-@lru_cache(maxsize=256)
-def _parse_short(template: str) -> tuple[Text | Placeholder, ...]:
-    return tuple(parse_template(template))
-
-
-_MAX_CACHED_TEMPLATE = 16384  # characters
-
-
 def _parse(template: str) -> tuple[Text | Placeholder, ...]:
     """Programs send the same templates again and again."""
-    if len(template) <= _MAX_CACHED_TEMPLATE:
-        return _parse_short(template)
+    is_short = len(template) <= _MAX_CACHED_TEMPLATE
+    return _parse_cached(template) if is_short else tuple(parse_template(template))
+
+
+@lru_cache(maxsize=256)
+def _parse_cached(template: str) -> tuple[Text | Placeholder, ...]:
     return tuple(parse_template(template))

@@ -4,9 +4,9 @@ from collections import deque
 
 from parrot.protocol.errors import ParrotError
 from parrot.serve.graph.activation import Activation
-from parrot.serve.graph.links import Runner, TaskNode, VariableNode
-from parrot.serve.graph.nodes import CompletionState
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.nodes import CompletionState, Task
+from parrot.serve.graph.runner import Runner
+from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
 
 
@@ -19,12 +19,12 @@ class Flow:
         self._clock = clock
         self._runner = runner
         self._activation = activation
-        self._waiting: deque[VariableNode] = deque()
+        self._waiting: deque[SemanticVariable] = deque()
         self._is_draining = False
 
-    def settled(self, node: VariableNode) -> None:
+    def settled(self, variable: SemanticVariable) -> None:
         """Handle a variable that was set or has failed just now."""
-        self._waiting.append(node)
+        self._waiting.append(variable)
         if self._is_draining:
             return
         self._is_draining = True
@@ -34,66 +34,61 @@ class Flow:
         finally:
             self._is_draining = False
 
-    def enter(self, task: TaskNode) -> None:
+    def enter(self, task: Task) -> None:
         """A task was linked: it fails at once with a failed input, or may be wanted already."""
-        failed = next((node for node in task.inputs if node.variable.error is not None), None)
+        failed = next((variable for variable in task.inputs if variable.error is not None), None)
         if failed is not None:
             self._fail(task, failed)
         elif not task.is_finished:
             self._activation.add_producer(task)
 
-    def cancel(self, task: TaskNode, error: ParrotError) -> None:
+    def cancel(self, task: Task, error: ParrotError) -> None:
         """Stop the task wherever it is, and fail its outputs that are not settled."""
         if task.is_started:
-            self._runner.cancel(task.task, error)
+            self._runner.cancel(task, error)
         self._fail_outputs(task, CompletionState.CANCELLED, error)
 
-    def _handle(self, node: VariableNode) -> None:
-        self.num_settled[node.variable.state] += 1
-        node.readers.clear()
-        if node.producer is not None:
-            self._finish(node.producer, node)
-        has_failed = node.variable.error is not None
-        for consumer in node.consumers:
+    def _handle(self, variable: SemanticVariable) -> None:
+        self.num_settled[variable.state] += 1
+        variable.readers.clear()
+        if variable.producer is not None:
+            self._finish(variable.producer, variable)
+        for consumer in variable.consumers:
             self._activation.input_settled(consumer)
-            if has_failed:
-                self._fail(consumer, node)
+            if variable.error is not None:
+                self._fail(consumer, variable)
 
-    def _finish(self, task: TaskNode, output: VariableNode) -> None:
+    def _finish(self, task: Task, output: SemanticVariable) -> None:
         """`output`, one of the task's, is settled. The task is finished with the last one."""
-        if task.is_ended or not all(node.is_settled for node in task.outputs):
+        if task.is_ended or not all(variable.is_settled for variable in task.outputs):
             return
         task.is_ended = True
         if not task.is_finished:
-            has_failed = output.variable.error is not None
-            task.task.state = CompletionState.FAILED if has_failed else CompletionState.DONE
-        if task.task.times.finished is None:
-            task.task.times.finished = self._clock.now()
+            has_failed = output.error is not None
+            task.state = CompletionState.FAILED if has_failed else CompletionState.DONE
+        if task.times.finished is None:
+            task.times.finished = self._clock.now()
         self._activation.finished(task)
-        self._runner.finished(task.task)
+        self._runner.finished(task)
 
-    def _fail(self, task: TaskNode, cause: VariableNode) -> None:
+    def _fail(self, task: Task, cause: SemanticVariable) -> None:
         """An input failed. The error keeps the type (so the status) of the first failure."""
         if task.is_finished:
             return
-        assert cause.variable.error is not None
-        origin = cause.origin or cause.variable.error
+        assert cause.error is not None
+        origin = cause.origin or cause.error
         error = type(origin)(
-            f"`{task.task.func_name}` needs `{cause.variable.name}`, which failed: "
-            f"{origin.message}",
+            f"`{task.func_name}` needs `{cause.name}`, which failed: {origin.message}",
             param=origin.param,
         )
-        error.__cause__ = cause.variable.error
-        for node in task.outputs:
-            node.origin = origin
+        error.__cause__ = cause.error
+        for variable in task.outputs:
+            variable.origin = origin
         self._fail_outputs(task, CompletionState.FAILED, error)
 
-    def _fail_outputs(self, task: TaskNode, state: CompletionState, error: ParrotError) -> None:
+    def _fail_outputs(self, task: Task, state: CompletionState, error: ParrotError) -> None:
         if not task.is_finished:
-            task.task.state = state
-        for node in task.outputs:
-            if not node.is_settled:
-                node.variable.fail(error)
-
-    def check_integrity(self) -> None:
-        assert not self._waiting, self._waiting
+            task.state = state
+        for variable in task.outputs:
+            if not variable.is_settled:
+                variable.fail(error)

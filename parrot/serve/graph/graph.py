@@ -1,16 +1,13 @@
 """One session's graph: its variables, the calls that make and take them, what is wanted of it."""
 
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
     Conflict,
-    CyclicGraph,
     InvalidRequest,
     NotFound,
     ParrotError,
@@ -23,33 +20,17 @@ from parrot.protocol.public import (
     SemanticCallRequest,
 )
 from parrot.serve.graph.activation import Activation
-from parrot.serve.graph.build import (
-    NO_ANCESTOR,
-    Ancestor,
-    build_completions,
-    continue_from,
-    index_parameters,
-    plan_call,
-)
-from parrot.serve.graph.cycles import find_cycle
+from parrot.serve.graph.build import Ancestor, build_completions, index_parameters
 from parrot.serve.graph.flow import Flow
-from parrot.serve.graph.links import (
-    Predictor,
-    Reader,
-    Runner,
-    TaskNode,
-    VariableNode,
-    link,
-    unlink,
-)
-from parrot.serve.graph.nodes import CallOptions, NativeCall, Task
-from parrot.serve.graph.replays import Replays
+from parrot.serve.graph.links import link
+from parrot.serve.graph.nodes import CallOptions, NativeCall, Reader, Task
+from parrot.serve.graph.replays import CallRequest, Replays
+from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, new_token
 
-CallRequest = SemanticCallRequest | NativeCallRequest
-Bound = dict[str, VariableNode]  # by parameter name
+Bound = dict[str, SemanticVariable]  # by parameter name
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +38,7 @@ class Call:
     """A submitted call. `successor`: where a stateful call that follows it continues; None for a
     native call."""
 
-    request_id: int
-    tasks: tuple[TaskNode, ...]
+    tasks: tuple[Task, ...]
     successor: Ancestor | None
 
 
@@ -73,8 +53,9 @@ class GraphIds:
 class SessionGraph:
     """Owns the session's variables and tasks. A verb that raises leaves the graph unchanged.
 
-    Tasks run by way of `runner`; their results come back through the variables alone. `on_demand`
-    holds for calls that do not say it themselves: nothing but a reader makes them run."""
+    Tasks run by way of `runner`, when `activation` says that somebody wants them; their results
+    come back through the variables alone. `on_demand` holds for calls that do not say it
+    themselves: nothing but a reader makes them run."""
 
     def __init__(
         self,
@@ -88,59 +69,124 @@ class SessionGraph:
         ids: GraphIds,
     ) -> None:
         self.session_id = session_id
-        self.variables: dict[str, VariableNode] = {}
+        self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
+        self.activation = Activation(clock, runner, predictor)
         self._tenant = tenant
         self._on_demand = on_demand
         self._clock = clock
         self._ids = ids
-        self._activation = Activation(clock, runner, predictor)
-        self._flow = Flow(clock, runner, self._activation)
+        self._flow = Flow(clock, runner, self.activation)
         self._replays = Replays()
-
-    @property
-    def num_started(self) -> int:
-        """Tasks that are with the dispatcher or the sandbox now."""
-        return self._activation.num_started
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:
             return len(self.variables) - sum(self._flow.num_settled.values())
         return self._flow.num_settled[state]
 
-    def node(self, var_id: str) -> VariableNode:
+    def variable(self, var_id: str) -> SemanticVariable:
         try:
             return self.variables[var_id]
         except KeyError:
             raise NotFound(f"no variable `{var_id:.80}` in this session") from None
 
-    def add_variable(self, name: str, text: str | None = None) -> VariableNode:
-        node = self._new_variable(name, text)
-        self._register(node)
-        return node
+    def add_variable(self, name: str, text: str | None = None) -> SemanticVariable:
+        variable = self._new_variable(name, text)
+        self._register(variable)
+        return variable
 
     def set_variable(self, var_id: str, text: str) -> None:
         """The program gives the value. Raises `AlreadySet`, or `Conflict` if a call makes it."""
-        node = self.node(var_id)
-        if node.producer is not None and not node.is_settled:
-            raise Conflict(f"variable `{node.variable.name}` is the output of a call")
-        node.variable.set(text)
+        variable = self.variable(var_id)
+        if variable.producer is not None and not variable.is_settled:
+            raise Conflict(f"variable `{variable.name}` is the output of a call")
+        variable.set(text)
 
     def is_known(self, request: CallRequest) -> bool:
         """Whether its idempotency key was used before, so that submitting it adds no call."""
         return request.idempotency_key in self._replays
 
-    def submit_semantic(self, request: SemanticCallRequest) -> CallResponse:
+    def submit(self, request: CallRequest) -> CallResponse:
+        """Add a call; or repeat the answer, if it is a request that was answered before. Raises
+        `InvalidRequest`, `CyclicGraph`, `Conflict`, `NotFound` or `AlreadySet`."""
         if (replay := self._replays.find(request)) is not None:
             return replay
+        index_parameters(request.parameters)
+        if isinstance(request, NativeCallRequest):
+            request_id, bound, call = self._native_call(request)
+        else:
+            request_id, bound, call = self._semantic_call(request)
+        on_demand = self._on_demand if request.on_demand is None else request.on_demand
+        for task in call.tasks:
+            task.is_held = not on_demand
+        link(call.tasks)
+        for variable in bound.values():
+            if variable.id not in self.variables:
+                self._register(variable)
+        self.calls[request_id] = call
+        response = _describe(request_id, request.parameters, bound)
+        self._replays.remember(request, response)
+        self._enter(call.tasks, request.output_criteria)
+        return response
+
+    def cancel_variable(self, var_id: str) -> None:
+        """Stop its producer, if it has one, and fail it. Nothing happens if it is settled."""
+        variable = self.variable(var_id)
+        error = Cancelled(f"variable `{variable.name}` was cancelled")
+        if variable.is_settled:
+            return
+        if variable.producer is not None:
+            self._flow.cancel(variable.producer, error)
+        else:
+            variable.fail(error)
+
+    def cancel_call(self, request_id: int) -> None:
+        """Cancel every output of the call that is not settled."""
+        error = Cancelled(f"request {request_id} was cancelled")
+        for task in reversed(self._call(request_id).tasks):
+            self._flow.cancel(task, error)
+
+    def close(self, error: ParrotError) -> None:
+        """The session ends: stop all work, fail every variable that is not settled."""
+        for call in reversed(self.calls.values()):
+            for task in reversed(call.tasks):
+                self._flow.cancel(task, error)
+        for variable in self.variables.values():
+            if not variable.is_settled:
+                variable.fail(error)
+
+    def check_integrity(self) -> None:
+        """Recount what is kept incrementally. Only between events of the loop."""
+        tasks = [task for call in self.calls.values() for task in call.tasks]
+        self.activation.check_integrity(tasks)
+        for task in tasks:
+            assert task.missing == sum(not variable.is_settled for variable in task.inputs), task
+            assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
+        for state in VariableState:
+            count = sum(variable.state is state for variable in self.variables.values())
+            assert count == self.num_variables(state), (state, count)
+
+    def _call(self, request_id: int) -> Call:
+        call = self.calls.get(request_id)
+        if call is None:
+            raise NotFound(f"no request {request_id} in this session")
+        return call
+
+    def _ancestor(self, request_id: int | None) -> Ancestor:
+        if request_id is None:
+            return Ancestor()
+        call = self._call(request_id)
+        if call.successor is None:
+            raise InvalidRequest("a native call has no context to continue", param="successor_of")
+        return call.successor
+
+    def _semantic_call(self, request: SemanticCallRequest) -> tuple[int, Bound, Call]:
         ancestor = self._ancestor(request.successor_of)
-        plan = plan_call(request, follows_text=bool(ancestor.tail))
         bound = self._bind(request.parameters)
-        variables = {name: node.variable for name, node in bound.items()}
         request_id = self._ids.requests.next()
-        completions = build_completions(
-            plan,
-            variables,
+        completions, successor = build_completions(
+            request,
+            bound,
             ancestor,
             options=CallOptions(
                 func_name=request.func_name or f"call_{request_id}",
@@ -154,13 +200,9 @@ class SessionGraph:
             request_id=request_id,
             next_id=self._ids.tasks.next,
         )
-        successor = continue_from(plan, completions, variables, ancestor)
-        return self._add_call(request, request_id, completions, bound, successor)
+        return request_id, bound, Call(tuple(completions), successor)
 
-    def submit_native(self, request: NativeCallRequest) -> CallResponse:
-        if (replay := self._replays.find(request)) is not None:
-            return replay
-        index_parameters(request.parameters)
+    def _native_call(self, request: NativeCallRequest) -> tuple[int, Bound, Call]:
         if not any(parameter.is_output for parameter in request.parameters):
             raise InvalidRequest(f"native function `{request.func_name}` has no output")
         bound = self._bind(request.parameters)
@@ -169,110 +211,26 @@ class SessionGraph:
             id=self._ids.tasks.next(),
             request_id=request_id,
             session_id=self.session_id,
-            func_name=request.func_name,
+            options=CallOptions(request.func_name, tenant=self._tenant),
             source=request.func_source,
             timeout_s=request.timeout,
-            tenant=self._tenant,
-            arguments=_select(request.parameters, bound, is_output=False),
-            results=_select(request.parameters, bound, is_output=True),
+            arguments=tuple((p.name, bound[p.name]) for p in request.parameters if not p.is_output),
+            results=tuple((p.name, bound[p.name]) for p in request.parameters if p.is_output),
         )
-        return self._add_call(request, request_id, [task], bound, None)
+        return request_id, bound, Call((task,), None)
 
-    def add_reader(
-        self,
-        node: VariableNode,
-        criteria: PerformanceCriteria,
-        *,
-        deadline: float | None = None,
-        wants_stream: bool = False,
-        may_lose: bool = False,
-    ) -> Reader:
-        """Want an unsettled variable until `remove_reader`."""
-        reader = Reader(node, criteria, deadline, wants_stream, may_lose)
-        self._activation.add_reader(reader)
-        return reader
-
-    def remove_reader(self, reader: Reader) -> None:
-        self._activation.remove_reader(reader)
-
-    def wake(self, until: float = inf) -> bool:
-        """Run in the background what the program holds and has submitted `until` then: every call
-        that is not on demand, until its outputs are cancelled or released, or a reader leaves one
-        of them. False if nothing is left to be woken later."""
-        return self._activation.wake(until)
-
-    def release(self, node: VariableNode) -> None:
-        """The program has decided against the variable: do not make it in the background."""
-        if node.producer is not None:
-            self._activation.release(node.producer)
-
-    def cancel_variable(self, var_id: str) -> None:
-        """Stop its producer, if it has one, and fail it. Nothing happens if it is settled."""
-        node = self.node(var_id)
-        error = Cancelled(f"variable `{node.variable.name}` was cancelled")
-        if node.is_settled:
-            return
-        if node.producer is not None:
-            self._flow.cancel(node.producer, error)
-        else:
-            node.variable.fail(error)
-
-    def cancel_call(self, request_id: int) -> None:
-        """Cancel every output of the call that is not settled."""
-        error = Cancelled(f"request {request_id} was cancelled")
-        for task in reversed(self._call(request_id).tasks):
-            self._flow.cancel(task, error)
-
-    def close(self, error: ParrotError) -> None:
-        """The session ends: stop all work, fail every variable that is not settled."""
-        for call in reversed(self.calls.values()):
-            for task in reversed(call.tasks):
-                self._flow.cancel(task, error)
-        for node in self.variables.values():
-            if not node.is_settled:
-                node.variable.fail(error)
-
-    def check_integrity(self) -> None:
-        """Recount what is kept incrementally. Only between events of the loop."""
-        self._flow.check_integrity()
-        tasks = [task for call in self.calls.values() for task in call.tasks]
-        self._activation.check_integrity(tasks)
-        for task in tasks:
-            assert task.missing == sum(not node.is_settled for node in task.inputs), task.task
-            assert task.is_finished == all(node.is_settled for node in task.outputs), task.task
-        for state in VariableState:
-            count = sum(node.variable.state is state for node in self.variables.values())
-            assert count == self.num_variables(state), (state, count)
-
-    def _call(self, request_id: int) -> Call:
-        call = self.calls.get(request_id)
-        if call is None:
-            raise NotFound(f"no request {request_id} in this session")
-        return call
-
-    def _ancestor(self, request_id: int | None) -> Ancestor:
-        if request_id is None:
-            return NO_ANCESTOR
-        call = self._call(request_id)
-        if call.successor is None:
-            raise InvalidRequest("a native call has no context to continue", param="successor_of")
-        return call.successor
-
-    def _new_variable(self, name: str, text: str | None) -> VariableNode:
-        node = VariableNode(SemanticVariable(new_token(), name, self.session_id))
+    def _new_variable(self, name: str, text: str | None) -> SemanticVariable:
+        variable = SemanticVariable(new_token(), name, self.session_id)
         if text is not None:
-            node.variable.set(text)
-        return node
+            variable.set(text)
+        return variable
 
-    def _register(self, node: VariableNode) -> None:
-        self.variables[node.variable.id] = node
-        if node.is_settled:  # born with its value: those who need it never waited for it
-            self._flow.num_settled[node.variable.state] += 1
+    def _register(self, variable: SemanticVariable) -> None:
+        self.variables[variable.id] = variable
+        if variable.is_settled:  # born with its value: those who need it never waited for it
+            self._flow.num_settled[variable.state] += 1
         else:
-            node.variable.on_settled(self._on_settled)
-
-    def _on_settled(self, variable: SemanticVariable) -> None:
-        self._flow.settled(self.variables[variable.id])
+            variable.on_settled(self._flow.settled)
 
     def _bind(self, parameters: Sequence[CallParameter]) -> Bound:
         """The variable of each parameter; new ones are not registered yet."""
@@ -287,75 +245,26 @@ class SessionGraph:
             raise InvalidRequest("two outputs name the same variable")
         return bound
 
-    def _existing(self, var_id: str, parameter: CallParameter) -> VariableNode:
+    def _existing(self, var_id: str, parameter: CallParameter) -> SemanticVariable:
         name = parameter.name
-        node = self.variables.get(var_id)
-        if node is None:
+        variable = self.variables.get(var_id)
+        if variable is None:
             raise NotFound(f"no variable `{var_id:.80}` for parameter `{name}`", param=name)
-        if parameter.is_output and node.is_settled:
+        if parameter.is_output and variable.is_settled:
             raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
-        if parameter.is_output and node.producer is not None:
+        if parameter.is_output and variable.producer is not None:
             raise Conflict(f"the variable of output `{name}` has a producer", param=name)
-        return node
+        return variable
 
-    def _add_call(
-        self,
-        request: CallRequest,
-        request_id: int,
-        tasks: Sequence[Task],
-        bound: Bound,
-        successor: Ancestor | None,
-    ) -> CallResponse:
-        fresh = {node.variable.id: node for node in bound.values()}
-        known = ChainMap(fresh, self.variables)
-        on_demand = self._on_demand if request.on_demand is None else request.on_demand
-        nodes = tuple(_task_node(task, known, is_held=not on_demand) for task in tasks)
-        _link_all(nodes)
-        for node in bound.values():
-            if node.variable.id not in self.variables:
-                self._register(node)
-        self.calls[request_id] = Call(request_id, nodes, successor)
-        response = _describe(request_id, request.parameters, bound)
-        self._replays.remember(request, response)
-        self._enter(nodes, request.output_criteria)
-        return response
-
-    def _enter(self, nodes: Sequence[TaskNode], criteria: PerformanceCriteria | None) -> None:
+    def _enter(self, tasks: Sequence[Task], criteria: PerformanceCriteria | None) -> None:
         """The call is part of the graph now; whatever it owes to others may begin."""
         now = self._clock.now()
-        for node in nodes:
-            node.task.times.submitted = now
-        for node in nodes:
-            self._flow.enter(node)
-        if criteria is not None and nodes and not nodes[-1].outputs[-1].is_settled:
-            self._activation.add_reader(Reader(nodes[-1].outputs[-1], criteria))
-
-
-def _select(
-    parameters: Sequence[CallParameter], bound: Bound, *, is_output: bool
-) -> tuple[tuple[str, SemanticVariable], ...]:
-    return tuple(
-        (parameter.name, bound[parameter.name].variable)
-        for parameter in parameters
-        if parameter.is_output is is_output
-    )
-
-
-def _task_node(task: Task, known: Mapping[str, VariableNode], *, is_held: bool) -> TaskNode:
-    inputs = dict.fromkeys(known[variable.id] for variable in task.inputs())
-    outputs = tuple(known[variable.id] for variable in task.outputs())
-    return TaskNode(task, tuple(inputs), outputs, is_held=is_held)
-
-
-def _link_all(nodes: Sequence[TaskNode]) -> None:
-    """Link all, or none and raise `CyclicGraph`."""
-    for count, node in enumerate(nodes, start=1):
-        link(node)
-        if (cycle := find_cycle(node)) is not None:
-            for linked in reversed(nodes[:count]):
-                unlink(linked)
-            names = " -> ".join(f"`{part.variable.name}`" for part in [*cycle, cycle[0]])
-            raise CyclicGraph(f"the call would close a cycle: {names}")
+        for task in tasks:
+            task.times.submitted = now
+        for task in tasks:
+            self._flow.enter(task)
+        if criteria is not None and tasks and not tasks[-1].outputs[-1].is_settled:
+            self.activation.add_reader(Reader(tasks[-1].outputs[-1], criteria))
 
 
 def _describe(request_id: int, parameters: Sequence[CallParameter], bound: Bound) -> CallResponse:
@@ -365,8 +274,8 @@ def _describe(request_id: int, parameters: Sequence[CallParameter], bound: Bound
             ParameterInfo(
                 parameter_name=parameter.name,
                 is_output=parameter.is_output,
-                var_name=bound[parameter.name].variable.name,
-                var_id=bound[parameter.name].variable.id,
+                var_name=bound[parameter.name].name,
+                var_id=bound[parameter.name].id,
             )
             for parameter in parameters
         ],

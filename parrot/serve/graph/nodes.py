@@ -1,5 +1,8 @@
 """Tasks, the nodes of a session's graph: native calls, and the completions of a semantic call.
 
+    producer ----> variable ----> consumers
+    Task           readers        Task, ...
+
 A call with the template "A {{x}} B {{y}} C {{z}}" (input x; outputs y, z) runs as two completions:
 
     completion 0:  Fill "A ", x, " B "    Generate y
@@ -99,7 +102,7 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The parts of a semantic call's metadata that matter after the graph is built."""
+    """The parts of a call's metadata that matter after the graph is built."""
 
     func_name: str
     models: tuple[str, ...] = ()  # empty: any
@@ -110,76 +113,122 @@ class CallOptions:
 
 
 @dataclass(slots=True, eq=False)
-class Completion:
-    """One `Fill ... Fill Generate`: the unit of scheduling. Its state is owned by the session's
-    graph up to QUEUED, and by the executor while it is QUEUED or RUNNING."""
+class Reader:
+    """One who wants a variable from outside of the graph. `may_lose`: it is a race's candidate."""
 
-    id: int  # unique in this ServeCore
+    variable: SemanticVariable
+    criteria: PerformanceCriteria
+    deadline: float | None = None  # on the clock's scale
+    wants_stream: bool = False
+    may_lose: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Node:
+    """A task's state, and its place between the variables that it takes and those that it makes.
+
+    The session's graph owns the state up to QUEUED; the dispatcher or the sandbox does while the
+    task is QUEUED or RUNNING. `missing` counts its unsettled inputs, `demand` the readers of its
+    outputs plus its wanted consumers (one for each of their unsettled inputs that it produces),
+    plus the program if that holds the task and was woken. `asked` counts, of these, the readers and
+    the consumers that are asked for themselves: a wanted task that nobody asks for is background
+    work. `is_held`: it may run in the background; `is_woken`: the program wants it to.
+    `is_started`: it is with the dispatcher or the sandbox now; `is_ended`: its end was handled. The
+    last group of fields belongs to deduction, which makes the objective of it, and means something
+    only while the task is wanted."""
+
+    id: int  # unique in this ServeCore, among all tasks
     request_id: int
     session_id: int
     options: CallOptions
-    fill: tuple[Piece, ...]
-    output: SemanticVariable
-    sampling: SamplingConfig
-    previous: "Completion | None" = None
     state: CompletionState = CompletionState.IDLE
-    objective: Objective | None = None
-    wants_stream: bool = False  # a reader wants tokens as they come
-    may_lose: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
+    objective: Objective | None = None  # of a wanted task
     times: Timeline = field(default_factory=Timeline)
-    stats: RunStats = field(default_factory=RunStats)
+
+    inputs: tuple[SemanticVariable, ...] = field(init=False)  # distinct
+    outputs: tuple[SemanticVariable, ...] = field(init=False)
+    missing: int = 0
+    demand: int = 0
+    asked: int = 0
+    is_held: bool = True
+    is_woken: bool = False
+    is_started: bool = False
+    is_ended: bool = False
+
+    criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
+    depth: int = 0
+    duration_s: float = 0.0
+    work_s: float = 0.0
+    path_s: float = 0.0  # its duration and that of the longest path of wanted tasks below it
+    num_awaited: int = 0  # inputs that were missing when it became wanted
+    ready_in_s: float = 0.0  # the longest path of wanted tasks above it, when it became wanted
+    group: int | None = None  # the id of the consumer whose stage it belongs to
+    deadline: float | None = None
 
     @property
     def func_name(self) -> str:
         return self.options.func_name
 
-    def inputs(self) -> Iterator[SemanticVariable]:
-        """The variables that must be ready before it can run, with repetitions."""
-        if self.previous is not None:
-            yield self.previous.output
-        for piece in self.fill:
-            if isinstance(piece, VariablePiece):
-                yield piece.variable
+    @property
+    def is_finished(self) -> bool:
+        return self.state.is_final
 
-    def outputs(self) -> Iterator[SemanticVariable]:
-        yield self.output
+    @property
+    def is_wanted(self) -> bool:
+        return self.demand > 0 and not self.state.is_final
 
-    def prompt(self) -> list[Piece]:
-        """Every piece from the beginning of its context to the place where it generates."""
-        chain: list[Completion] = [self]
-        while (before := chain[-1].previous) is not None:
-            chain.append(before)
-        pieces: list[Piece] = []
-        for completion in reversed(chain):
-            pieces.extend(completion.fill)
-            if completion is not self:
-                pieces.append(VariablePiece(completion.output))
-        return pieces
+    def producers(self) -> "Iterator[Task]":
+        """Yield the tasks that make its unsettled inputs, once for each input."""
+        for variable in self.inputs:
+            if variable.producer is not None and not variable.is_settled:
+                yield variable.producer
+
+    def open_consumers(self) -> "Iterator[Task]":
+        """Yield the unfinished tasks that wait for its unsettled outputs, once for each output."""
+        for variable in self.outputs:
+            if not variable.is_settled:
+                yield from (task for task in variable.consumers if not task.is_finished)
+
+    def wanted_consumers(self) -> "Iterator[Task]":
+        """Yield those of them that are wanted."""
+        return (consumer for consumer in self.open_consumers() if consumer.demand > 0)
+
+    def readers(self) -> Iterator[Reader]:
+        for variable in self.outputs:
+            yield from variable.readers
 
 
-@dataclass(slots=True, eq=False)
-class NativeCall:
-    """One run of a native function: a node of the same graph, run by ServeCore's sandbox. Its
-    state has the same words as a completion's; the sandbox owns it while QUEUED or RUNNING."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Completion(Node):
+    """One `Fill ... Fill Generate`: the unit of scheduling."""
 
-    id: int  # unique in this ServeCore, among completions too
-    request_id: int
-    session_id: int
-    func_name: str
+    fill: tuple[Piece, ...]
+    output: SemanticVariable
+    sampling: SamplingConfig
+    previous: "Completion | None" = None
+    wants_stream: bool = False  # a reader wants tokens as they come
+    may_lose: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
+    stats: RunStats = field(default_factory=RunStats)
+
+    def __post_init__(self) -> None:
+        before = [] if self.previous is None else [self.previous.output]
+        taken = [piece.variable for piece in self.fill if isinstance(piece, VariablePiece)]
+        self.inputs = tuple(dict.fromkeys(before + taken))
+        self.outputs = (self.output,)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class NativeCall(Node):
+    """One run of a native function by ServeCore's sandbox."""
+
     source: str
     timeout_s: float
-    tenant: str
     arguments: tuple[tuple[str, SemanticVariable], ...]  # the inputs, by parameter name
     results: tuple[tuple[str, SemanticVariable], ...]  # the outputs, by parameter name
-    state: CompletionState = CompletionState.IDLE
-    objective: Objective | None = None
-    times: Timeline = field(default_factory=Timeline)
 
-    def inputs(self) -> Iterator[SemanticVariable]:
-        return (variable for _, variable in self.arguments)
-
-    def outputs(self) -> Iterator[SemanticVariable]:
-        return (variable for _, variable in self.results)
+    def __post_init__(self) -> None:
+        self.inputs = tuple(dict.fromkeys(variable for _, variable in self.arguments))
+        self.outputs = tuple(variable for _, variable in self.results)
 
 
 Task = Completion | NativeCall

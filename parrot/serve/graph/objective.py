@@ -23,8 +23,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.serve.graph.links import Predictor, TaskNode
-from parrot.serve.graph.nodes import Objective
+from parrot.serve.graph.nodes import Objective, Task
+from parrot.serve.graph.runner import Predictor
 
 # A task that is already wanted hears of a longer path below it when that grew by this factor, so a
 # chain that keeps growing while it waits costs O(log n) per task and not O(n).
@@ -56,7 +56,7 @@ def strictest_objective(a: Objective | None, b: Objective | None) -> Objective |
     )
 
 
-def objective_of(node: TaskNode) -> Objective:
+def objective_of(node: Task) -> Objective:
     return Objective(
         criteria=node.criteria,
         depth=node.depth,
@@ -67,7 +67,7 @@ def objective_of(node: TaskNode) -> Objective:
     )
 
 
-def deduce(activated: Sequence[TaskNode], predictor: Predictor) -> set[TaskNode]:
+def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
     """Deduce tasks that have just become wanted. Returns those, among all that were wanted before,
     that this made stricter or longer."""
     if len(activated) == 1 and not activated[0].missing:
@@ -82,7 +82,7 @@ def deduce(activated: Sequence[TaskNode], predictor: Predictor) -> set[TaskNode]
     for node in reversed(order):
         above = (p.ready_in_s + p.duration_s for p in node.producers())
         node.ready_in_s = max(above, default=0.0)
-    changed: set[TaskNode] = set()
+    changed: set[Task] = set()
     _grow(deque((p, node) for node in order for p in node.producers() if p not in new), changed)
     for node in order:
         _pull_urgency(node, new)
@@ -91,7 +91,7 @@ def deduce(activated: Sequence[TaskNode], predictor: Predictor) -> set[TaskNode]
     return changed - new
 
 
-def tighten(node: TaskNode, criteria: PerformanceCriteria, deadline: float | None) -> set[TaskNode]:
+def tighten(node: Task, criteria: PerformanceCriteria, deadline: float | None) -> set[Task]:
     """A further reader of a wanted task. Returns every task that this made stricter."""
     if not _apply(node, criteria, deadline):
         return set()
@@ -100,17 +100,17 @@ def tighten(node: TaskNode, criteria: PerformanceCriteria, deadline: float | Non
     return changed
 
 
-def earliest_deadline(node: TaskNode) -> float | None:
+def earliest_deadline(node: Task) -> float | None:
     """The earliest deadline of those who want the task; None if none of them has one."""
     asked = [reader.deadline for reader in node.readers()]
     asked += [consumer.deadline for consumer in node.wanted_consumers()]
     return min((when for when in asked if when is not None), default=None)
 
 
-def relax_deadlines(tasks: Iterable[TaskNode]) -> set[TaskNode]:
+def relax_deadlines(tasks: Iterable[Task]) -> set[Task]:
     """Drop the deadlines of those who wanted these tasks and have gone, here and above. Returns
     every task whose deadline this changed."""
-    changed: set[TaskNode] = set()
+    changed: set[Task] = set()
     waiting = deque(tasks)
     while waiting:
         node = waiting.popleft()
@@ -122,10 +122,10 @@ def relax_deadlines(tasks: Iterable[TaskNode]) -> set[TaskNode]:
     return changed
 
 
-def predict_again(wanted: Iterable[TaskNode], predictor: Predictor) -> set[TaskNode]:
+def predict_again(wanted: Iterable[Task], predictor: Predictor) -> set[Task]:
     """Predict all tasks that are wanted with what has been learnt since. Returns those whose path
     has changed by much."""
-    changed: set[TaskNode] = set()
+    changed: set[Task] = set()
     for node in _consumers_first(set(wanted)):
         before_s = node.path_s
         predict(node, predictor)
@@ -134,14 +134,14 @@ def predict_again(wanted: Iterable[TaskNode], predictor: Predictor) -> set[TaskN
     return changed
 
 
-def predict(node: TaskNode, predictor: Predictor) -> None:
+def predict(node: Task, predictor: Predictor) -> None:
     """Predict its duration and its work, and so its path, from the paths of its consumers."""
     below_s = max([consumer.path_s for consumer in node.wanted_consumers()], default=0.0)
-    node.duration_s, node.work_s = predictor.predict(node.task)
+    node.duration_s, node.work_s = predictor.predict(node)
     node.path_s = node.duration_s + below_s
 
 
-def _consumers_first(new: set[TaskNode]) -> list[TaskNode]:
+def _consumers_first(new: set[Task]) -> list[Task]:
     """Topological order of the new tasks, each after all its new consumers."""
     num_before = Counter(p for node in new for p in node.producers() if p in new)
     order = [node for node in new if node not in num_before]
@@ -155,7 +155,7 @@ def _consumers_first(new: set[TaskNode]) -> list[TaskNode]:
     return order
 
 
-def _place(node: TaskNode, predictor: Predictor) -> None:
+def _place(node: Task, predictor: Predictor) -> None:
     """Start its deduction afresh: depth and path from its consumers, which have theirs."""
     node.depth = max((c.depth + 1 for c in node.wanted_consumers()), default=0)
     predict(node, predictor)
@@ -164,7 +164,7 @@ def _place(node: TaskNode, predictor: Predictor) -> None:
     node.deadline = None
 
 
-def _grow(edges: deque[tuple[TaskNode, TaskNode]], changed: set[TaskNode]) -> None:
+def _grow(edges: deque[tuple[Task, Task]], changed: set[Task]) -> None:
     """Pass longer paths up through tasks that were wanted before."""
     while edges:
         node, consumer = edges.popleft()
@@ -177,7 +177,7 @@ def _grow(edges: deque[tuple[TaskNode, TaskNode]], changed: set[TaskNode]) -> No
         edges.extend((producer, node) for producer in node.producers())
 
 
-def _pull_urgency(node: TaskNode, new: set[TaskNode]) -> None:
+def _pull_urgency(node: Task, new: set[Task]) -> None:
     """Apply what its readers ask, and the consumers that were wanted before (new ones push)."""
     for reader in node.readers():
         _apply(node, reader.criteria, reader.deadline)
@@ -187,7 +187,7 @@ def _pull_urgency(node: TaskNode, new: set[TaskNode]) -> None:
             _relay(consumer, node, in_stage)
 
 
-def _push_urgency(consumer: TaskNode) -> Iterable[TaskNode]:
+def _push_urgency(consumer: Task) -> Iterable[Task]:
     """Tell its producers what it asks of them. Yields those that got stricter."""
     producers = set(consumer.producers())
     stages = Counter(producer.depth for producer in producers)
@@ -196,17 +196,17 @@ def _push_urgency(consumer: TaskNode) -> Iterable[TaskNode]:
             yield producer
 
 
-def _relay(consumer: TaskNode, producer: TaskNode, in_stage: bool) -> bool:
+def _relay(consumer: Task, producer: Task, in_stage: bool) -> bool:
     is_next = producer.depth <= consumer.depth + 1  # not a further consumer, later in the graph
     if in_stage and is_next and producer.group is None:
-        producer.group = consumer.task.id
+        producer.group = consumer.id
         _apply(producer, _THROUGHPUT, consumer.deadline)
         return True
     is_relaxed = in_stage or consumer.criteria is _THROUGHPUT
     return _apply(producer, _THROUGHPUT if is_relaxed else _LATENCY, consumer.deadline)
 
 
-def _apply(node: TaskNode, criteria: PerformanceCriteria, deadline: float | None) -> bool:
+def _apply(node: Task, criteria: PerformanceCriteria, deadline: float | None) -> bool:
     changed = False
     if (stricter := strictest(node.criteria, criteria)) is not node.criteria:
         node.criteria = stricter
@@ -217,7 +217,7 @@ def _apply(node: TaskNode, criteria: PerformanceCriteria, deadline: float | None
     return changed
 
 
-def _spread_urgency(changed: set[TaskNode]) -> None:
+def _spread_urgency(changed: set[Task]) -> None:
     """Pass stricter demands up from the tasks in `changed`, adding whom they reach."""
     waiting = deque(changed)
     while waiting:

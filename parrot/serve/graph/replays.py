@@ -5,6 +5,8 @@ import hashlib
 from parrot.protocol.errors import Conflict
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
 
+CallRequest = SemanticCallRequest | NativeCallRequest
+
 
 class Replays:
     """Remembers the answered requests of one session that carried a key."""
@@ -15,7 +17,7 @@ class Replays:
     def __contains__(self, key: str | None) -> bool:
         return key in self._answers
 
-    def find(self, request: SemanticCallRequest | NativeCallRequest) -> CallResponse | None:
+    def find(self, request: CallRequest) -> CallResponse | None:
         """The answer that this key got, if any. Raises `Conflict` if it was for another request."""
         if request.idempotency_key is None:
             return None
@@ -27,13 +29,11 @@ class Replays:
             raise Conflict("the idempotency key was used for another request")
         return response
 
-    def remember(
-        self, request: SemanticCallRequest | NativeCallRequest, response: CallResponse
-    ) -> None:
+    def remember(self, request: CallRequest, response: CallResponse) -> None:
         if request.idempotency_key is not None:
             self._answers[request.idempotency_key] = (_fingerprint(request), response)
 
 
-def _fingerprint(request: SemanticCallRequest | NativeCallRequest) -> bytes:
+def _fingerprint(request: CallRequest) -> bytes:
     content = request.model_dump_json(exclude={"session_auth"})
     return hashlib.sha256(f"{type(request).__name__} {content}".encode()).digest()

@@ -5,8 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from parrot.protocol.errors import AlreadySet, ParrotError
+
+if TYPE_CHECKING:
+    from parrot.serve.graph.nodes import Reader, Task
 
 
 class VariableState(StrEnum):
@@ -29,15 +33,22 @@ class SemanticVariable:
     with `set` or `fail`. Everything that waits for it learns of that from here, and only from here.
 
     While an engine generates it, `append` extends `partial_text`; readers of `stream` see the
-    deltas and always end up with exactly `text`, whenever they came."""
+    deltas and always end up with exactly `text`, whenever they came.
+
+    Its place in the graph is between its `producer`, a task or None, and the tasks and readers that
+    take it. `origin`: if it failed because an input of its producer did, the first failure."""
 
     __slots__ = (
         "_settled_callbacks",
         "_watchers",
+        "consumers",
         "error",
         "id",
         "name",
+        "origin",
         "partial_text",
+        "producer",
+        "readers",
         "session_id",
         "state",
         "tokenized",
@@ -51,6 +62,10 @@ class SemanticVariable:
         self.partial_text = ""
         self.error: ParrotError | None = None
         self.tokenized: TokenizedText | None = None
+        self.producer: Task | None = None
+        self.consumers: list[Task] = []
+        self.readers: list[Reader] = []
+        self.origin: ParrotError | None = None
         self._settled_callbacks: list[Callable[[SemanticVariable], None]] = []
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -66,6 +81,11 @@ class SemanticVariable:
     @property
     def is_settled(self) -> bool:
         return self.state is not VariableState.EMPTY
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether wanting it would set work going."""
+        return self.producer is not None and not self.producer.demand and not self.is_settled
 
     def append(self, delta: str) -> None:
         """The producer has generated some more text."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from parrot.protocol.engine_api import StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.links import Prediction
 from parrot.serve.graph.nodes import Completion, Piece, Task, TextPiece
+from parrot.serve.graph.runner import Prediction
 from parrot.utils.heaps import LruDict
 
 _OVERHEAD_S = 0.01

@@ -19,6 +19,7 @@ from parrot.utils.clock import ManualClock
 from tests.serve.graph.test_graph_machine import GraphMachine
 from tests.serve.serve_fakes import (
     FakeRunner,
+    add_reader,
     given,
     link_call,
     made,
@@ -134,8 +135,8 @@ def shown(runner: ForecastingRunner) -> list[list[str]]:
 def test_a_prefix_grows_up_to_the_first_missing_input(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    x, y, z = (graph.add_variable(name).variable.id for name in "xyz")
-    out = graph.submit_semantic(
+    x, y, z = (graph.add_variable(name).id for name in "xyz")
+    out = graph.submit(
         semantic(
             "A {{x}} B {{y}} C {{z}} D {{o}}",
             *(taken(name, var_id) for name, var_id in zip("xyz", (x, y, z), strict=True)),
@@ -143,7 +144,7 @@ def test_a_prefix_grows_up_to_the_first_missing_input(
         )
     )
     assert shown(runner) == []  # nobody wants it
-    graph.add_reader(graph.node(var_ids(out)["o"]), Criteria.LATENCY)
+    add_reader(graph, graph.variable(var_ids(out)["o"]), Criteria.LATENCY)
     assert shown(runner) == [["A "]]
     graph.set_variable(y, "2")
     assert shown(runner) == [["A "]]
@@ -159,11 +160,11 @@ def test_a_prefix_grows_up_to_the_first_missing_input(
 def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: ForecastingRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
-    reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
+    reader = add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert shown(runner) == [["f "]]
-    graph.remove_reader(reader)
+    graph.activation.remove_reader(reader)
     assert shown(runner) == []
-    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert shown(runner) == [["f "]]
     runner.fail(runner.started[0], EngineFailed("broken"))
     assert shown(runner) == []
@@ -172,7 +173,7 @@ def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: ForecastingR
 
 def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: ForecastingRunner) -> None:
     b = link_call(graph, "b", [link_call(graph, "a", [])])
-    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    add_reader(graph, graph.variable(b), Criteria.LATENCY)
     graph.cancel_variable(b)
     assert shown(runner) == []
 
@@ -181,9 +182,9 @@ def test_a_successor_continues_a_finished_call(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     """While its predecessor waits or runs, that one speaks for both."""
-    hint = graph.add_variable("hint").variable.id
-    first = graph.submit_semantic(semantic("Hello {{x}} {{a}}", given("x", "you"), made("a")))
-    second = graph.submit_semantic(
+    hint = graph.add_variable("hint").id
+    first = graph.submit(semantic("Hello {{x}} {{a}}", given("x", "you"), made("a")))
+    second = graph.submit(
         semantic(
             "And {{hint}}? {{b}}",
             taken("hint", hint),
@@ -191,7 +192,7 @@ def test_a_successor_continues_a_finished_call(
             successor_of=first.request_id,
         )
     )
-    graph.add_reader(graph.node(var_ids(second)["b"]), Criteria.LATENCY)
+    add_reader(graph, graph.variable(var_ids(second)["b"]), Criteria.LATENCY)
     assert shown(runner) == []
     runner.finish(runner.started[0], "hi")
     assert shown(runner) == [["Hello ", "you", " ", "hi", "And "]]
@@ -202,9 +203,9 @@ def test_a_successor_continues_a_finished_call(
 def test_an_output_of_a_native_call_is_awaited_like_any_other(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    tool = var_ids(graph.submit_native(native("tool", made("r"))))["r"]
+    tool = var_ids(graph.submit(native("tool", made("r"))))["r"]
     out = link_call(graph, "o", [tool])
-    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    add_reader(graph, graph.variable(out), Criteria.LATENCY)
     assert shown(runner) == [["f "]]
     runner.finish(runner.started[0], "found")
     assert runner.names() == ["o"]
@@ -216,7 +217,7 @@ def test_when_a_prefix_is_needed_is_predicted(
     """By the path above it at first, and later by the pace of its inputs."""
     inputs = [link_call(graph, f"a{i}", []) for i in range(4)]
     out = link_call(graph, "o", inputs)
-    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    add_reader(graph, graph.variable(out), Criteria.LATENCY)
     key = runner.prefixes.check_integrity().popitem()[0]
     forecast = runner.uses.forecasts[key]
     assert 0 < forecast() - clock.now() < 1  # 10 tokens of one call
@@ -231,30 +232,28 @@ def test_a_forecast_asks_those_above_it(
 ) -> None:
     inputs = [link_call(graph, f"a{i}", []) for i in range(2)]
     out = link_call(graph, "o", [link_call(graph, "b", inputs)])
-    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    add_reader(graph, graph.variable(out), Criteria.LATENCY)
     clock._now += 50
     runner.finish(runner.started[0])
-    last = runner.prefixes._waiting[graph.node(out).producer.task][1]  # type: ignore[union-attr, index]
+    last = runner.prefixes._waiting[graph.variable(out).producer][1]  # type: ignore[union-attr, index]
     assert 50 < last() - clock.now() < 51  # when `b` has its inputs, and has run
 
 
 def test_nobody_knows_when_a_program_sets_a_variable(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    out = link_call(graph, "o", [link_call(graph, "a", [graph.add_variable("v").variable.id])])
-    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    out = link_call(graph, "o", [link_call(graph, "a", [graph.add_variable("v").id])])
+    add_reader(graph, graph.variable(out), Criteria.LATENCY)
     assert {forecast() for forecast in runner.uses.forecasts.values()} == {inf}
 
 
 def test_a_long_stateful_chain_has_one_prefix(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    response = graph.submit_semantic(semantic("a {{o}}", made("o")))
+    response = graph.submit(semantic("a {{o}}", made("o")))
     for _ in range(2000):
-        response = graph.submit_semantic(
-            semantic("b {{o}}", made("o"), successor_of=response.request_id)
-        )
-    graph.add_reader(graph.node(var_ids(response)["o"]), Criteria.LATENCY)
+        response = graph.submit(semantic("b {{o}}", made("o"), successor_of=response.request_id))
+    add_reader(graph, graph.variable(var_ids(response)["o"]), Criteria.LATENCY)
     assert len(runner.prefixes) == 0
     runner.finish(runner.started[0])
     assert len(runner.prefixes) == 0
@@ -264,9 +263,9 @@ def test_a_long_stateful_chain_has_one_prefix(
 def test_inputs_that_come_in_order_cost_what_they_add(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    inputs = [graph.add_variable("v").variable.id for _ in range(300)]
+    inputs = [graph.add_variable("v").id for _ in range(300)]
     out = link_call(graph, "o", inputs)
-    graph.add_reader(graph.node(out), Criteria.LATENCY)
+    add_reader(graph, graph.variable(out), Criteria.LATENCY)
     for var_id in inputs[:-1]:
         graph.set_variable(var_id, "text")
     runner.check()

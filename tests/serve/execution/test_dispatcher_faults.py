@@ -43,6 +43,7 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import ManualClock
+from tests.serve.serve_fakes import prompt_of
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 FAULTS: list[ParrotError | None] = [
@@ -255,7 +256,7 @@ class History:
                 raise AssertionError(error)
 
     def identity(self, completion: Completion) -> object:
-        pieces = [p.text if isinstance(p, TextPiece) else p.variable for p in completion.prompt()]
+        pieces = [p.text if isinstance(p, TextPiece) else p.variable for p in prompt_of(completion)]
         texts = [p if isinstance(p, str) else p.partial_text for p in pieces]
         seed = completion.sampling.seed
         own = completion.id if seed is None else None
@@ -264,7 +265,7 @@ class History:
     def prompt_len(self, completion: Completion) -> int:
         texts = [
             piece.text if isinstance(piece, TextPiece) else piece.variable.text
-            for piece in completion.prompt()
+            for piece in prompt_of(completion)
         ]
         return len("".join(texts)) - 1
 

@@ -19,6 +19,7 @@ from parrot.serve.graph.graph import SessionGraph
 from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import (
     FakeRunner,
+    add_reader,
     given,
     link_call,
     made,
@@ -45,7 +46,7 @@ def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: FakeRu
     b = link_call(graph, "b", [a])
     link_call(graph, "c", [a])
     assert runner.names() == []
-    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert runner.names() == ["a"]
     runner.finish(runner.started[0])
     assert runner.names() == ["b"]  # and never c
@@ -58,8 +59,8 @@ def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: Fak
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a], output_criteria="latency")
     assert runner.names() == ["a"]
-    reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
-    graph.remove_reader(reader)
+    reader = add_reader(graph, graph.variable(b), Criteria.LATENCY)
+    graph.activation.remove_reader(reader)
     assert runner.names() == ["a"]
     assert runner.withdrawn == []
 
@@ -67,11 +68,11 @@ def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: Fak
 def test_reading_the_first_of_two_outputs_does_not_run_the_second(
     graph: SessionGraph, runner: FakeRunner
 ) -> None:
-    ids = var_ids(graph.submit_semantic(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
-    graph.add_reader(graph.node(ids["y"]), Criteria.LATENCY)
+    ids = var_ids(graph.submit(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
+    add_reader(graph, graph.variable(ids["y"]), Criteria.LATENCY)
     runner.finish(runner.started[0])
     assert runner.names() == []
-    graph.add_reader(graph.node(ids["z"]), Criteria.LATENCY)
+    add_reader(graph, graph.variable(ids["z"]), Criteria.LATENCY)
     assert runner.names() == ["z"]
 
 
@@ -82,14 +83,14 @@ def test_work_that_nobody_else_wants_is_withdrawn_upstream(
     alone = link_call(graph, "alone", [])
     both = link_call(graph, "both", [shared, alone])
     other = link_call(graph, "other", [shared])
-    reader = graph.add_reader(graph.node(both), Criteria.LATENCY)
-    graph.add_reader(graph.node(other), Criteria.LATENCY)
+    reader = add_reader(graph, graph.variable(both), Criteria.LATENCY)
+    add_reader(graph, graph.variable(other), Criteria.LATENCY)
     assert runner.names() == ["shared", "alone"]
     runner.started[1].output.append("partial")  # type: ignore[union-attr]
-    graph.remove_reader(reader)
-    graph.remove_reader(reader)
+    graph.activation.remove_reader(reader)
+    graph.activation.remove_reader(reader)
     assert runner.names() == ["shared"]
-    assert graph.node(alone).variable.partial_text == ""
+    assert graph.variable(alone).partial_text == ""
     graph.check_integrity()
 
 
@@ -99,9 +100,9 @@ def test_withdrawn_work_runs_again_for_a_later_reader(
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     for _ in range(3):
-        graph.remove_reader(graph.add_reader(graph.node(b), Criteria.LATENCY))
+        graph.activation.remove_reader(add_reader(graph, graph.variable(b), Criteria.LATENCY))
     assert runner.names() == []
-    graph.add_reader(graph.node(b), Criteria.THROUGHPUT)
+    add_reader(graph, graph.variable(b), Criteria.THROUGHPUT)
     assert runner.names() == ["a"]
     assert runner.started[0].objective is not None
     assert runner.started[0].objective.criteria is Criteria.THROUGHPUT
@@ -115,18 +116,18 @@ def test_a_failure_reaches_every_dependent_with_its_type_and_chain(
     b = link_call(graph, "b", [a], func_name="second")
     c = link_call(graph, "c", [b], func_name="third")
     free = link_call(graph, "free", [])
-    late_reader = graph.add_reader(graph.node(c), Criteria.LATENCY)
-    graph.add_reader(graph.node(free), Criteria.LATENCY)
+    late_reader = add_reader(graph, graph.variable(c), Criteria.LATENCY)
+    add_reader(graph, graph.variable(free), Criteria.LATENCY)
     runner.fail(runner.started[0], NoEngine("nobody is there"))
-    error = graph.node(c).variable.error
+    error = graph.variable(c).error
     assert isinstance(error, NoEngine)
     assert error.message == "`third` needs `b`, which failed: nobody is there"
     assert isinstance(error.__cause__, NoEngine)
-    assert error.__cause__.__cause__ is graph.node(a).variable.error
+    assert error.__cause__.__cause__ is graph.variable(a).error
     assert runner.names() == ["free"]  # an independent branch goes on
-    graph.remove_reader(late_reader)
+    graph.activation.remove_reader(late_reader)
     late = link_call(graph, "late", [c], func_name="fourth")
-    error = graph.node(late).variable.error
+    error = graph.variable(late).error
     assert isinstance(error, NoEngine)
     assert error.message == "`fourth` needs `c`, which failed: nobody is there"
     graph.check_integrity()
@@ -137,12 +138,12 @@ def test_when_one_input_fails_the_work_on_the_others_stops(
 ) -> None:
     inputs = [link_call(graph, f"m{n}", []) for n in range(3)]
     reduce = link_call(graph, "reduce", inputs)
-    graph.add_reader(graph.node(reduce), Criteria.LATENCY)
+    add_reader(graph, graph.variable(reduce), Criteria.LATENCY)
     assert runner.names() == ["m0", "m1", "m2"]
     runner.fail(runner.started[1], NoEngine("gone"))
     assert runner.names() == []
     assert len(runner.withdrawn) == 2
-    assert graph.node(inputs[0]).variable.error is None
+    assert graph.variable(inputs[0]).error is None
     graph.check_integrity()
 
 
@@ -150,14 +151,14 @@ def test_cancelling_goes_both_ways(graph: SessionGraph, runner: FakeRunner) -> N
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [b])
-    graph.add_reader(graph.node(c), Criteria.LATENCY)
+    add_reader(graph, graph.variable(c), Criteria.LATENCY)
     graph.cancel_variable(b)
     assert runner.withdrawn  # a: nobody wants it any more
-    assert isinstance(graph.node(b).variable.error, Cancelled)
-    assert isinstance(graph.node(c).variable.error, Cancelled)
-    assert not graph.node(a).is_settled
+    assert isinstance(graph.variable(b).error, Cancelled)
+    assert isinstance(graph.variable(c).error, Cancelled)
+    assert not graph.variable(a).is_settled
     graph.cancel_variable(b)  # a second time is nothing
-    graph.add_reader(graph.node(a), Criteria.LATENCY)
+    add_reader(graph, graph.variable(a), Criteria.LATENCY)
     graph.cancel_variable(a)
     assert len(runner.cancelled) == 1
     assert runner.started == []
@@ -167,12 +168,12 @@ def test_cancelling_goes_both_ways(graph: SessionGraph, runner: FakeRunner) -> N
 def test_cancelling_a_request_cancels_all_its_outputs(
     graph: SessionGraph, runner: FakeRunner
 ) -> None:
-    response = graph.submit_semantic(
+    response = graph.submit(
         semantic("a {{y}} b {{z}}", made("y"), made("z"), output_criteria="latency")
     )
     graph.cancel_call(response.request_id)
     for name in ("y", "z"):
-        error = graph.node(var_ids(response)[name]).variable.error
+        error = graph.variable(var_ids(response)[name]).error
         assert isinstance(error, Cancelled)
     assert runner.started == []
     with pytest.raises(NotFound):
@@ -182,20 +183,20 @@ def test_cancelling_a_request_cancels_all_its_outputs(
 
 def test_cancelling_a_variable_without_producer_fails_it(graph: SessionGraph) -> None:
     node = graph.add_variable("x")
-    after = link_call(graph, "y", [node.variable.id])
-    graph.cancel_variable(node.variable.id)
-    assert isinstance(node.variable.error, Cancelled)
-    assert isinstance(graph.node(after).variable.error, Cancelled)
+    after = link_call(graph, "y", [node.id])
+    graph.cancel_variable(node.id)
+    assert isinstance(node.error, Cancelled)
+    assert isinstance(graph.variable(after).error, Cancelled)
 
 
 def test_the_program_sets_a_variable_late_and_once(graph: SessionGraph, runner: FakeRunner) -> None:
     node = graph.add_variable("x")
-    y = link_call(graph, "y", [node.variable.id], output_criteria="latency")
+    y = link_call(graph, "y", [node.id], output_criteria="latency")
     assert runner.names() == []
-    graph.set_variable(node.variable.id, "text")
+    graph.set_variable(node.id, "text")
     assert runner.names() == ["y"]
     with pytest.raises(AlreadySet):
-        graph.set_variable(node.variable.id, "text")
+        graph.set_variable(node.id, "text")
     with pytest.raises(Conflict, match="output of a call"):
         graph.set_variable(y, "mine")
     with pytest.raises(NotFound):
@@ -204,13 +205,13 @@ def test_the_program_sets_a_variable_late_and_once(graph: SessionGraph, runner: 
 
 def test_a_producer_may_come_after_its_readers(graph: SessionGraph, runner: FakeRunner) -> None:
     node = graph.add_variable("x")
-    y = link_call(graph, "y", [node.variable.id])
-    graph.add_reader(graph.node(y), Criteria.LATENCY)
-    early = graph.add_reader(node, Criteria.TTFT)
-    graph.submit_semantic(semantic("p {{o}}", made("o", node.variable.id)))
+    y = link_call(graph, "y", [node.id])
+    add_reader(graph, graph.variable(y), Criteria.LATENCY)
+    early = add_reader(graph, node, Criteria.TTFT)
+    graph.submit(semantic("p {{o}}", made("o", node.id)))
     assert runner.names() == ["x"]
     assert runner.started[0].objective.criteria is Criteria.LATENCY  # type: ignore[union-attr]
-    graph.remove_reader(early)
+    graph.activation.remove_reader(early)
     assert runner.names() == ["x"]
     runner.finish(runner.started[0])
     assert runner.names() == ["y"]
@@ -219,9 +220,9 @@ def test_a_producer_may_come_after_its_readers(graph: SessionGraph, runner: Fake
 
 def test_a_cycle_is_refused_by_name_and_changes_nothing(graph: SessionGraph) -> None:
     a, b, c = (graph.add_variable(name) for name in "abc")
-    ids = {name: node.variable.id for name, node in zip("abc", (a, b, c), strict=True)}
-    graph.submit_semantic(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["b"])))
-    graph.submit_semantic(semantic("x {{i}} {{o}}", taken("i", ids["b"]), made("o", ids["c"])))
+    ids = {name: node.id for name, node in zip("abc", (a, b, c), strict=True)}
+    graph.submit(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["b"])))
+    graph.submit(semantic("x {{i}} {{o}}", taken("i", ids["b"]), made("o", ids["c"])))
     before = set(graph.variables), set(graph.calls)
     closing = semantic(
         "x {{v}} {{n}} {{i}} {{o}}",
@@ -231,29 +232,29 @@ def test_a_cycle_is_refused_by_name_and_changes_nothing(graph: SessionGraph) -> 
         made("o", ids["a"]),
     )
     with pytest.raises(CyclicGraph, match="`a` -> `b` -> `c` -> `a`"):
-        graph.submit_semantic(closing)
+        graph.submit(closing)
     assert (set(graph.variables), set(graph.calls)) == before
     assert a.producer is None
     assert c.consumers == []
     with pytest.raises(CyclicGraph, match="`a` -> `a`"):
-        graph.submit_semantic(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["a"])))
+        graph.submit(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["a"])))
     with pytest.raises(CyclicGraph):
-        graph.submit_native(native("f", taken("i", ids["c"]), made("o", ids["a"])))
+        graph.submit(native("f", taken("i", ids["c"]), made("o", ids["a"])))
     graph.check_integrity()
 
 
 def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: FakeRunner) -> None:
     """The second half of a call may take what a native function made of its first half."""
     x, b = graph.add_variable("x"), graph.add_variable("b")
-    graph.submit_native(native("f", taken("i", x.variable.id), made("o", b.variable.id)))
+    graph.submit(native("f", taken("i", x.id), made("o", b.id)))
     both = semantic(
         "s {{x}} then {{b}} {{y}}",
-        made("x", x.variable.id),
-        taken("b", b.variable.id),
+        made("x", x.id),
+        taken("b", b.id),
         made("y"),
         output_criteria="latency",
     )
-    graph.submit_semantic(both)
+    graph.submit(both)
     for name in ("x", "b", "y"):
         assert runner.names() == [name]
         runner.finish(runner.started[0])
@@ -264,15 +265,15 @@ def test_a_native_node_runs_when_any_of_its_outputs_is_wanted(
     graph: SessionGraph, runner: FakeRunner
 ) -> None:
     x = link_call(graph, "x", [])
-    response = graph.submit_native(native("f", taken("i", x), made("o"), made("p")))
+    response = graph.submit(native("f", taken("i", x), made("o"), made("p")))
     ids = var_ids(response)
-    reader = graph.add_reader(graph.node(ids["p"]), Criteria.LATENCY)
+    reader = add_reader(graph, graph.variable(ids["p"]), Criteria.LATENCY)
     runner.finish(runner.started[0])
     assert runner.names() == ["o,p"]
-    graph.remove_reader(reader)
+    graph.activation.remove_reader(reader)
     assert runner.started == []
     y = link_call(graph, "y", [ids["o"], ids["p"]])
-    graph.add_reader(graph.node(y), Criteria.LATENCY)
+    add_reader(graph, graph.variable(y), Criteria.LATENCY)
     runner.finish(runner.started[0])
     assert runner.names() == ["y"]
     graph.check_integrity()
@@ -284,26 +285,26 @@ async def test_a_stream_reader_is_told_to_the_scheduler(
     x = link_call(graph, "x", [])
     y = link_call(graph, "y", [x], output_criteria="throughput")
     queued = runner.started[0]
-    reader = graph.add_reader(graph.node(x), Criteria.THROUGHPUT, wants_stream=True)
+    reader = add_reader(graph, graph.variable(x), Criteria.THROUGHPUT, wants_stream=True)
     assert queued.wants_stream  # type: ignore[union-attr]
     assert runner.reprioritised == [queued]
-    graph.add_reader(graph.node(x), Criteria.THROUGHPUT)
-    graph.remove_reader(reader)
+    add_reader(graph, graph.variable(x), Criteria.THROUGHPUT)
+    graph.activation.remove_reader(reader)
     assert not queued.wants_stream  # type: ignore[union-attr]
     assert runner.reprioritised == [queued, queued]  # who is left waits for the whole
-    graph.add_reader(graph.node(y), Criteria.LATENCY)
+    add_reader(graph, graph.variable(y), Criteria.LATENCY)
     assert runner.reprioritised == [queued, queued, queued]  # tightened through y
 
 
 def test_closing_ends_everything(graph: SessionGraph, runner: FakeRunner) -> None:
     empty = graph.add_variable("empty")
     x = link_call(graph, "x", [])
-    y = link_call(graph, "y", [x, empty.variable.id], output_criteria="latency")
+    y = link_call(graph, "y", [x, empty.id], output_criteria="latency")
     graph.close(SessionGone("the session has expired"))
-    for var_id in (x, y, empty.variable.id):
-        assert isinstance(graph.node(var_id).variable.error, SessionGone)
+    for var_id in (x, y, empty.id):
+        assert isinstance(graph.variable(var_id).error, SessionGone)
     assert runner.started == []
-    assert graph.num_started == 0
+    assert graph.activation.num_started == 0
     graph.check_integrity()
 
 
@@ -315,16 +316,16 @@ def test_times_are_stamped(runner: FakeRunner) -> None:
 
     async def scenario() -> None:
         await clock.advance(1)
-        graph.add_reader(graph.node(y), Criteria.LATENCY)
+        add_reader(graph, graph.variable(y), Criteria.LATENCY)
         await clock.advance(1)
         runner.finish(runner.started[0])
         await clock.advance(1)
         runner.finish(runner.started[0])
 
     asyncio.run(scenario())
-    node = graph.node(y).producer
+    node = graph.variable(y).producer
     assert node is not None
-    times = node.task.times
+    times = node.times
     assert (times.submitted, times.activated, times.ready, times.finished) == (10, 11, 12, 13)
 
 
@@ -352,11 +353,11 @@ def run_and_fail_a_chain(length: int) -> SessionGraph:
     runner = FakeRunner(on_start=lambda task: runner.finish(task, "t"))
     graph = make_graph(runner)
     ids = chain(graph, length)
-    graph.add_reader(graph.node(ids[-1]), Criteria.LATENCY)
-    assert all(graph.node(var_id).is_settled for var_id in ids)
+    add_reader(graph, graph.variable(ids[-1]), Criteria.LATENCY)
+    assert all(graph.variable(var_id).is_settled for var_id in ids)
     runner.on_start = lambda task: runner.fail(task, NoEngine("gone"))
     ids = chain(graph, length, output_criteria="latency")  # demanded anew at each step
-    assert isinstance(graph.node(ids[-1]).variable.error, NoEngine)
+    assert isinstance(graph.variable(ids[-1]).error, NoEngine)
     return graph
 
 
@@ -382,13 +383,13 @@ def grow_a_waiting_chain(length: int, is_forward: bool) -> None:
     for n in order:
         call = semantic(
             "x {{i}} {{o}}",
-            taken("i", links[n].variable.id),
-            made("o", links[n + 1].variable.id),
+            taken("i", links[n].id),
+            made("o", links[n + 1].id),
             output_criteria="latency",
         )
-        graph.submit_semantic(call)
+        graph.submit(call)
     runner.on_start = lambda task: runner.finish(task, "t")
-    graph.set_variable(gate.variable.id, "go")
+    graph.set_variable(gate.id, "go")
     assert links[-1].is_settled
     graph.check_integrity()
 
@@ -404,11 +405,11 @@ def use_a_wide_stage(width: int) -> None:
     ids = [link_call(graph, "m", []) for _ in range(width)]
     reduce = link_call(graph, "r", ids)
     for _ in range(width):  # readers come and go
-        graph.remove_reader(graph.add_reader(graph.node(ids[0]), Criteria.LATENCY))
-    graph.add_reader(graph.node(reduce), Criteria.LATENCY)
+        graph.activation.remove_reader(add_reader(graph, graph.variable(ids[0]), Criteria.LATENCY))
+    add_reader(graph, graph.variable(reduce), Criteria.LATENCY)
     assert len(runner.started) == width
     for _ in range(width):
-        graph.remove_reader(graph.add_reader(graph.node(reduce), Criteria.LATENCY))
+        graph.activation.remove_reader(add_reader(graph, graph.variable(reduce), Criteria.LATENCY))
     runner.started.sort(key=lambda task: -task.id)
     while runner.started:
         runner.finish(runner.started[-1])
@@ -422,21 +423,21 @@ def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: FakeR
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [a])
-    urgent = graph.add_reader(graph.node(b), Criteria.LATENCY, deadline=5)
-    graph.add_reader(graph.node(c), Criteria.LATENCY, deadline=30)
+    urgent = add_reader(graph, graph.variable(b), Criteria.LATENCY, deadline=5)
+    add_reader(graph, graph.variable(c), Criteria.LATENCY, deadline=30)
 
     def deadlines() -> list[float | None]:
-        objectives = [graph.node(v).producer.task.objective for v in (a, b, c)]  # type: ignore[union-attr]
+        objectives = [graph.variable(v).producer.objective for v in (a, b, c)]  # type: ignore[union-attr]
         return [None if o is None else o.deadline for o in objectives]
 
     assert deadlines() == [5, 5, 30]
-    patient = graph.add_reader(graph.node(b), Criteria.THROUGHPUT, deadline=50)
-    graph.remove_reader(urgent)
+    patient = add_reader(graph, graph.variable(b), Criteria.THROUGHPUT, deadline=50)
+    graph.activation.remove_reader(urgent)
     assert deadlines() == [30, 50, 30]
     assert runner.reprioritised[-1].output.name == "a"
-    graph.remove_reader(patient)
+    graph.activation.remove_reader(patient)
     assert deadlines() == [30, None, 30]
-    graph.add_reader(graph.node(a), Criteria.LATENCY)
+    add_reader(graph, graph.variable(a), Criteria.LATENCY)
     graph.cancel_variable(c)
     assert deadlines()[:2] == [None, None]
     graph.check_integrity()
@@ -444,7 +445,7 @@ def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: FakeR
 
 def objectives(graph: SessionGraph, *var_ids: str) -> list[tuple[Criteria, bool] | None]:
     """Of the producers: their criteria, and whether they are background work."""
-    found = [graph.node(var_id).producer.task.objective for var_id in var_ids]  # type: ignore[union-attr]
+    found = [graph.variable(var_id).producer.objective for var_id in var_ids]  # type: ignore[union-attr]
     return [None if o is None else (o.criteria, o.is_background) for o in found]
 
 
@@ -455,9 +456,9 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
     lazy = link_call(graph, "lazy", [], on_demand=True)
     needed = link_call(graph, "needed", [], on_demand=True)
     link_call(graph, "needs", [needed])
-    graph.add_reader(graph.node(parts[1]), Criteria.LATENCY)
+    add_reader(graph, graph.variable(parts[1]), Criteria.LATENCY)
     assert runner.names() == ["p1"]
-    graph.wake()
+    graph.activation.wake()
     assert sorted(runner.names()) == ["needed", "p0", "p1", "p2"]
     assert objectives(graph, *parts, needed, lazy) == [
         (Criteria.THROUGHPUT, True),
@@ -468,9 +469,9 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
     ]
     later = link_call(graph, "later", [])
     assert "later" not in runner.names()
-    assert not graph.wake()
+    assert not graph.activation.wake()
     assert "later" in runner.names()
-    graph.add_reader(graph.node(later), Criteria.TTFT)
+    add_reader(graph, graph.variable(later), Criteria.TTFT)
     assert objectives(graph, later) == [(Criteria.TTFT, False)]
     assert runner.reprioritised[-1].output.name == "later"
     graph.check_integrity()
@@ -480,7 +481,7 @@ def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: F
     graph = make_graph(runner, on_demand=True)
     link_call(graph, "a", [])
     link_call(graph, "b", [], on_demand=False)
-    graph.wake()
+    graph.activation.wake()
     assert runner.names() == ["b"]
 
 
@@ -490,11 +491,11 @@ def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     other = link_call(graph, "other", [a])
-    graph.wake()
+    graph.activation.wake()
     assert objectives(graph, a, b) == [(Criteria.THROUGHPUT, True)] * 2
-    reader = graph.add_reader(graph.node(b), Criteria.LATENCY)
+    reader = add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert objectives(graph, a, b) == [(Criteria.LATENCY, False)] * 2
-    graph.remove_reader(reader)
+    graph.activation.remove_reader(reader)
     assert objectives(graph, b, other) == [None, (Criteria.THROUGHPUT, True)]
     assert objectives(graph, a) == [(Criteria.LATENCY, True)]  # for `other`; it stays strict
     assert runner.names() == ["a"]
@@ -509,11 +510,11 @@ def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     free = link_call(graph, "free", [])
-    graph.wake()
-    graph.remove_reader(graph.add_reader(graph.node(b), Criteria.LATENCY))
+    graph.activation.wake()
+    graph.activation.remove_reader(add_reader(graph, graph.variable(b), Criteria.LATENCY))
     assert runner.names() == ["free"]
     assert objectives(graph, a, b, free) == [None, None, (Criteria.THROUGHPUT, True)]
-    graph.add_reader(graph.node(b), Criteria.LATENCY)
+    add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert runner.names() == ["free", "a"]
     graph.check_integrity()
 
@@ -524,16 +525,16 @@ def test_nothing_is_made_in_the_background_of_what_was_released(
     draft, other = link_call(graph, "draft", []), link_call(graph, "other", [])
     rating = link_call(graph, "rating", [draft, other])
     final = link_call(graph, "final", [rating])
-    graph.wake()
+    graph.activation.wake()
     assert runner.names() == ["draft", "other"]
-    graph.release(graph.node(draft))
+    graph.activation.release(graph.variable(draft))
     assert runner.names() == ["other"]
     assert objectives(graph, draft, rating, final) == [None] * 3
     graph.check_integrity()
-    reader = graph.add_reader(graph.node(final), Criteria.LATENCY)
-    graph.release(graph.node(draft))
+    reader = add_reader(graph, graph.variable(final), Criteria.LATENCY)
+    graph.activation.release(graph.variable(draft))
     assert runner.names() == ["other", "draft"]  # somebody asks for it
-    graph.remove_reader(reader)
+    graph.activation.remove_reader(reader)
     assert runner.names() == []
     graph.check_integrity()
 
@@ -542,24 +543,24 @@ def test_what_was_released_before_the_session_woke_stays_idle(
     graph: SessionGraph, runner: FakeRunner
 ) -> None:
     a = link_call(graph, "a", [])
-    graph.release(graph.node(a))
-    graph.wake()
+    graph.activation.release(graph.variable(a))
+    graph.activation.wake()
     assert runner.names() == []
 
 
 def test_cancellation_and_the_end_stop_background_work(
     graph: SessionGraph, runner: FakeRunner
 ) -> None:
-    response = graph.submit_semantic(semantic("a {{y}}", made("y")))
+    response = graph.submit(semantic("a {{y}}", made("y")))
     b = link_call(graph, "b", [])
     link_call(graph, "c", [])
-    graph.wake()
+    graph.activation.wake()
     graph.cancel_call(response.request_id)
     graph.cancel_variable(b)
     assert runner.names() == ["c"]
     graph.close(SessionGone("the session has expired"))
     assert runner.names() == []
-    assert graph.num_started == 0
+    assert graph.activation.num_started == 0
 
 
 def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
@@ -570,8 +571,8 @@ def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
     lazy = link_call(graph, "lazy", [b], on_demand=True)
     link_call(graph, "c", [lazy])
     link_call(graph, "free", [])
-    graph.remove_reader(graph.add_reader(graph.node(b), Criteria.LATENCY))
-    graph.wake()
+    graph.activation.remove_reader(add_reader(graph, graph.variable(b), Criteria.LATENCY))
+    graph.activation.wake()
     assert runner.names() == ["free"]
     graph.check_integrity()
 
@@ -582,8 +583,8 @@ async def test_calls_are_woken_in_the_order_of_their_submission(runner: FakeRunn
     link_call(graph, "early", [])
     await clock.advance(2)
     link_call(graph, "late", [])
-    assert graph.wake(until=11)
+    assert graph.activation.wake(until=11)
     assert runner.names() == ["early"]
-    assert not graph.wake(until=12)
+    assert not graph.activation.wake(until=12)
     assert runner.names() == ["early", "late"]
     graph.check_integrity()

@@ -4,15 +4,16 @@ from hypothesis import strategies as st
 
 from parrot.protocol.errors import AlreadySet, Conflict, InvalidRequest, NotFound, ParrotError
 from parrot.protocol.template import placeholder
-from parrot.serve.graph.build import plan_call
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.nodes import Completion, TextPiece, VariablePiece
+from parrot.serve.graph.nodes import Completion, Piece, TextPiece, VariablePiece
 from tests.serve.serve_fakes import (
     FakeRunner,
+    add_reader,
     given,
     made,
     make_graph,
     native,
+    prompt_of,
     semantic,
     taken,
     var_ids,
@@ -20,7 +21,7 @@ from tests.serve.serve_fakes import (
 
 
 def completions(graph: SessionGraph, request_id: int) -> list[Completion]:
-    tasks = [node.task for node in graph.calls[request_id].tasks]
+    tasks = list(graph.calls[request_id].tasks)
     assert all(isinstance(task, Completion) for task in tasks)
     return tasks
 
@@ -29,7 +30,7 @@ def render(completion: Completion) -> str:
     """The prompt with variables as <name>."""
     return "".join(
         piece.text if isinstance(piece, TextPiece) else f"<{piece.variable.name}>"
-        for piece in completion.prompt()
+        for piece in prompt_of(completion)
     )
 
 
@@ -38,7 +39,7 @@ def test_a_call_with_two_outputs_is_two_completions_in_order() -> None:
     request = semantic(
         "A {{x}} B {{y}} C {{z}} D", given("x", "in"), made("y"), made("z", max_gen_length=3)
     )
-    response = graph.submit_semantic(request)
+    response = graph.submit(request)
     first, second = completions(graph, response.request_id)
     assert render(first) == "A <x> B "
     assert render(second) == "A <x> B <y> C "
@@ -47,28 +48,26 @@ def test_a_call_with_two_outputs_is_two_completions_in_order() -> None:
     assert (first.output.name, second.output.name) == ("y", "z")
     assert second.sampling.max_gen_length == 3
     assert first.options.tenant == "tenant"
-    assert list(second.inputs()) == [first.output]
+    assert list(second.inputs) == [first.output]
 
 
 def test_param_info_lists_every_parameter_with_its_variable() -> None:
     graph = make_graph()
     known = graph.add_variable("known")
-    response = graph.submit_semantic(
-        semantic("{{a}}{{b}} {{y}}", given("a", "1"), taken("b", known.variable.id), made("y"))
+    response = graph.submit(
+        semantic("{{a}}{{b}} {{y}}", given("a", "1"), taken("b", known.id), made("y"))
     )
     infos = [(p.parameter_name, p.is_output, p.var_name) for p in response.param_info]
     assert infos == [("a", False, "a"), ("b", False, "known"), ("y", True, "y")]
     ids = var_ids(response)
-    assert graph.node(ids["a"]).variable.text == "1"
-    assert ids["b"] == known.variable.id
-    assert graph.node(ids["y"]).producer is graph.calls[response.request_id].tasks[0]
+    assert graph.variable(ids["a"]).text == "1"
+    assert ids["b"] == known.id
+    assert graph.variable(ids["y"]).producer is graph.calls[response.request_id].tasks[0]
 
 
 def test_a_value_that_looks_like_a_placeholder_stays_text() -> None:
     graph = make_graph()
-    response = graph.submit_semantic(
-        semantic("say {{a}}: {{y}}", given("a", "{{y}}{{a}}"), made("y"))
-    )
+    response = graph.submit(semantic("say {{a}}: {{y}}", given("a", "{{y}}{{a}}"), made("y")))
     (completion,) = completions(graph, response.request_id)
     _, piece, _ = completion.fill
     assert isinstance(piece, VariablePiece)
@@ -77,26 +76,22 @@ def test_a_value_that_looks_like_a_placeholder_stays_text() -> None:
 
 def test_text_after_the_last_output_is_dropped_unless_kept_for_a_successor() -> None:
     graph = make_graph()
-    dropped = graph.submit_semantic(semantic("a {{y}} end", made("y")))
-    kept = graph.submit_semantic(semantic("b {{y}} end", made("y"), remove_pure_fill=False))
+    dropped = graph.submit(semantic("a {{y}} end", made("y")))
+    kept = graph.submit(semantic("b {{y}} end", made("y"), remove_pure_fill=False))
     for before, prompt in ((dropped, "a <y>go "), (kept, "b <y> endgo ")):
-        after = graph.submit_semantic(
-            semantic("go {{z}}", made("z"), successor_of=before.request_id)
-        )
+        after = graph.submit(semantic("go {{z}}", made("z"), successor_of=before.request_id))
         (completion,) = completions(graph, after.request_id)
         assert render(completion) == prompt
 
 
 def test_a_call_without_outputs_is_context_for_its_successor() -> None:
     graph = make_graph()
-    system = graph.submit_semantic(semantic("You are {{who}}. ", given("who", "a cat")))
+    system = graph.submit(semantic("You are {{who}}. ", given("who", "a cat")))
     assert graph.calls[system.request_id].tasks == ()
-    after = graph.submit_semantic(semantic("{{z}}", made("z"), successor_of=system.request_id))
+    after = graph.submit(semantic("{{z}}", made("z"), successor_of=system.request_id))
     (completion,) = completions(graph, after.request_id)
     assert render(completion) == "You are <who>. "
-    third = graph.submit_semantic(
-        semantic(" More: {{w}}", made("w"), successor_of=after.request_id)
-    )
+    third = graph.submit(semantic(" More: {{w}}", made("w"), successor_of=after.request_id))
     (completion,) = completions(graph, third.request_id)
     assert render(completion) == "You are <who>. <z> More: "
 
@@ -105,11 +100,9 @@ def test_a_premade_variable_can_be_an_output_and_known_to_consumers_before() -> 
     runner = FakeRunner()
     graph = make_graph(runner)
     premade = graph.add_variable("premade")
-    later = graph.submit_semantic(
-        semantic("use {{a}}: {{y}}", taken("a", premade.variable.id), made("y"))
-    )
-    graph.submit_semantic(semantic("make {{out}}", made("out", premade.variable.id)))
-    graph.add_reader(graph.node(var_ids(later)["y"]), "latency")
+    later = graph.submit(semantic("use {{a}}: {{y}}", taken("a", premade.id), made("y")))
+    graph.submit(semantic("make {{out}}", made("out", premade.id)))
+    add_reader(graph, graph.variable(var_ids(later)["y"]), "latency")
     assert runner.names() == ["premade"]
     runner.finish(runner.started[0])
     assert runner.names() == ["y"]
@@ -131,7 +124,7 @@ def test_a_contradictory_call_is_refused_by_name(
 ) -> None:
     graph = make_graph()
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        graph.submit_semantic(semantic(template, *parameters))
+        graph.submit(semantic(template, *parameters))
     assert caught.value.param == param
     assert param in caught.value.message
     assert not graph.variables
@@ -142,18 +135,18 @@ def test_refused_bindings_leave_the_graph_unchanged() -> None:
     graph = make_graph()
     done = graph.add_variable("done", "text")
     empty = graph.add_variable("empty")
-    busy = var_ids(graph.submit_semantic(semantic("a {{y}}", made("y"))))["y"]
+    busy = var_ids(graph.submit(semantic("a {{y}}", made("y"))))["y"]
     before = set(graph.variables), set(graph.calls)
     cases: list[tuple[type[ParrotError], list[dict[str, object]]]] = [
         (NotFound, [made("y", "nowhere"), made("z")]),
         (NotFound, [taken("y", "nowhere"), made("z")]),
-        (AlreadySet, [made("y", done.variable.id), made("z")]),
+        (AlreadySet, [made("y", done.id), made("z")]),
         (Conflict, [made("y", busy), made("z")]),
-        (InvalidRequest, [made("y", empty.variable.id), made("z", empty.variable.id)]),
+        (InvalidRequest, [made("y", empty.id), made("z", empty.id)]),
     ]
     for error, parameters in cases:
         with pytest.raises(error):
-            graph.submit_semantic(semantic("a {{y}} b {{z}}", *parameters))
+            graph.submit(semantic("a {{y}} b {{z}}", *parameters))
     assert (set(graph.variables), set(graph.calls)) == before
     assert empty.producer is None
     graph.check_integrity()
@@ -162,26 +155,26 @@ def test_refused_bindings_leave_the_graph_unchanged() -> None:
 def test_a_native_call_needs_an_output_and_has_no_context() -> None:
     graph = make_graph()
     with pytest.raises(InvalidRequest, match="no output"):
-        graph.submit_native(native("f", given("a", "1")))
-    response = graph.submit_native(native("f", given("a", "1"), made("o")))
+        graph.submit(native("f", given("a", "1")))
+    response = graph.submit(native("f", given("a", "1"), made("o")))
     with pytest.raises(InvalidRequest, match="no context"):
-        graph.submit_semantic(semantic("x {{y}}", made("y"), successor_of=response.request_id))
+        graph.submit(semantic("x {{y}}", made("y"), successor_of=response.request_id))
     with pytest.raises(NotFound):
-        graph.submit_semantic(semantic("x {{y}}", made("y"), successor_of=99))
+        graph.submit(semantic("x {{y}}", made("y"), successor_of=99))
 
 
 def test_an_idempotency_key_replays_the_answer() -> None:
     graph = make_graph()
     request = semantic("a {{y}}", made("y"), idempotency_key="k", session_auth="one")
-    response = graph.submit_semantic(request)
+    response = graph.submit(request)
     again = request.model_copy(update={"session_auth": "two"})
-    assert graph.submit_semantic(again) == response
+    assert graph.submit(again) == response
     assert len(graph.calls) == 1
     with pytest.raises(Conflict, match="idempotency"):
-        graph.submit_semantic(semantic("b {{y}}", made("y"), idempotency_key="k"))
+        graph.submit(semantic("b {{y}}", made("y"), idempotency_key="k"))
     with pytest.raises(Conflict, match="idempotency"):
-        graph.submit_native(native("a", made("y"), idempotency_key="k"))
-    assert graph.submit_semantic(semantic("a {{y}}", made("y"))) != response
+        graph.submit(native("a", made("y"), idempotency_key="k"))
+    assert graph.submit(semantic("a {{y}}", made("y"))) != response
 
 
 @fuzz(
@@ -194,15 +187,21 @@ def test_an_idempotency_key_replays_the_answer() -> None:
     ),
     st.integers(0, 3),
 )
-def test_planning_loses_no_piece(pieces: list[str], num_outputs: int) -> None:
-    """Joining the plan again gives the template, whatever it is."""
+def test_cutting_loses_no_piece(pieces: list[str], num_outputs: int) -> None:
+    """Joining the fills again, and what a successor gets, gives the template, whatever it is."""
     template = "".join(
         "".join(pieces) + "." + placeholder(f"out{n}") for n in range(num_outputs)
     ) + "".join(pieces)
     parameters = [given("a", "1"), given("b", "2"), *(made(f"out{n}") for n in range(num_outputs))]
-    plan = plan_call(semantic(template, *parameters, remove_pure_fill=False))
-    text = ""
-    for fill, output in [*((c.fill, c.output.name) for c in plan.completions), (plan.tail, None)]:
-        text += "".join(p.text if isinstance(p, TextPiece) else placeholder(p.name) for p in fill)
-        text += "" if output is None else placeholder(output)
-    assert text == template
+    graph = make_graph()
+    response = graph.submit(semantic(template, *parameters, remove_pure_fill=False))
+    call = graph.calls[response.request_id]
+    assert call.successor is not None
+    joined: list[Piece] = []
+    for completion in completions(graph, response.request_id):
+        joined += [*completion.fill, VariablePiece(completion.output)]
+    joined += call.successor.tail
+    assert template == "".join(
+        piece.text if isinstance(piece, TextPiece) else placeholder(piece.variable.name)
+        for piece in joined
+    )

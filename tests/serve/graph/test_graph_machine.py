@@ -15,10 +15,18 @@ from parrot.protocol.errors import (
     ParrotError,
     SessionGone,
 )
-from parrot.serve.graph.links import Reader, TaskNode, VariableNode
-from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, native, semantic, taken
+from tests.serve.serve_fakes import (
+    FakeRunner,
+    add_reader,
+    given,
+    made,
+    make_graph,
+    native,
+    semantic,
+    taken,
+)
 
 CRITERIA = st.sampled_from(list(PerformanceCriteria))
 
@@ -30,14 +38,14 @@ class GraphMachine(RuleBasedStateMachine):
         self.graph = make_graph(self.runner)
         self.readers: list[Reader] = []
         self.is_awake = False
-        self.woken: set[TaskNode] = set()
+        self.woken: set[Task] = set()
         self.reasons: dict[str, type[ParrotError]] = {}  # by the ids of variables that failed first
-        self.held: set[TaskNode] = set()  # what nobody has given up, in a way that tells
+        self.held: set[Task] = set()  # what nobody has given up, in a way that tells
 
-    def nodes(self) -> list[VariableNode]:
+    def nodes(self) -> list[SemanticVariable]:
         return list(self.graph.variables.values())
 
-    def pick(self, data: st.DataObject, nodes: list[VariableNode]) -> VariableNode:
+    def pick(self, data: st.DataObject, nodes: list[SemanticVariable]) -> SemanticVariable:
         return nodes[data.draw(st.integers(0, len(nodes) - 1))]
 
     @rule(has_text=st.booleans())
@@ -65,7 +73,7 @@ class GraphMachine(RuleBasedStateMachine):
         nodes = self.nodes()
         for n in range(num_inputs if nodes else 0):
             if data.draw(st.booleans()):
-                parameters.append(taken(f"i{n}", self.pick(data, nodes).variable.id))
+                parameters.append(taken(f"i{n}", self.pick(data, nodes).id))
             else:
                 parameters.append(given(f"i{n}", "value"))
             template += f"{{{{i{n}}}}}"
@@ -74,15 +82,15 @@ class GraphMachine(RuleBasedStateMachine):
             premade = self.pick(data, free) if free and data.draw(st.booleans()) else None
             if premade is not None:
                 free.remove(premade)
-            parameters.append(made(f"o{n}", premade.variable.id if premade else None))
+            parameters.append(made(f"o{n}", premade.id if premade else None))
             template += f" {{{{o{n}}}}}"
         count = len(self.graph.calls), len(self.graph.variables)
         try:
             options = {"output_criteria": criteria, "on_demand": on_demand}
             if is_native:
-                response = self.graph.submit_native(native("f", *parameters, **options))
+                response = self.graph.submit(native("f", *parameters, **options))
             else:
-                response = self.graph.submit_semantic(semantic(template, *parameters, **options))
+                response = self.graph.submit(semantic(template, *parameters, **options))
         except CyclicGraph:
             assert (len(self.graph.calls), len(self.graph.variables)) == count
             return
@@ -93,11 +101,11 @@ class GraphMachine(RuleBasedStateMachine):
     @rule(data=st.data(), criteria=CRITERIA, stream=st.booleans())
     def read(self, data: st.DataObject, criteria: PerformanceCriteria, stream: bool) -> None:
         node = self.pick(data, [v for v in self.nodes() if not v.is_settled])
-        self.readers.append(self.graph.add_reader(node, criteria, wants_stream=stream))
+        self.readers.append(add_reader(self.graph, node, criteria, wants_stream=stream))
 
     @rule()
     def wake(self) -> None:
-        self.graph.wake()
+        self.graph.activation.wake()
         self.is_awake = True
         self.woken = {task for call in self.graph.calls.values() for task in call.tasks}
 
@@ -106,8 +114,8 @@ class GraphMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         """Whatever stops with it was wanted for it alone, or made of what it left."""
         reader = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
-        connected = self.connected(reader.node)
-        self.graph.remove_reader(reader)
+        connected = self.connected(reader.variable)
+        self.graph.activation.remove_reader(reader)
         self.held -= connected
 
     @precondition(lambda self: self.nodes())
@@ -116,13 +124,13 @@ class GraphMachine(RuleBasedStateMachine):
         """Nothing of it is made in the background; what a reader asks for goes on."""
         node = self.pick(data, self.nodes())
         asked = self.asked_for()
-        self.graph.release(node)
+        self.graph.activation.release(node)
         assert self.asked_for() == asked
         if node.producer is not None and node.producer not in asked:
             assert not node.producer.is_wanted
             self.held -= self.connected(node)
 
-    def connected(self, node: VariableNode) -> set[TaskNode]:
+    def connected(self, node: SemanticVariable) -> set[Task]:
         """What may stop with the variable: all that needs it, and all that any of those needs."""
         below = reachable(
             [*node.consumers, *([node.producer] if node.producer else [])],
@@ -130,10 +138,10 @@ class GraphMachine(RuleBasedStateMachine):
         )
         return reachable(below, lambda task: [v.producer for v in task.inputs if v.producer])
 
-    def asked_for(self) -> set[TaskNode]:
+    def asked_for(self) -> set[Task]:
         """The unfinished tasks that a reader waits for, by a walk from the readers."""
         stack = [v.producer for v in self.nodes() if v.readers and v.producer and not v.is_settled]
-        found: set[TaskNode] = set()
+        found: set[Task] = set()
         while stack:
             task = stack.pop()
             if task in found or task.is_finished:
@@ -148,8 +156,8 @@ class GraphMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.runner.started) - 1))
         task = self.runner.started[index]
         if fails:
-            self.give_up(next(task.outputs()).id)
-            self.blame(task.outputs(), EngineFailed)
+            self.give_up(task.outputs[0].id)
+            self.blame(task.outputs, EngineFailed)
             self.runner.fail(task, EngineFailed("broken"))
         else:
             self.runner.finish(task)
@@ -158,16 +166,16 @@ class GraphMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def set_variable(self, data: st.DataObject) -> None:
         free = [v for v in self.nodes() if not v.is_settled and not v.producer]
-        self.graph.set_variable(self.pick(data, free).variable.id, "text")
+        self.graph.set_variable(self.pick(data, free).id, "text")
 
     @precondition(lambda self: self.nodes())
     @rule(data=st.data())
     def cancel_variable(self, data: st.DataObject) -> None:
         node = self.pick(data, self.nodes())
-        self.give_up(node.variable.id)
+        self.give_up(node.id)
         made_with = node.producer.outputs if node.producer else [node]
-        self.blame((other.variable for other in made_with), Cancelled)
-        self.graph.cancel_variable(node.variable.id)
+        self.blame((other for other in made_with), Cancelled)
+        self.graph.cancel_variable(node.id)
         assert node.is_settled
 
     @precondition(lambda self: self.graph.calls)
@@ -176,8 +184,8 @@ class GraphMachine(RuleBasedStateMachine):
         calls = list(self.graph.calls)
         request_id = calls[data.draw(st.integers(0, len(calls) - 1))]
         for task in self.graph.calls[request_id].tasks:
-            self.give_up(task.outputs[0].variable.id)
-            self.blame(task.task.outputs(), Cancelled)
+            self.give_up(task.outputs[0].id)
+            self.blame(task.outputs, Cancelled)
         self.graph.cancel_call(request_id)
 
     def blame(self, variables: Iterable[SemanticVariable], reason: type[ParrotError]) -> None:
@@ -187,7 +195,7 @@ class GraphMachine(RuleBasedStateMachine):
                 self.reasons.setdefault(variable.id, reason)
 
     def give_up(self, var_id: str) -> None:
-        self.held -= self.connected(self.graph.node(var_id))
+        self.held -= self.connected(self.graph.variable(var_id))
 
     @invariant()
     def books_balance(self) -> None:
@@ -195,13 +203,13 @@ class GraphMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_wanted_work_is_started(self) -> None:
-        assert len(self.runner.started) == self.graph.num_started
+        assert len(self.runner.started) == self.graph.activation.num_started
         for call in self.graph.calls.values():
             for node in call.tasks:
-                assert (node.task in self.runner.started) == node.is_started
+                assert (node in self.runner.started) == node.is_started
                 if node.is_started:
                     assert node.demand > 0
-                    assert all(v.variable.state is VariableState.READY for v in node.inputs)
+                    assert all(v.state is VariableState.READY for v in node.inputs)
 
     @invariant()
     def what_is_asked_for_is_wanted_and_all_else_is_background_work(self) -> None:
@@ -212,7 +220,7 @@ class GraphMachine(RuleBasedStateMachine):
                     continue
                 assert node in asked or not node.asked
                 assert node.is_wanted or node not in asked
-                if (objective := node.task.objective) is not None:
+                if (objective := node.objective) is not None:
                     assert objective.is_background == (node not in asked)
                 if not self.is_awake:
                     assert node.is_wanted == (node in asked)
@@ -222,10 +230,10 @@ class GraphMachine(RuleBasedStateMachine):
     @invariant()
     def whatever_waits_is_expected(self) -> None:
         waiting = {
-            node.task.id
+            node.id
             for call in self.graph.calls.values()
             for node in call.tasks
-            if node.task.state is CompletionState.WAITING and isinstance(node.task, Completion)
+            if node.state is CompletionState.WAITING and isinstance(node, Completion)
         }
         assert {completion.id for completion in self.runner.expected} == waiting
 
@@ -233,23 +241,21 @@ class GraphMachine(RuleBasedStateMachine):
     def every_variable_fails_for_a_reason_of_its_own_history(self) -> None:
         """Its own or its call's end, or that of something it needs; of that reason's type."""
         for node in self.nodes():
-            if node.variable.error is None:
-                assert node.variable.state is VariableState.EMPTY or node.variable.id not in (
-                    self.reasons
-                )
+            if node.error is None:
+                assert node.state is VariableState.EMPTY or node.id not in self.reasons
                 continue
             above = reachable(
                 [node.producer] if node.producer else [],
                 lambda task: [v.producer for v in task.inputs if v.producer],
             )
             history = [node, *(v for task in above for v in task.inputs)]
-            reasons = {self.reasons.get(other.variable.id) for other in history}
-            assert type(node.variable.error) in reasons, (node.variable.error, reasons)
+            reasons = {self.reasons.get(other.id) for other in history}
+            assert type(node.error) in reasons, (node.error, reasons)
 
     @invariant()
     def failure_reaches_every_dependent(self) -> None:
         for node in self.nodes():
-            if node.variable.state is VariableState.FAILED:
+            if node.state is VariableState.FAILED:
                 for consumer in node.consumers:
                     assert all(output.is_settled for output in consumer.outputs)
 
@@ -259,7 +265,7 @@ class GraphMachine(RuleBasedStateMachine):
             self.runner.finish(self.runner.started[0])
         self.graph.check_integrity()
         for reader in self.readers:
-            node = reader.node
+            node = reader.variable
             if not node.is_settled:  # only for want of a producer somewhere above
                 assert self.lacks_producer(node)
         self.graph.close(SessionGone("the session ends"))
@@ -267,18 +273,16 @@ class GraphMachine(RuleBasedStateMachine):
         assert all(node.is_settled for node in self.nodes())
         assert not self.runner.started
 
-    def lacks_producer(self, node: VariableNode) -> bool:
+    def lacks_producer(self, node: SemanticVariable) -> bool:
         if node.is_settled:
             return False
         if node.producer is None:
             return True
-        assert node.producer.task.state is CompletionState.WAITING
+        assert node.producer.state is CompletionState.WAITING
         return any(self.lacks_producer(above) for above in node.producer.inputs)
 
 
-def reachable(
-    starts: Iterable[TaskNode], step: Callable[[TaskNode], Iterable[TaskNode]]
-) -> set[TaskNode]:
+def reachable(starts: Iterable[Task], step: Callable[[Task], Iterable[Task]]) -> set[Task]:
     found = set(starts)
     stack = list(found)
     while stack:

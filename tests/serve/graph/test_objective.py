@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import CyclicGraph
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.links import Prediction
 from parrot.serve.graph.nodes import Objective, Task
 from parrot.serve.graph.objective import strictest
+from parrot.serve.graph.runner import Prediction
 from parrot.serve.scheduling.predictor import Estimates
 from tests.serve.serve_fakes import (
     FakeRunner,
+    add_reader,
     link_call,
     made,
     make_graph,
@@ -25,9 +26,9 @@ from tests.serve.serve_fakes import (
 
 
 def task(graph: SessionGraph, var_id: str) -> Task:
-    producer = graph.node(var_id).producer
+    producer = graph.variable(var_id).producer
     assert producer is not None
-    return producer.task
+    return producer
 
 
 def objective(graph: SessionGraph, var_id: str) -> Objective:
@@ -46,7 +47,7 @@ def test_a_map_stage_is_throughput_work_in_one_task_group(graph: SessionGraph) -
     maps = [link_call(graph, f"map{n}", [split]) for n in range(4)]
     reduce = link_call(graph, "reduce", maps)
     final = link_call(graph, "final", [reduce])
-    graph.add_reader(graph.node(final), Criteria.LATENCY)
+    add_reader(graph, graph.variable(final), Criteria.LATENCY)
     assert objective(graph, final).criteria is Criteria.LATENCY
     assert objective(graph, reduce).criteria is Criteria.LATENCY
     assert objective(graph, final).task_group is None
@@ -62,7 +63,7 @@ def test_a_stage_that_two_calls_read_is_throughput_work(graph: SessionGraph) -> 
     maps = [link_call(graph, f"map{n}", []) for n in range(3)]
     readers = [link_call(graph, name, maps) for name in ("summary", "title")]
     for variable in readers:
-        graph.add_reader(graph.node(variable), Criteria.LATENCY)
+        add_reader(graph, graph.variable(variable), Criteria.LATENCY)
     assert {objective(graph, m).criteria for m in maps} == {Criteria.THROUGHPUT}
 
 
@@ -71,7 +72,7 @@ def test_a_chain_works_for_its_reader(graph: SessionGraph, criteria: Criteria) -
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [b, a])  # also takes what came before: still a chain
-    graph.add_reader(graph.node(c), criteria)
+    add_reader(graph, graph.variable(c), criteria)
     before = Criteria.THROUGHPUT if criteria is Criteria.THROUGHPUT else Criteria.LATENCY
     assert objective(graph, c).criteria is criteria
     assert objective(graph, b).criteria is before
@@ -83,18 +84,18 @@ def test_a_later_stricter_reader_tightens_all_the_way_up(graph: SessionGraph) ->
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [b])
-    graph.add_reader(graph.node(c), Criteria.THROUGHPUT)
+    add_reader(graph, graph.variable(c), Criteria.THROUGHPUT)
     assert objective(graph, a).criteria is Criteria.THROUGHPUT
-    graph.add_reader(graph.node(b), Criteria.TTFT, deadline=50)
+    add_reader(graph, graph.variable(b), Criteria.TTFT, deadline=50)
     assert objective(graph, c).criteria is Criteria.THROUGHPUT
     assert objective(graph, b).criteria is Criteria.TTFT
     assert objective(graph, a).criteria is Criteria.LATENCY
     assert (objective(graph, b).deadline, objective(graph, a).deadline) == (50, 50)
-    graph.add_reader(graph.node(c), Criteria.TPOT, deadline=40)
+    add_reader(graph, graph.variable(c), Criteria.TPOT, deadline=40)
     assert objective(graph, c).criteria is Criteria.TPOT
     assert objective(graph, b).criteria is Criteria.LATENCY
     assert objective(graph, a).deadline == 40
-    graph.add_reader(graph.node(c), Criteria.THROUGHPUT, deadline=60)
+    add_reader(graph, graph.variable(c), Criteria.THROUGHPUT, deadline=60)
     assert objective(graph, c).criteria is Criteria.TPOT  # never loosened
     assert objective(graph, c).deadline == 40
 
@@ -102,14 +103,14 @@ def test_a_later_stricter_reader_tightens_all_the_way_up(graph: SessionGraph) ->
 def test_one_member_of_a_stage_can_be_wanted_soon(graph: SessionGraph) -> None:
     maps = [link_call(graph, f"map{n}", []) for n in range(3)]
     reduce = link_call(graph, "reduce", maps)
-    graph.add_reader(graph.node(reduce), Criteria.LATENCY)
-    graph.add_reader(graph.node(maps[1]), Criteria.LATENCY)
+    add_reader(graph, graph.variable(reduce), Criteria.LATENCY)
+    add_reader(graph, graph.variable(maps[1]), Criteria.LATENCY)
     found = [objective(graph, m).criteria for m in maps]
     assert found == [Criteria.THROUGHPUT, Criteria.LATENCY, Criteria.THROUGHPUT]
 
 
 def test_a_longer_path_below_reaches_work_that_waits(graph: SessionGraph) -> None:
-    gate = graph.add_variable("gate").variable.id
+    gate = graph.add_variable("gate").id
     a = link_call(graph, "a", [gate], output_criteria="throughput")
     alone = objective(graph, a)
     b = link_call(graph, "b", [a], output_criteria="throughput")
@@ -122,25 +123,25 @@ def test_queued_work_is_reprioritised_when_it_gets_stricter() -> None:
     runner = FakeRunner()
     graph = make_graph(runner)
     a = link_call(graph, "a", [], output_criteria="throughput")
-    graph.add_reader(graph.node(a), Criteria.THROUGHPUT)
+    add_reader(graph, graph.variable(a), Criteria.THROUGHPUT)
     assert runner.reprioritised == []
-    graph.add_reader(graph.node(a), Criteria.LATENCY)
+    add_reader(graph, graph.variable(a), Criteria.LATENCY)
     assert runner.reprioritised == [task(graph, a)]
 
 
 def test_a_native_function_passes_urgency_on(graph: SessionGraph) -> None:
     a = link_call(graph, "a", [])
-    o = var_ids(graph.submit_native(native("f", taken("i", a), made("o"))))["o"]
+    o = var_ids(graph.submit(native("f", taken("i", a), made("o"))))["o"]
     b = link_call(graph, "b", [o])
-    graph.add_reader(graph.node(b), Criteria.TPOT)
+    add_reader(graph, graph.variable(b), Criteria.TPOT)
     assert objective(graph, o).criteria is Criteria.LATENCY
     assert objective(graph, a).criteria is Criteria.LATENCY
     assert objective(graph, a).depth == 2
 
 
 def test_the_second_output_of_a_call_is_after_the_first(graph: SessionGraph) -> None:
-    ids = var_ids(graph.submit_semantic(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
-    graph.add_reader(graph.node(ids["z"]), Criteria.LATENCY)
+    ids = var_ids(graph.submit(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
+    add_reader(graph, graph.variable(ids["z"]), Criteria.LATENCY)
     assert objective(graph, ids["y"]).depth == 1
     assert objective(graph, ids["y"]).criteria is Criteria.LATENCY
 
@@ -172,16 +173,16 @@ def test_paths_and_depths_equal_the_longest_paths_of_networkx(
     tasks: list[tuple[int, list[int]]], data: st.DataObject
 ) -> None:
     graph = make_graph()
-    gate = graph.add_variable("gate").variable.id
+    gate = graph.add_variable("gate").id
     ids: list[str] = []
     for length, inputs in tasks:
         taken_ids = [ids[i] for i in inputs] or [gate]
         parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(taken_ids)]
         template = "".join(f"t {{{{{p['name']}}}}}" for p in parameters) + "{{o}}"
         request = semantic(template, *parameters, made("o", max_gen_length=length))
-        ids.append(var_ids(graph.submit_semantic(request))["o"])
+        ids.append(var_ids(graph.submit(request))["o"])
     sink = data.draw(st.integers(0, len(ids) - 1))
-    graph.add_reader(graph.node(ids[sink]), Criteria.LATENCY)
+    add_reader(graph, graph.variable(ids[sink]), Criteria.LATENCY)
 
     oracle = nx.DiGraph()
     oracle.add_nodes_from(range(len(tasks)))
@@ -222,15 +223,15 @@ def test_exactly_the_edges_that_close_a_cycle_are_refused(edges: list[tuple[int,
         closes = a == b or nx.has_path(oracle, b, a)
         request = semantic(
             "x {{i}} {{o}}",
-            taken("i", variables[a].variable.id),
-            made("o", variables[b].variable.id),
+            taken("i", variables[a].id),
+            made("o", variables[b].id),
         )
         if closes:
             with pytest.raises(CyclicGraph):
-                graph.submit_semantic(request)
+                graph.submit(request)
             assert variables[b].producer is None
         else:
-            graph.submit_semantic(request)
+            graph.submit(request)
             oracle.add_edge(a, b)
     assert nx.is_directed_acyclic_graph(oracle)
     graph.check_integrity()
@@ -243,7 +244,7 @@ class Price:
         self.by_name = seconds
 
     def predict(self, task: Task) -> Prediction:
-        (variable,) = task.outputs()
+        (variable,) = task.outputs
         seconds = self.by_name[variable.name]
         return Prediction(seconds, seconds)
 
@@ -255,7 +256,7 @@ def test_what_has_finished_is_no_part_of_what_remains() -> None:
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [a])
     d = link_call(graph, "d", [b, c])
-    reader = graph.add_reader(graph.node(d), Criteria.LATENCY)
+    reader = add_reader(graph, graph.variable(d), Criteria.LATENCY)
     assert runner.remaining_s == {7: 15.0}
     assert objective(graph, a).remaining_path_s == 13.0  # by way of c
     runner.finish(task(graph, a))
@@ -263,9 +264,9 @@ def test_what_has_finished_is_no_part_of_what_remains() -> None:
     runner.finish(task(graph, c))
     assert runner.remaining_s == {7: 10.0}
     assert objective(graph, b).remaining_path_s == 10.0
-    graph.remove_reader(reader)
+    graph.activation.remove_reader(reader)
     assert runner.remaining_s == {7: 0.0}
-    graph.add_reader(graph.node(d), Criteria.LATENCY)
+    add_reader(graph, graph.variable(d), Criteria.LATENCY)
     assert runner.remaining_s == {7: 10.0}
     graph.check_integrity()
 
@@ -291,7 +292,7 @@ def test_what_was_learnt_reaches_tasks_that_are_wanted_already() -> None:
     other = link_call(graph, "a", [])  # another call of the same function
     b = link_call(graph, "b", [a, other])
     c = link_call(graph, "c", [b])
-    graph.add_reader(graph.node(c), Criteria.LATENCY)
+    add_reader(graph, graph.variable(c), Criteria.LATENCY)
     assert objective(graph, a).remaining_path_s == 30.0
     price.by_name = {"a": 1.0, "b": 1.0, "c": 1.0}
     runner.finish(task(graph, a))

@@ -21,7 +21,15 @@ from parrot.serve.prompts.segments import (
     preceding_segments,
 )
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
-from tests.serve.serve_fakes import FakeRunner, given, made, make_graph, semantic, var_ids
+from tests.serve.serve_fakes import (
+    FakeRunner,
+    add_reader,
+    given,
+    made,
+    make_graph,
+    semantic,
+    var_ids,
+)
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
 # Shortened from the models' own files: without tools and dates.
@@ -129,8 +137,8 @@ def completions(template: str, answers: Sequence[str], x: str, **fields: Any) ->
     graph = make_graph(runner)
     names = [name for name in ("y", "z") if f"{{{{{name}}}}}" in template]
     parameters = [*([given("x", x)] if "{{x}}" in template else []), *map(made, names)]
-    ids = var_ids(graph.submit_semantic(semantic(template, *parameters, chat=True, **fields)))
-    graph.add_reader(graph.node(ids[names[-1]]), PerformanceCriteria.LATENCY)
+    ids = var_ids(graph.submit(semantic(template, *parameters, chat=True, **fields)))
+    add_reader(graph, graph.variable(ids[names[-1]]), PerformanceCriteria.LATENCY)
     found: list[Completion] = []
     for answer in [*answers, None]:
         (task,) = runner.started
@@ -235,10 +243,10 @@ async def test_a_model_without_a_system_role_says_so() -> None:
 def test_a_system_message_needs_a_chat_that_begins() -> None:
     graph = make_graph()
     with pytest.raises(InvalidRequest, match="only a chat"):
-        graph.submit_semantic(semantic("Hi {{y}}", made("y"), system="Be brief."))
-    first = graph.submit_semantic(semantic("Hi {{y}}", made("y"), chat=True, system="Be brief."))
+        graph.submit(semantic("Hi {{y}}", made("y"), system="Be brief."))
+    first = graph.submit(semantic("Hi {{y}}", made("y"), chat=True, system="Be brief."))
     with pytest.raises(InvalidRequest, match="has begun"):
-        graph.submit_semantic(
+        graph.submit(
             semantic("And {{y}}", made("y"), chat=True, system="!", successor_of=first.request_id)
         )
 
@@ -246,12 +254,10 @@ def test_a_system_message_needs_a_chat_that_begins() -> None:
 def test_a_text_before_the_first_turn_keeps_its_system_message() -> None:
     runner = FakeRunner()
     graph = make_graph(runner)
-    start = graph.submit_semantic(
-        semantic("Hello. ", chat=True, system="Be brief.", remove_pure_fill=False)
-    )
+    start = graph.submit(semantic("Hello. ", chat=True, system="Be brief.", remove_pure_fill=False))
     request = semantic("Who? {{y}}", made("y"), chat=True, successor_of=start.request_id)
-    y = var_ids(graph.submit_semantic(request))["y"]
-    graph.add_reader(graph.node(y), PerformanceCriteria.LATENCY)
+    y = var_ids(graph.submit(request))["y"]
+    add_reader(graph, graph.variable(y), PerformanceCriteria.LATENCY)
     (task,) = runner.started
     assert isinstance(task, Completion)
     assert [segment.text for segment in fill_segments(task)] == ["Be brief.", "Hello. ", "Who?"]

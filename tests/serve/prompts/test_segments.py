@@ -1,5 +1,7 @@
 """Prefix keys: equal exactly for equal beginnings of one scope."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,13 +67,16 @@ def variable(name: str, text: str) -> SemanticVariable:
 
 def test_segments_of_a_chain() -> None:
     x, y = variable("x", "value"), variable("y", "answer")
-    options, sampling = CallOptions("f"), SamplingConfig()
-    first = Completion(
-        0, 0, 0, options, (TextPiece("A "), VariablePiece(x), TextPiece(" B")), y, sampling
-    )
-    second = Completion(
-        1, 0, 0, options, (TextPiece("C"),), SemanticVariable("z", "z", 0), sampling, first
-    )
+    common: dict[str, Any] = {
+        "request_id": 0,
+        "session_id": 0,
+        "options": CallOptions("f"),
+        "sampling": SamplingConfig(),
+    }
+    fill = (TextPiece("A "), VariablePiece(x), TextPiece(" B"))
+    first = Completion(id=0, fill=fill, output=y, **common)
+    z = SemanticVariable("z", "z", 0)
+    second = Completion(id=1, fill=(TextPiece("C"),), output=z, previous=first, **common)
     segments = [*preceding_segments(second), *fill_segments(second)]
     assert [(s.kind.name, s.text, s.ends_turn) for s in segments] == [
         ("CONSTANT", "A ", False),

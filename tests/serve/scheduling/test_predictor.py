@@ -10,6 +10,17 @@ from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, TextPi
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.scheduling.predictor import Estimates, OutputLengths, Pace
 
+NATIVE = NativeCall(
+    id=1,
+    request_id=1,
+    session_id=1,
+    options=CallOptions("f"),
+    source="",
+    timeout_s=1.0,
+    arguments=(),
+    results=(),
+)
+
 
 def completion(
     template: str = "Do it: ",
@@ -104,7 +115,7 @@ def test_seconds_follow_the_lengths_that_are_known() -> None:
         plain + 100 * per_token
     )
     assert estimates.predict(completion("x" * 40, unknown)).seconds > plain
-    assert estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, "", (), ())).seconds < plain
+    assert estimates.predict(NATIVE).seconds < plain
 
 
 def test_tokens_of_a_text_are_learnt_per_set_of_models() -> None:
@@ -134,4 +145,4 @@ def test_seconds_are_in_company_and_work_is_the_same_at_any_load() -> None:
     pace.append(Pace(0.001, 0.5, 0.01))
     assert estimates.predict(call).seconds == pytest.approx(alone.seconds + 100 * 0.49)
     assert estimates.predict(call).work_s == alone.work_s
-    assert 0 < estimates.predict(NativeCall(1, 1, 1, "f", "", 1.0, "", (), ())).work_s < 0.1
+    assert 0 < estimates.predict(NATIVE).work_s < 0.1
