@@ -41,9 +41,9 @@ def create_service(config: AnyEngineConfig) -> EngineService:
 def _create_service(config: AnyEngineConfig) -> EngineService:
     """Imports only what the engine's type needs."""
     if isinstance(config, SimConfig):
-        from parrot.engine.sim.engine import create_sim_engine
+        from parrot.engine.sim.engine import SimService
 
-        return create_sim_engine(config)
+        return SimService(config)
     if isinstance(config, OpenAIConfig):
         from parrot.engine.openai.service import OpenAIService
 

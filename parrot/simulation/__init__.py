@@ -16,7 +16,8 @@ async def main() -> float:
 seconds = run_virtual(main())
 """
 
-from parrot.simulation.cluster import PATIENT, SimCluster, SimEngine
+from parrot.simulation.cluster import PATIENT, SimCluster
+from parrot.simulation.engine import SimEngine
 from parrot.simulation.links import Latency, fixed, lan, sampled, wan
 from parrot.simulation.loop import Deadlock, LoopClock, VirtualLoop, run_virtual
 

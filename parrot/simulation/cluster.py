@@ -3,25 +3,20 @@
 from types import TracebackType
 from typing import Any
 
-from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderingService
-from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, RegisterRequest
-from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.trace import TraceSink
-from parrot.protocol.transport import App, AppTransport
-from parrot.serve.api.app import create_app as create_serve_app
+from parrot.protocol.transport import App
+from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.native import Sandbox
 from parrot.serve.recorder import Recorder
-from parrot.simulation.links import LAN_RTT_S, DistantTransport, Latency, fixed, lan
+from parrot.simulation.engine import SimEngine
+from parrot.simulation.links import LAN_RTT_S, DistantTransport, Latency, lan
 from parrot.simulation.loop import LoopClock
 from parrot.simulation.natives import BlockingSandbox
-from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
 PATIENT = CoreConfig(
@@ -34,31 +29,6 @@ PATIENT = CoreConfig(
 
 _BEATS = 1e6  # heartbeat timeouts up to this are meant, so the engines beat
 _BEATS_PER_TIMEOUT = 3
-
-
-class SimEngine:
-    """One engine of a cluster."""
-
-    def __init__(self, service: SimService, client: EngineClient) -> None:
-        self.service = service
-        self.client = client
-        self.engine_id = -1
-        self.is_registered = False
-        self.is_alive = True
-
-    @property
-    def name(self) -> str:
-        return self.service.engine_info().engine_name
-
-    def slow_down(self, factor: float) -> None:
-        """From its next step on, every step takes `factor` times what the cost model says."""
-        self.service.slow_down(factor)
-
-    async def kill(self) -> None:
-        """End the engine as if its process died: all open and later requests fail with
-        `Unavailable`."""
-        self.is_alive = False
-        await self.service.close()
 
 
 class SimCluster:
@@ -88,20 +58,22 @@ class SimCluster:
         trace: TraceSink | None = None,
         leaps: bool = True,
     ) -> None:
-        self.clock: Clock = LoopClock()
+        self.clock = LoopClock()
         self.engines: dict[str, SimEngine] = {}
         self._num_engines = num_engines
         self._engine_config = engine or SimConfig()
         self._rtt_s = engine_rtt_s
         self._leaps = leaps
         config = core or PATIENT
-        parts: dict[str, Any] = {
-            "clock": self.clock,
-            "dispatcher": Dispatcher(config, self.clock, self._connect),
-            "sandbox": sandbox or BlockingSandbox(),
-            "observers": () if trace is None else (Recorder(trace, self.clock),),
-        }
-        self.core = ServeCore(config, **parts)
+        self.core = ServeCore(
+            config,
+            clock=self.clock,
+            dispatcher=Dispatcher(
+                config, self.clock, lambda info: self.engines[info.engine_name].client
+            ),
+            sandbox=sandbox or BlockingSandbox(),
+            observers=() if trace is None else (Recorder(trace, self.clock),),
+        )
         self._app: App | None = None  # when the first client asks for it: it takes a moment
         self._clients: list[ServeClient] = []
         self._tasks = TaskSet()
@@ -129,8 +101,8 @@ class SimCluster:
 
     def client(self, latency: Latency | None = None) -> ServeClient:
         """A program `latency` away; default a LAN."""
-        self._app = self._app or create_serve_app(self.core)
-        client = ServeClient(DistantTransport(AppTransport(self._app), latency or lan()))
+        self._app = self._app or create_app(self.core)
+        client = ServeClient(DistantTransport(self._app, latency or lan()))
         self._clients.append(client)
         return client
 
@@ -141,13 +113,11 @@ class SimCluster:
         self._num_named += 1
         base = config or self._engine_config
         own = base.model_copy(update={"engine_name": name} | changes)
-        service = SimService(own, self.clock, leaps=self._leaps)
-        await service.start()
-        app = create_engine_app(ReorderingService(service, self.clock), own)
-        transport = DistantTransport(AppTransport(app), fixed(self._rtt_s))
-        engine = SimEngine(service, EngineClient(transport))
-        self.engines[engine.name] = engine
-        await self._register(engine)
+        engine = self.engines[own.engine_name] = SimEngine(
+            own, self.clock, self._rtt_s, leaps=self._leaps
+        )
+        await engine.service.start()
+        await engine.register(self.core)
         return engine
 
     def check_integrity(self) -> None:
@@ -158,33 +128,12 @@ class SimCluster:
             if engine.is_alive:
                 engine.service.check_integrity()
 
-    def _connect(self, info: EngineInfo) -> EngineClient:
-        return self.engines[info.engine_name].client
-
-    async def _register(self, engine: SimEngine) -> None:
-        request = RegisterRequest(engine_config=engine.service.engine_info())
-        engine.engine_id = (await self.core.register_engine(request)).engine_id
-        engine.is_registered = True
-
     async def _beat(self) -> None:
         while True:
             await self.clock.sleep(self.core.config.engine_heartbeat_timeout / _BEATS_PER_TIMEOUT)
             for engine in list(self.engines.values()):
                 if engine.is_alive and engine.is_registered:
-                    self._beat_once(engine)
-
-    def _beat_once(self, engine: SimEngine) -> None:
-        answer = self.core.heartbeat(
-            HeartbeatRequest(
-                engine_id=engine.engine_id,
-                engine_name=engine.name,
-                runtime_info=engine.service.runtime_info(),
-            )
-        )
-        if answer.state == "unknown":  # given up while it was only slow
-            engine.is_registered = False
-            self._tasks.spawn(self._come_back(engine), name=f"{engine.name} comes back")
-
-    async def _come_back(self, engine: SimEngine) -> None:
-        await engine.service.reset()
-        await self._register(engine)
+                    engine.beat(self.core)
+                    if not engine.is_registered:
+                        name = f"{engine.name} comes back"
+                        self._tasks.spawn(engine.come_back(self.core), name=name)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.transport import Transport
+from parrot.protocol.transport import App, AppTransport
 from parrot.utils.tasks import TaskSet
 
 Latency = Callable[[], float]
@@ -40,11 +40,11 @@ def sampled(rtts_s: Sequence[float], seed: int = 0) -> Latency:
 
 
 class DistantTransport:
-    """A transport to a server that is `latency` away: each request draws a round trip, of which
-    half passes on either way. An abort takes no time."""
+    """A transport to an app that is `latency` away: each request draws a round trip, of which half
+    passes on either way. An abort takes no time."""
 
-    def __init__(self, transport: Transport, latency: Latency) -> None:
-        self._transport = transport
+    def __init__(self, app: App, latency: Latency) -> None:
+        self._transport = AppTransport(app)
         self._latency = latency
         self._senders = TaskSet()
 

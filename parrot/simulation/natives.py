@@ -39,3 +39,21 @@ class BlockingSandbox:
 
     async def close(self) -> None:
         self._exit.close()
+
+
+class RecordedSandbox:
+    """Native functions take the time they took, and give texts as long as theirs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[float, list[str]]] = {}
+
+    def expect(self, request_id: int, seconds: float, texts: list[str]) -> None:
+        self._known[request_id] = (seconds, texts)
+
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        seconds, texts = self._known.pop(call.request_id)
+        await asyncio.sleep(seconds)
+        return texts
+
+    async def close(self) -> None:
+        """Nothing is held here."""

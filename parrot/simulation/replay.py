@@ -5,7 +5,7 @@ equal."""
 import asyncio
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,6 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
-from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import placeholder
 from parrot.protocol.trace import (
     WITHDRAWN,
@@ -38,10 +37,9 @@ from parrot.protocol.trace import (
 )
 from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.nodes import NativeCall
 from parrot.simulation.cluster import PATIENT, SimCluster
 from parrot.simulation.loop import run_virtual
-from parrot.simulation.natives import NATIVE_S
+from parrot.simulation.natives import NATIVE_S, RecordedSandbox
 from parrot.simulation.trace import TokenCounts, Trace, TracedSession
 
 _LETTERS = f"{string.ascii_letters}{string.digits} .".encode()
@@ -50,7 +48,7 @@ _MAX_DRAWS = 100
 _UNLIMITED = 2**31 - 1
 _PLENTY = {"calls": _UNLIMITED, "variables": _UNLIMITED, "text_bytes": _UNLIMITED}
 _NO_QUOTAS = {"session_quota": SessionQuota(**_PLENTY), "tenant_quota": TenantQuota(**_PLENTY)}
-_KEPT_SAMPLING = frozenset({"temperature", "seed"})
+_KEPT_SAMPLING = frozenset({"temperature", "seed", "max_gen_length"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,46 +104,26 @@ class Texts:
 
     def __init__(self, counts: TokenCounts) -> None:
         self._counts = counts
-        self._made: dict[str, str] = {}
+        self._made: dict[str, str] = {}  # by id
         self._used: set[str] = set()
 
     def of(self, text: TraceText) -> str:
-        lengths = zip(text.ids, text.lengths(), strict=True)
-        return "".join(self.chunk(text_id, num_chars) for text_id, num_chars in lengths)
+        parts = zip(text.ids, text.lengths(), strict=True)
+        return "".join(self._chunk(text_id, num_chars) for text_id, num_chars in parts)
 
-    def chunk(self, text_id: str, num_chars: int) -> str:
-        made = self._made.get(text_id)
-        if made is None:
-            made = self._made[text_id] = self._make(text_id, self._counts.of(text_id, num_chars))
-        return made
-
-    def _make(self, text_id: str, length: int) -> str:
+    def _chunk(self, text_id: str, num_chars: int) -> str:
         """Letters by chance, but not those of another text, which short ones might be."""
+        if (known := self._made.get(text_id)) is not None:
+            return known
+        length = self._counts.of(text_id, num_chars)
         draw = random.Random(text_id)
         for _ in range(_MAX_DRAWS):
             made = draw.randbytes(length).translate(_TO_LETTERS).decode()
             if made not in self._used:
                 break
         self._used.add(made)
+        self._made[text_id] = made
         return made
-
-
-class RecordedSandbox:
-    """Native functions take the time they took, and give texts as long as theirs."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[float, list[str]]] = {}
-
-    def expect(self, request_id: int, seconds: float, texts: list[str]) -> None:
-        self._known[request_id] = (seconds, texts)
-
-    async def evaluate(self, call: NativeCall) -> Sequence[object]:
-        seconds, texts = self._known.pop(call.request_id)
-        await asyncio.sleep(seconds)
-        return texts
-
-    async def close(self) -> None:
-        """Nothing is held here."""
 
 
 class _Player:
@@ -220,29 +198,22 @@ class _Player:
             placeholder(piece) if isinstance(piece, str) else self._texts.of(piece)
             for piece in event.pieces
         )
-        options = {key: value for key, value in event.options.items() if key != "chat"}
-        if "successor_of" in options:
-            options["successor_of"] = self._requests[options["successor_of"]]
-        request = {
-            "template": "".join(pieces),
-            "parameters": [self._parameter(parameter) for parameter in event.parameters],
-        }
-        self._submitted(
-            event,
-            self._programs.submit_call(
-                SemanticCallRequest.model_validate(self._scope | options | request)
-            ),
-        )
+        fields = self._scope | event.options
+        fields["template"] = "".join(pieces)
+        fields["parameters"] = [self._parameter(parameter) for parameter in event.parameters]
+        fields.pop("chat", None)
+        if "successor_of" in fields:
+            fields["successor_of"] = self._requests[fields["successor_of"]]
+        request = SemanticCallRequest.model_validate(fields)
+        self._note_ids(event, self._programs.submit_call(request))
 
     def _submit_native(self, event: NativeSubmitted) -> None:
-        request = {
-            "func_name": event.func_name,
-            "func_source": "def recorded(): pass",
-            "parameters": [self._parameter(p, is_native=True) for p in event.parameters],
-        }
-        fields = self._scope | event.options | request
+        fields = self._scope | event.options
+        fields["func_name"] = event.func_name
+        fields["func_source"] = "def recorded(): pass"
+        fields["parameters"] = [self._parameter(p, is_native=True) for p in event.parameters]
         response = self._programs.submit_native(NativeCallRequest.model_validate(fields))
-        self._submitted(event, response)
+        self._note_ids(event, response)
         outputs = [parameter.var_id for parameter in event.parameters if parameter.is_output]
         row = self._rows.get(outputs[0])
         seconds = NATIVE_S
@@ -252,11 +223,10 @@ class _Player:
         texts = [self._texts.of(made[var_id]) if var_id in made else "" for var_id in outputs]
         self._sandbox.expect(response.request_id, seconds, texts)
 
-    def _submitted(self, event: CallSubmitted | NativeSubmitted, response: CallResponse) -> None:
+    def _note_ids(self, event: CallSubmitted | NativeSubmitted, response: CallResponse) -> None:
         self._requests[event.request_id] = response.request_id
         new_ids = {info.parameter_name: info.var_id for info in response.param_info}
-        for parameter in event.parameters:
-            self._vars[parameter.var_id] = new_ids[parameter.name]
+        self._vars |= {old.var_id: new_ids[old.name] for old in event.parameters}
 
     def _parameter(self, parameter: TraceParameter, *, is_native: bool = False) -> dict[str, Any]:
         fields: dict[str, Any] = {"name": parameter.name, "is_output": parameter.is_output}
@@ -271,12 +241,11 @@ class _Player:
     def _sampling(self, parameter: TraceParameter) -> dict[str, Any]:
         """Sampling of an output as long as the recorded one: why that ended is not known."""
         recorded = parameter.sampling_config or {}
+        sampling = {key: value for key, value in recorded.items() if key in _KEPT_SAMPLING}
         row = self._rows.get(parameter.var_id)
-        length = 0 if row is None else row.output_tokens
-        limit = recorded.get("max_gen_length", SamplingConfig().max_gen_length)
-        return {key: value for key, value in recorded.items() if key in _KEPT_SAMPLING} | {
-            "max_gen_length": length or limit
-        }
+        if row is not None and row.output_tokens:
+            sampling["max_gen_length"] = row.output_tokens
+        return sampling
 
     async def _read(self, event: ReadBegan) -> float:
         """Returns when it was answered."""
@@ -284,13 +253,11 @@ class _Player:
         fields = self._scope | event.options
         with suppress(ParrotError):
             if event.k is not None:
-                await self._programs.first(
-                    FirstVarsRequest.model_validate(fields | {"var_ids": var_ids, "k": event.k})
-                )
+                fields |= {"var_ids": var_ids, "k": event.k}
+                await self._programs.first(FirstVarsRequest.model_validate(fields))
             elif event.is_stream:
-                async for _ in self._programs.stream(
-                    VarGetRequest.model_validate(fields), var_ids[0]
-                ):
+                request = VarGetRequest.model_validate(fields)
+                async for _ in self._programs.stream(request, var_ids[0]):
                     pass
             else:
                 await self._programs.read(VarGetRequest.model_validate(fields), var_ids[0])

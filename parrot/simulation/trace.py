@@ -40,6 +40,12 @@ class TracedSession:
     calls: list[CompletionInfo] = field(default_factory=list)
     native_texts: dict[str, TraceText] = field(default_factory=dict)
 
+    def add(self, event: SessionEvent) -> None:
+        if isinstance(event, SessionEnded):
+            self.calls, self.native_texts = event.calls, event.native_texts
+        else:
+            self.events.append(event)
+
     @property
     def answers(self) -> list[ReadEnded]:
         return [event for event in self.events if isinstance(event, ReadEnded)]
@@ -65,21 +71,15 @@ class Trace:
                 pass
             case TraceEnded():
                 self.ended = event
-            case EngineJoined():
-                self.engines = [
-                    e for e in self.engines if e.engine_name != event.engine.engine_name
-                ]
-                self.engines.append(event.engine)
+            case EngineJoined(engine=new):
+                others = [e for e in self.engines if e.engine_name != new.engine_name]
+                self.engines = [*others, new]
             case SessionBegan():
                 session = self._by_id[event.session_id] = TracedSession(event)
                 self.sessions.append(session)
-            case SessionEnded():
-                if (session_or_none := self._by_id.get(event.session_id)) is not None:
-                    session_or_none.calls = event.calls
-                    session_or_none.native_texts = event.native_texts
             case _:
-                if (session_or_none := self._by_id.get(event.session_id)) is not None:
-                    session_or_none.events.append(event)
+                if (known := self._by_id.get(event.session_id)) is not None:
+                    known.add(event)
 
 
 def load_trace(path: Path) -> Trace:
@@ -132,10 +132,9 @@ class TokenCounts:
         }
         given = _given_chars(session)
         for event in session.events:
-            row = first_row.get(event.request_id) if isinstance(event, CallSubmitted) else None
-            if row is None or not isinstance(event, CallSubmitted):
+            if not isinstance(event, CallSubmitted) or event.request_id not in first_row:
                 continue
-            ratio = _ratio(event, row, generated, given)
+            ratio = _ratio(event, first_row[event.request_id], generated, given)
             if ratio is not None:
                 yield ratio
                 for text_id in {i for text in _first_texts(event) for i in text.ids}:

@@ -23,7 +23,7 @@ from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
 from parrot.engine.http_server import create_service, main
 from parrot.engine.model_service import _load_runner
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import EngineType, FillRequest, GenerateRequest, GenerateResponse
@@ -65,7 +65,7 @@ async def serving(service, config, token=None):
 @asynccontextmanager
 async def sim(instance=ZERO, token=None, **keys):
     config = SimConfig(instance=instance, **keys)
-    service = create_sim_engine(config)
+    service = SimService(config)
     async with serving(service, config, token) as (client, http):
         yield client, http, service
 

@@ -8,7 +8,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
-from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, HeartbeatResponse
 from parrot.protocol.errors import AuthenticationFailed, Unavailable
 from parrot.utils.clock import Clock, ManualClock, MonotonicClock
@@ -51,7 +51,7 @@ class FakeServeClient:
 @pytest.fixture
 async def scene():
     clock = ManualClock()
-    service = create_sim_engine(SimConfig(), clock)
+    service = SimService(SimConfig(), clock)
     await service.start()
     client = FakeServeClient(clock)
     heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=("localhost", 9000))
@@ -166,7 +166,7 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
         return ask("127.0.0.1", *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    service = create_sim_engine(SimConfig(host="0.0.0.0"))
+    service = SimService(SimConfig(host="0.0.0.0"))
     await service.start()
     client = FakeServeClient(clock := MonotonicClock())
     core = ("core.example", 9000)

@@ -12,7 +12,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import FillPiece, GenerateRequest, StepCosts, Usage
@@ -71,7 +71,7 @@ def test_an_engine_measures_its_steps_from_its_warm_up_on() -> None:
 
 def test_a_simulated_engine_reports_its_model_and_its_slowness() -> None:
     async def main() -> None:
-        service = create_sim_engine(CONFIG, LoopClock())
+        service = SimService(CONFIG, LoopClock())
         await service.start()
         costs = service.engine_info().costs
         assert costs == StepCosts(step_s=0.02, sequence_s=4e-4, token_s=3e-8, prefill_s=2e-4)

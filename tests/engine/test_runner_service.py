@@ -11,7 +11,7 @@ from parrot.engine.core.jobs import BACKGROUND, EngineRequest
 from parrot.engine.core.output import Language
 from parrot.engine.reorder import ReorderingService
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
@@ -78,7 +78,7 @@ async def test_a_background_fill_comes_last_and_keeps_its_share() -> None:
 
 
 async def test_after_a_reset_ids_begin_anew() -> None:
-    service = ReorderingService(create_sim_engine(CONFIG), ManualClock())
+    service = ReorderingService(SimService(CONFIG), ManualClock())
     await service.start()
     await service.free_contexts([7])  # the free of a request that never came
     await service.reset()

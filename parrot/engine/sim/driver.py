@@ -22,12 +22,12 @@ class SimDriver(AsyncDriver):
         super().__init__(core, clock, self._step_cost)
         self._runner = runner
         self._leaps = leaps
-        self._slowdown = 1.0
+        self.slowdown = 1.0
         self._napping: asyncio.Future[None] | None = None
 
     def slow_down(self, factor: float) -> None:
         """From the next step on."""
-        self._slowdown = factor
+        self.slowdown = factor
         self.interrupt()
 
     def post(self, verb: Verb) -> None:
@@ -35,7 +35,7 @@ class SimDriver(AsyncDriver):
         self.interrupt()
 
     def _step_cost(self, plan: StepPlan) -> float:
-        return self._slowdown * self._runner.cost(plan)
+        return self.slowdown * self._runner.cost(plan)
 
     async def _turn(self) -> None:
         core = self._core
@@ -46,7 +46,7 @@ class SimDriver(AsyncDriver):
             return
         plan = core.plan()
         assert plan is not None, "a sure step was not planned"
-        seconds = [self._slowdown * cost for cost in self._runner.costs(plan, num_steps)]
+        seconds = [self.slowdown * cost for cost in self._runner.costs(plan, num_steps)]
         done = seconds[: await self._spend_until_called(seconds)]
         core.deliver_sure(self._runner.run_on(plan, len(done)), done)
         deliver(core.take_outcomes())

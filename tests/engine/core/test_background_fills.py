@@ -7,7 +7,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.jobs import BACKGROUND
-from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest
 from parrot.protocol.errors import OutOfMemory
 from parrot.utils.clock import ManualClock
@@ -179,7 +179,7 @@ def test_an_empty_batch_is_no_licence():
 
 async def test_the_api_has_it():
     clock = ManualClock()
-    service = create_sim_engine(SimConfig(), clock)
+    service = SimService(SimConfig(), clock)
     await service.start()
     request = FillRequest(context_id=1, token_ids=[65] * 600, background=True)
     answer = asyncio.create_task(service.fill(request))

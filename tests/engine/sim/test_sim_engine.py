@@ -7,7 +7,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import EngineService
-from parrot.engine.sim.engine import create_sim_engine
+from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
 from parrot.protocol.engine_api import (
     EngineType,
@@ -46,7 +46,7 @@ def request(context_id: int, text: str = "", **fields) -> GenerateRequest:
 
 @pytest.fixture
 async def engine():
-    service = create_sim_engine(SimConfig(instance=ZERO))
+    service = SimService(SimConfig(instance=ZERO))
     await service.start()
     yield service
     service.check_integrity()
@@ -57,14 +57,14 @@ async def engine():
 async def timed():
     clock = ManualClock()
     costs = {"step_s": 1.0, "prefill_token_s": 0.1, "sequence_s": 0.01, "context_token_s": 0.0}
-    service = create_sim_engine(SimConfig(instance=costs), clock)
+    service = SimService(SimConfig(instance=costs), clock)
     await service.start()
     yield service, clock
     await service.close()
 
 
 def test_it_is_an_engine_service():
-    service: EngineService = create_sim_engine(SimConfig())
+    service: EngineService = SimService(SimConfig())
     assert isinstance(service, RunnerService)
     assert not service.is_ready()
 
@@ -247,7 +247,7 @@ async def test_closing_fails_what_is_unfinished(timed):
 
 
 async def test_before_start_it_is_loading():
-    service = create_sim_engine(SimConfig())
+    service = SimService(SimConfig())
     with pytest.raises(Unavailable, match="loading"):
         await service.fill(FillRequest(context_id=1, token_ids=[1]))
     assert service.runtime_info().num_max_blocks == 0
