@@ -158,14 +158,14 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
             )
             key = attempt * len(requests) + number
             fresh = array("i", [token + attempt for token in prompt])  # nothing cached
-            core.submit(EngineRequest(key, (Piece(key, fresh),), sink, sampling=sampling))
+            core.requests.submit(EngineRequest(key, (Piece(key, fresh),), sampling=sampling), sink)
         while core.has_work and core.step():
             pass
         seconds = time.perf_counter() - began
-        for call, argument in core.take_outcomes():
+        for call, argument in core.requests.outbox.take():
             call(argument)
         assert all(sink.response is not None for sink in sinks)
-        core.free(range(attempt * len(requests), (attempt + 1) * len(requests)))
+        core.requests.free(range(attempt * len(requests), (attempt + 1) * len(requests)))
         best = min(best or seconds, seconds)
     assert best is not None
     tokens = sum(output for _, output in requests)

@@ -41,13 +41,13 @@ def time_steps(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, f
     sinks = [Answer() for _ in prompts]
     began = time.perf_counter()
     for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        core.submit(EngineRequest(i, (Piece(i, prompt),), sink, 0, sampling))
+        core.requests.submit(EngineRequest(i, (Piece(i, prompt),), 0, sampling), sink)
     num_steps = 0
     while core.step():
         num_steps += 1
-    core.free(range(len(prompts)))
+    core.requests.free(range(len(prompts)))
     seconds = time.perf_counter() - began
-    for call, argument in core.take_outcomes():
+    for call, argument in core.requests.outbox.take():
         call(argument)
     usages = [sink.response.usage for sink in sinks if sink.response is not None]  # type: ignore[union-attr]
     return {

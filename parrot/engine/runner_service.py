@@ -2,13 +2,14 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.driver import Driver, ask
+from parrot.engine.core.driver import Driver, ask, settle
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece, Sink
+from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.protocol.engine_api import (
     EngineInfo,
@@ -29,43 +30,6 @@ from parrot.utils.ids import IdCounter
 
 _WARM_UP_CONTEXT = -1  # no request can name it
 _WARM_UP_TOKENS = 16
-
-
-class FutureSink:
-    """Turns a request's outcome into a future."""
-
-    def __init__(self) -> None:
-        self.outcome: asyncio.Future[FillResponse | GenerateResponse] = (
-            asyncio.get_running_loop().create_future()
-        )
-
-    def chunk(self, chunk: StreamChunk) -> None:
-        raise AssertionError("a request that does not stream got a chunk")
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(response)
-
-    def fail(self, error: ParrotError) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
-
-
-class QueueSink:
-    """Queues a streaming request's events; its length is bounded by the tokens generated."""
-
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[StreamChunk | GenerateResponse | ParrotError] = asyncio.Queue()
-
-    def chunk(self, chunk: StreamChunk) -> None:
-        self.events.put_nowait(chunk)
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        assert isinstance(response, GenerateResponse), response
-        self.events.put_nowait(response)
-
-    def fail(self, error: ParrotError) -> None:
-        self.events.put_nowait(error)
 
 
 class RunnerService:
@@ -91,8 +55,8 @@ class RunnerService:
         num_tokens = max(1, min(_WARM_UP_TOKENS, core.max_context_len - 2))
         piece = Piece(_WARM_UP_CONTEXT, array("i", [0] * num_tokens))
         sampling = SamplingConfig(temperature=0.0, max_gen_length=2, ignore_tokenizer_eos=True)
-        await self._finish(lambda sink: self._wanted(JobRequest(), (piece,), sink, sampling))
-        await ask(self._driver, lambda core: core.free([_WARM_UP_CONTEXT]))
+        await self._answer(self._wanted(JobRequest(), (piece,), sampling))
+        await ask(self._driver, lambda core: core.requests.free([_WARM_UP_CONTEXT]))
 
     def is_ready(self) -> bool:
         return self._is_ready and not self._driver.is_lost
@@ -102,73 +66,66 @@ class RunnerService:
 
     async def fill(self, request: FillRequest) -> FillResponse:
         self._require_ready()
-        pieces = (self._piece(request),)
-        response = await self._finish(
-            lambda sink: replace(
-                self._wanted(request, pieces, sink),
-                priority=BACKGROUND if request.background else request.priority,
-                background_share=request.background_share,
-            )
-        )
+        wanted = self._wanted(request, (self._piece(request),))
+        if request.background:
+            wanted = replace(wanted, priority=BACKGROUND, background_share=request.background_share)
+        response = await self._answer(wanted)
         assert isinstance(response, FillResponse), response
         return response
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        pieces = self._pieces(request)
-        sampling = request.sampling_config
-        response = await self._finish(lambda sink: self._wanted(request, pieces, sink, sampling))
+        wanted = self._wanted(request, self._pieces(request), request.sampling_config)
+        response = await self._answer(wanted)
         assert isinstance(response, GenerateResponse), response
         return response
 
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
-        sink = QueueSink()
-        pieces, sampling = self._pieces(request), request.sampling_config
-        wanted = self._wanted(request, pieces, sink, sampling, stream=True)
-        self._driver.post(lambda core: core.submit(wanted))
+        wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream=True)
+        events: asyncio.Queue[Outcome] = asyncio.Queue()  # bounded by the tokens generated
+        self._driver.post(lambda core: core.requests.submit(wanted, events.put_nowait))
         has_ended = False
         try:
             while not has_ended:
-                event = await sink.events.get()
+                event = await events.get()
                 has_ended = not isinstance(event, StreamChunk)
                 if isinstance(event, ParrotError):
                     raise event
+                assert not isinstance(event, FillResponse), event
                 yield event
         finally:
             if not has_ended:
-                self._driver.post(lambda core: core.abort(wanted.request_id))
+                self._driver.post(lambda core: core.requests.abort(wanted.request_id))
 
     def _wanted(
         self,
         request: JobRequest,
         pieces: tuple[Piece, ...],
-        sink: Sink,
         sampling: SamplingConfig | None = None,
         stream: bool = False,
     ) -> EngineRequest:
         return EngineRequest(
             request_id=self._request_ids.next(),
             pieces=pieces,
-            sink=sink,
             priority=request.priority,
             sampling=sampling,
             stream=stream,
             cache_salt=request.cache_salt,
         )
 
-    async def _finish(
-        self, make_request: Callable[[Sink], EngineRequest]
-    ) -> FillResponse | GenerateResponse:
+    async def _answer(self, wanted: EngineRequest) -> FillResponse | GenerateResponse:
         """Submit a request and wait for its end; abort it if this is cancelled."""
-        sink = FutureSink()
-        wanted = make_request(sink)
-        self._driver.post(lambda core: core.submit(wanted))
+        answer: asyncio.Future[FillResponse | GenerateResponse] = (
+            asyncio.get_running_loop().create_future()
+        )
+        sink = partial(settle, answer)
+        self._driver.post(lambda core: core.requests.submit(wanted, sink))
         try:
-            return await sink.outcome
+            return await answer
         finally:
-            if not sink.outcome.done() or sink.outcome.cancelled():
-                self._driver.post(lambda core: core.abort(wanted.request_id))
+            if not answer.done() or answer.cancelled():
+                self._driver.post(lambda core: core.requests.abort(wanted.request_id))
 
     def _pieces(self, request: GenerateRequest) -> tuple[Piece, ...]:
         """The request's fills and its own context, with neighbours on one context made one."""
@@ -207,11 +164,11 @@ class RunnerService:
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         self._require_ready()
-        return await ask(self._driver, lambda core: core.free(context_ids))
+        return await ask(self._driver, lambda core: core.requests.free(context_ids))
 
     async def reset(self) -> None:
         if self._is_ready:  # otherwise there is nothing to forget, or soon will be
-            await ask(self._driver, lambda core: core.reset())
+            await ask(self._driver, lambda core: core.requests.reset())
 
     def runtime_info(self) -> RuntimeInfo:
         return RuntimeInfo() if self._core is None else self._core.runtime_info()
@@ -229,7 +186,7 @@ class RunnerService:
             max_seq_len=core.max_context_len,
             tasks_capacity=config.tasks_capacity,
             tokens_capacity=core.tokens_capacity,
-            block_size=core.runner_info.block_size,
+            block_size=core.info.block_size,
             costs=self.runtime_info().costs,
         )
 

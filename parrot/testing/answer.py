@@ -1,5 +1,6 @@
 """The end of a request that is submitted to an engine core directly."""
 
+from parrot.engine.core.jobs import Outcome
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
 from parrot.protocol.errors import ParrotError
 
@@ -21,14 +22,11 @@ class Answer:
         assert isinstance(self.response, GenerateResponse), self.error
         return self.response.generated_text
 
-    def chunk(self, chunk: StreamChunk) -> None:
+    def __call__(self, outcome: Outcome) -> None:
         assert not self.has_ended
-        self.chunks.append(chunk)
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        assert not self.has_ended
-        self.response = response
-
-    def fail(self, error: ParrotError) -> None:
-        assert not self.has_ended
-        self.error = error
+        if isinstance(outcome, StreamChunk):
+            self.chunks.append(outcome)
+        elif isinstance(outcome, ParrotError):
+            self.error = outcome
+        else:
+            self.response = outcome

@@ -7,7 +7,7 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import BACKGROUND, EngineRequest
+from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Sink
 from parrot.engine.core.output import Language
 from parrot.engine.reorder import ReorderingService
 from parrot.engine.runner_service import RunnerService
@@ -25,11 +25,12 @@ class RefusingCore:
     """Stands in for the core behind verbs: keeps each request and refuses it."""
 
     def __init__(self) -> None:
-        self.requests: list[EngineRequest] = []
+        self.requests = self
+        self.seen: list[EngineRequest] = []
 
-    def submit(self, request: EngineRequest) -> None:
-        self.requests.append(request)
-        request.sink.fail(Cancelled("seen"))
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        self.seen.append(request)
+        sink(Cancelled("seen"))
 
     def abort(self, request_id: int) -> None: ...
 
@@ -57,7 +58,7 @@ async def submitted(request: FillRequest | GenerateRequest) -> EngineRequest:
     is_fill = isinstance(request, FillRequest)
     with pytest.raises(Cancelled, match="seen"):
         await (service.fill(request) if is_fill else service.generate(request))
-    return driver.core.requests[0]
+    return driver.core.seen[0]
 
 
 async def test_a_request_keeps_its_tenant_and_its_urgency() -> None:

@@ -72,11 +72,11 @@ class World:
         piece = Piece(number, array("i", prompt), parent, len(known) if known else None)
         answer = self.running[number] = Answer()
         self._kinds[number], self.texts[number] = kind, known + prompt
-        self.core.submit(EngineRequest(number, (piece,), answer, sampling=kind))
+        self.core.requests.submit(EngineRequest(number, (piece,), sampling=kind), answer)
 
     def abort(self) -> None:
         if self.running:
-            self.core.abort(self.rng.choice([*self.running]))
+            self.core.requests.abort(self.rng.choice([*self.running]))
 
     def free(self) -> None:
         """Now and then while a request runs on it."""
@@ -85,7 +85,7 @@ class World:
         chosen = self.rng.sample([*self.texts], min(len(self.texts), 4))
         if self.rng.random() < 0.8:
             chosen = [c for c in chosen if c not in self.running]
-        self.core.free(chosen)
+        self.core.requests.free(chosen)
         for context in chosen:
             if context not in self.running:
                 del self.texts[context]
@@ -100,7 +100,7 @@ class World:
         self.settle()
 
     def settle(self) -> None:
-        for call, argument in self.core.take_outcomes():
+        for call, argument in self.core.requests.outbox.take():
             call(argument)
         for number, answer in list(self.running.items()):
             if answer.error is None and answer.response is None:
@@ -121,7 +121,7 @@ class World:
             pass
         self.settle()
         assert not self.running
-        self.core.free(range(self._next_id + 1))
+        self.core.requests.free(range(self._next_id + 1))
 
 
 def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

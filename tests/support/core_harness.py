@@ -74,14 +74,13 @@ class Harness:
         order = EngineRequest(
             self.num_orders,
             pieces,
-            answer,
             priority,
             sampling,
             stream,
             cache_salt,
             background_share,
         )
-        self.core.submit(order)
+        self.core.requests.submit(order, answer)
         self.deliver()
         return answer
 
@@ -100,7 +99,7 @@ class Harness:
         return self.submit(*pieces, sampling=wanted, priority=priority, stream=stream)
 
     def free(self, *context_ids: int) -> int:
-        num_tokens = self.core.free(context_ids)
+        num_tokens = self.core.requests.free(context_ids)
         self.deliver()
         return num_tokens
 
@@ -119,7 +118,7 @@ class Harness:
         raise AssertionError(f"not done after {max_steps} steps")
 
     def deliver(self) -> None:
-        for call, argument in self.core.take_outcomes():
+        for call, argument in self.core.requests.outbox.take():
             call(argument)
 
     @property

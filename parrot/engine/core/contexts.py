@@ -19,11 +19,15 @@ got the block. Nobody writes to a published block.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from parrot.engine.core.block_pool import BlockHasher, BlockPool
 from parrot.engine.core.plan import BlockCopy
+
+if TYPE_CHECKING:
+    from parrot.engine.core.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,13 @@ class Fork:
 @dataclass(slots=True, eq=False)
 class Context:
     """State of one context; `ContextTree` keeps it. `fork` is set until the fork is carried out,
-    and until then the context has no tokens. `keys` are those of its first blocks, as far as they
-    were wanted; its first `num_published` blocks need not be published."""
+    and until then the context has no tokens. `jobs` are those that write to it, in order of
+    arrival; only the first may run. `keys` are those of its first blocks, as far as they were
+    wanted; its first `num_published` blocks need not be published."""
 
     context_id: int
     fork: Fork | None = None
+    jobs: "list[Job]" = field(default_factory=list, repr=False)
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -70,11 +76,12 @@ class Context:
 
 
 class ContextTree:
-    """Owns all contexts of an engine and the blocks they hold. Without a `hasher`, contexts share
-    KV only with those they were forked from."""
+    """Owns all contexts of an engine and the blocks of `pool` that they hold. Without a `hasher`,
+    contexts share KV only with those they were forked from."""
 
     def __init__(self, pool: BlockPool, hasher: BlockHasher | None = None) -> None:
-        self._pool = pool
+        self.pool = pool
+        self.block_size = pool.block_size
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
 
@@ -86,27 +93,6 @@ class ContextTree:
 
     def get(self, context_id: int) -> Context | None:
         return self._contexts.get(context_id)
-
-    @property
-    def block_size(self) -> int:
-        return self._pool.block_size
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self._pool.num_used
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_releases(self) -> int:
-        """Grows whenever a reference to a block is given up."""
-        return self._pool.num_releases
 
     def create(self, context_id: int, fork: Fork | None = None, salt: str = "") -> Context:
         """`salt` counts for roots only: a fork has that of its root."""
@@ -124,9 +110,9 @@ class ContextTree:
         child.fork = None
         child.token_ids = parent.token_ids[:length]
         child.num_computed = min(parent.num_computed, length)
-        child.block_ids = parent.block_ids[: self._pool.blocks_for(child.num_computed)]
+        child.block_ids = parent.block_ids[: self.pool.blocks_for(child.num_computed)]
         child.owned_from = len(child.block_ids)
-        self._pool.share(child.block_ids)
+        self.pool.share(child.block_ids)
         child.root_key = parent.root_key
         child.keys = parent.keys[: length // self.block_size]
         child.num_published = min(parent.num_published, child.num_computed // self.block_size)
@@ -148,13 +134,13 @@ class ContextTree:
         first = context.num_computed // self.block_size
         found = []
         for key in context.keys[first : len(context.token_ids) // self.block_size]:
-            if (block := self._pool.find(key)) is None:
+            if (block := self.pool.find(key)) is None:
                 break
             found.append(block)
         if not found:
             return 0
         before = context.num_computed
-        self._pool.adopt(found)
+        self.pool.adopt(found)
         self.truncate(context, first)
         context.block_ids += found
         context.owned_from = context.num_published = len(context.block_ids)
@@ -170,12 +156,12 @@ class ContextTree:
         self._extend_keys(context, num_full)
         for index in range(context.num_published, num_full):
             own, key = context.block_ids[index], context.keys[index]
-            published = self._pool.find(key)
+            published = self.pool.find(key)
             if published is None:
-                self._pool.publish(own, key)
+                self.pool.publish(own, key)
             elif published != own:
-                self._pool.adopt((published,))
-                self._pool.release((own,))
+                self.pool.adopt((published,))
+                self.pool.release((own,))
                 context.block_ids[index] = published
                 context.owned_from = max(context.owned_from, index + 1)
         context.num_published = num_full
@@ -186,26 +172,26 @@ class ContextTree:
 
     def blocks_missing(self, context: Context, end: int) -> int:
         """Free blocks that `reserve(context, end)` would take."""
-        grow = max(0, self._pool.blocks_for(end) - len(context.block_ids))
-        return grow + (1 if self._must_copy(context) else 0)
+        grow = max(0, self.pool.blocks_for(end) - len(context.block_ids))
+        return grow + self.must_copy(context)
 
     def reserve(self, context: Context, end: int) -> tuple[BlockCopy, ...] | None:
         """Make positions [num_computed, end) writable. Returns the copies that must happen before
         they are written, or None (nothing changed) when there is no room."""
-        size = self._pool.block_size
+        size = self.block_size
         tail = context.num_computed // size
         if tail >= context.owned_from and end <= len(context.block_ids) * size:
             return ()  # nearly every generated token
-        must_copy = self._must_copy(context)
-        grow = max(0, self._pool.blocks_for(end) - len(context.block_ids))
-        taken = self._pool.allocate(grow + must_copy)
+        must_copy = self.must_copy(context)
+        grow = max(0, self.pool.blocks_for(end) - len(context.block_ids))
+        taken = self.pool.allocate(grow + must_copy)
         if taken is None:
             return None
         copies: tuple[BlockCopy, ...] = ()
         if must_copy:
             shared, own = context.block_ids[tail], taken.pop()
             context.block_ids[tail] = own
-            self._pool.release((shared,))
+            self.pool.release((shared,))
             num_tokens = context.num_computed - tail * size
             copies = (BlockCopy(shared, own, num_tokens),) if num_tokens else ()
         else:
@@ -214,27 +200,27 @@ class ContextTree:
         context.block_ids += taken
         return copies
 
-    def _must_copy(self, context: Context) -> bool:
+    def must_copy(self, context: Context) -> bool:
         """Whether the block that holds position `num_computed` is there but not ours to write. The
         last holder of a block needs no copy."""
-        tail = context.num_computed // self._pool.block_size
+        tail = context.num_computed // self.block_size
         if tail >= context.owned_from or tail >= len(context.block_ids):
             return False
-        return self._pool.num_refs(context.block_ids[tail]) > 1
+        return self.pool.num_refs(context.block_ids[tail]) > 1
 
     def rewind_one(self, context: Context) -> None:
         """Forget the KV of the last token, to compute its logits once more."""
         assert context.num_missing == 0, f"context {context.context_id} is not computed"
         context.num_computed -= 1
-        tail = context.num_computed // self._pool.block_size
-        if self._pool.num_refs(context.block_ids[tail]) > 1:  # a fork may read that position
+        tail = context.num_computed // self.block_size
+        if self.pool.num_refs(context.block_ids[tail]) > 1:  # a fork may read that position
             context.owned_from = max(context.owned_from, tail + 1)
         else:
             self._make_private(context, tail)
 
     def _make_private(self, context: Context, tail: int) -> None:
         """The context, the block's only holder, is about to write to it."""
-        self._pool.forget(context.block_ids[tail : tail + 1])
+        self.pool.forget(context.block_ids[tail : tail + 1])
         context.num_published = min(context.num_published, tail)
 
     def truncate(self, context: Context, num_blocks: int) -> None:
@@ -245,7 +231,7 @@ class ContextTree:
     def drop_blocks(self, blocks: Set[int]) -> list[Context]:
         """These blocks do not hold what they should: drop them, and what comes after them, from
         all contexts. Returns those that lost KV."""
-        self._pool.forget(blocks)
+        self.pool.forget(blocks)
         changed = []
         for context in self:
             held = (index for index, block in enumerate(context.block_ids) if block in blocks)
@@ -256,72 +242,32 @@ class ContextTree:
 
     def distrust(self, context: Context) -> None:
         """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""
-        self._pool.forget(context.block_ids)
+        self.pool.forget(context.block_ids)
         self._cut(context, context.owned_from)
 
     def _cut(self, context: Context, num_blocks: int) -> None:
-        self._pool.release(context.block_ids[num_blocks:])
+        self.pool.release(context.block_ids[num_blocks:])
         del context.block_ids[num_blocks:]
-        context.num_computed = min(context.num_computed, num_blocks * self._pool.block_size)
+        context.num_computed = min(context.num_computed, num_blocks * self.block_size)
         context.owned_from = min(context.owned_from, num_blocks)
         context.num_published = min(context.num_published, num_blocks)
-
-    def free_tail(self, context: Context, max_blocks: int) -> int:
-        """Drop up to `max_blocks` of the last blocks that nobody shares; returns how many.
-
-        Sharing is by prefix, so reference counts never rise along a block table."""
-        keep = len(context.block_ids)
-        floor = max(0, keep - max_blocks)
-        while keep > floor and self._pool.num_refs(context.block_ids[keep - 1]) == 1:
-            keep -= 1
-        num_freed = len(context.block_ids) - keep
-        if num_freed:
-            self.truncate(context, keep)
-        return num_freed
-
-    def free_shared_tails(self, contexts: Sequence[Context], num_free: int) -> list[Context]:
-        """Drop, context by context in the given order, the blocks that only these contexts hold,
-        until `num_free` blocks are free. Returns the contexts that lost KV."""
-        held: Counter[int] = Counter()
-        for context in contexts:
-            held.update(context.block_ids)
-        inside = {block for block, count in held.items() if count == self._pool.num_refs(block)}
-        changed = []
-        for context in contexts:
-            if self._pool.num_free >= num_free:
-                break
-            keep = len(context.block_ids)
-            while keep and context.block_ids[keep - 1] in inside:
-                keep -= 1
-            if keep < len(context.block_ids):
-                self.truncate(context, keep)
-                changed.append(context)
-        return changed
-
-    def unshare_tail(self, context: Context, others: Sequence[Context]) -> set[Context]:
-        """Make these other contexts drop the block that `context` would have to copy before it
-        writes. Returns those that did."""
-        tail = context.num_computed // self._pool.block_size
-        if not self._must_copy(context):
-            return set()
-        block = context.block_ids[tail]
-        sharers = {o for o in others if len(o.block_ids) > tail and o.block_ids[tail] == block}
-        for other in sharers:
-            self.truncate(other, tail)
-        return sharers
 
     def free(self, context: Context) -> int:
         """Forget the context; returns the tokens it held. Its open forks must be settled first."""
         del self._contexts[context.context_id]
         self.publish(context)
-        self._pool.release(context.block_ids)
+        self.pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0
         return len(context.token_ids)
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity(context.block_ids for context in self)
-        self._check_owners(self)
+        self.pool.check_integrity(context.block_ids for context in self)
+        owners = Counter(
+            block for context in self for block in context.block_ids[context.owned_from :]
+        )
+        twice = [block for block, count in owners.items() if count > 1]
+        assert not twice, f"blocks with more than one owner: {twice}"
         for context in self:
             assert 0 <= context.num_computed <= len(context.token_ids), context
             assert context.num_computed <= len(context.block_ids) * self.block_size, context
@@ -338,13 +284,5 @@ class ContextTree:
         self._hasher.extend(keys, context.root_key, context.token_ids, num_full)
         assert context.keys == keys[: len(context.keys)], f"{context} has wrong keys"
         for index in range(context.num_computed // self.block_size):
-            published = self._pool.key_of(context.block_ids[index])
+            published = self.pool.key_of(context.block_ids[index])
             assert published in (None, keys[index]), f"block {index} of {context} is something else"
-
-    @staticmethod
-    def _check_owners(contexts: Iterable[Context]) -> None:
-        owners: Counter[int] = Counter()
-        for context in contexts:
-            owners.update(context.block_ids[context.owned_from :])
-        twice = [block for block, count in owners.items() if count > 1]
-        assert not twice, f"blocks with more than one owner: {twice}"

@@ -56,9 +56,10 @@ async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
 
     def verb(core: EngineCore) -> None:
         try:
-            core.deliver_later(partial(_settle, answer), question(core))
+            outcome: R | Exception = question(core)
         except Exception as error:  # noqa: BLE001 - it is raised where the question was asked
-            core.deliver_later(partial(_settle_error, answer), error)
+            outcome = error
+        core.requests.outbox.add(partial(settle, answer), outcome)
 
     driver.post(verb)
     return await answer
@@ -126,9 +127,9 @@ class ThreadDriver:
         try:
             core = self._load()
         except Exception as error:  # noqa: BLE001 - whatever it is, `start` raises it
-            _tell(loop, _settle_error, loaded, error)
+            _tell(loop, settle, loaded, error)
             return
-        _tell(loop, _settle, loaded, core)
+        _tell(loop, settle, loaded, core)
         try:
             self._serve(core, loop)
         finally:
@@ -164,7 +165,7 @@ class ThreadDriver:
 
     @staticmethod
     def _deliver(core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
-        if outcomes := core.take_outcomes():
+        if outcomes := core.requests.outbox.take():
             _tell(loop, deliver, outcomes)
 
 
@@ -198,7 +199,7 @@ class AsyncDriver:
             self._task = None
         _apply(self._inbox, self._core)
         self._core.fail_everything(Unavailable("the engine is shutting down"))
-        deliver(self._core.take_outcomes())
+        deliver(self._core.requests.outbox.take())
 
     async def _run(self) -> None:
         while True:
@@ -207,7 +208,7 @@ class AsyncDriver:
             except Exception:
                 logger.exception("the engine core failed; its requests are given up")
                 self._core.fail_everything(EngineFailed("internal error of the engine"))
-                deliver(self._core.take_outcomes())
+                deliver(self._core.requests.outbox.take())
 
     async def _turn(self) -> None:
         core = self._core
@@ -217,7 +218,7 @@ class AsyncDriver:
             outcome = core.run(plan)
             await self._spend(self._cost(plan))
             core.deliver(outcome)
-        deliver(core.take_outcomes())
+        deliver(core.requests.outbox.take())
         if plan is None and not self._inbox:
             self._wake.clear()
             await self._wake.wait()
@@ -245,11 +246,11 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any
         loop.call_soon_threadsafe(call, *args)
 
 
-def _settle(future: "asyncio.Future[R]", result: R) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _settle_error(future: "asyncio.Future[R]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+def settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
+    """Give the future its result, or the error that it is to raise, unless it was cancelled."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

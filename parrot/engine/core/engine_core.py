@@ -16,35 +16,23 @@ before any later step, so its blocks may be given away at once.
 Not thread-safe: a driver (driver.py) calls everything here, and only between steps.
 """
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.block_pool import BlockHasher, BlockPool
 from parrot.engine.core.contexts import ContextTree
-from parrot.engine.core.isolation import StepOutcome, run_isolated
-from parrot.engine.core.jobs import POLICIES, EngineRequest, Job, StepTotals
+from parrot.engine.core.isolation import IsolatingRunner
+from parrot.engine.core.jobs import Job, StepTotals
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import (
-    DeviceLost,
-    LaunchedStep,
-    OverlappingRunner,
-    Runner,
-    RunnerInfo,
-    StepPlan,
-    StepResult,
-)
-from parrot.engine.core.requests import Delivery, RequestTable
+from parrot.engine.core.plan import LaunchedStep, Runner, StepPlan, StepResult
+from parrot.engine.core.requests import RequestTable
 from parrot.engine.core.scheduler import LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
 from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
 from parrot.utils.clock import Clock
-
-logger = logging.getLogger(__name__)
 
 _NO_BACKGROUND_ROOM = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
@@ -61,34 +49,28 @@ class _Flight:
 
 
 class EngineCore:
-    """One model's requests, contexts and steps."""
+    """One model's requests, contexts and steps. Whatever is asked of it goes to its `requests`."""
 
     def __init__(
         self, config: EngineConfig, runner: Runner, language: Language, clock: Clock
     ) -> None:
-        info = runner.info
+        self.info = info = runner.info
+        self.language = language
         num_blocks = info.num_blocks
         if config.tokens_capacity is not None:
             num_blocks = min(num_blocks, -(-config.tokens_capacity // info.block_size))
-        self.language = language
-        self._runner = runner
-        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self.tokens_capacity = num_blocks * info.block_size
+        self.max_context_len = min(info.max_seq_len, self.tokens_capacity)
+        self._clock = clock
+        self._runner = IsolatingRunner(runner)
         self._planned: Step | None = None
         self._flight: _Flight | None = None
         self._suspects: list[Job] = []
-        self._info = info
-        self._clock = clock
         hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
         self._tree = ContextTree(BlockPool(num_blocks, info.block_size), hasher)
-        self._scheduler = LocalScheduler(
-            config.scheduler,
-            config.fill_chunk_size,
-            self._tree,
-            POLICIES[config.scheduler.policy],
-        )
-        self.max_context_len = min(info.max_seq_len, num_blocks * info.block_size)
+        self._scheduler = LocalScheduler(config.scheduler, config.fill_chunk_size, self._tree)
         self._totals = StepTotals()
-        self._requests = RequestTable(
+        self.requests = RequestTable(
             self._tree,
             self._scheduler,
             language,
@@ -103,44 +85,12 @@ class EngineCore:
         self._last_step_ended = 0.0
 
     @property
-    def runner_info(self) -> RunnerInfo:
-        return self._info
-
-    @property
-    def tokens_capacity(self) -> int:
-        return self._tree.num_blocks * self._tree.block_size
-
-    @property
     def has_work(self) -> bool:
-        return self._requests.num_requests > 0 or self._flight is not None
-
-    def submit(self, request: EngineRequest) -> None:
-        """Never raises: whatever keeps the request from running goes to its sink."""
-        try:
-            self._requests.accept(request)
-        except Exception:
-            logger.exception("request %d could not be entered", request.request_id)
-            self._requests.refuse(request, EngineFailed("internal error of the engine"))
-
-    def abort(self, request_id: int) -> None:
-        self._requests.abort(request_id)
-
-    def free(self, context_ids: Iterable[int]) -> int:
-        return self._requests.free(context_ids)
-
-    def reset(self) -> None:
-        self._requests.reset()
+        return len(self.requests) > 0 or self._flight is not None
 
     def fail_everything(self, error: ParrotError) -> None:
         self._flight = None
-        self._requests.fail_everything(error)
-
-    def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Add a call to the outcomes, to be made where they are delivered."""
-        self._requests.deliver_later(call, argument)
-
-    def take_outcomes(self) -> list[Delivery]:
-        return self._requests.take_outcomes()
+        self.requests.fail_everything(error)
 
     def wait_until_due(self) -> None:
         """Return when the next step should be planned; requests that come later miss it."""
@@ -154,41 +104,25 @@ class EngineCore:
         self.plan()
         planned = self._planned
         launched = None if planned is None else self._launch(planned, running)
-        if running is not None and not self._land(running):
+        result = None if running is None else self._runner.wait(running.launched)
+        if running is not None and result is None:
             self._give_up([running.step] if planned is None else [running.step, planned])
-        elif launched is not None:
-            self._enter(launched.step, {})
-            self._flight = launched
+            return True
+        if running is not None and result is not None:
+            self._take_tokens(running.step, result)
+        if planned is not None and launched is not None:
+            self._enter(planned, {})
+            self._flight = _Flight(launched, planned)
         elif planned is not None:
             self._run_planned(planned)
         return planned is not None or running is not None
 
-    def _launch(self, step: Step, before: _Flight | None) -> _Flight | None:
+    def _launch(self, step: Step, before: _Flight | None) -> LaunchedStep | None:
         """Launch a step, or return None if it must be run once the one before it has landed."""
         self._suspects = [job for job in self._suspects if not job.has_ended]
-        if self._overlapping is None or self._suspects:
+        if self._suspects:
             return None
-        try:
-            previous = None if before is None else before.launched
-            launched = self._overlapping.launch(step.plan, previous)
-        except DeviceLost:
-            raise
-        except Exception:
-            logger.exception("a step of %d sequences could not be launched", len(step.jobs))
-            return None
-        return None if launched is None else _Flight(launched, step)
-
-    def _land(self, flight: _Flight) -> bool:
-        """Wait for a step and enter its tokens. Returns False if it has failed."""
-        try:
-            result = flight.launched.wait()
-        except DeviceLost:
-            raise
-        except Exception:
-            logger.exception("a launched step of %d sequences failed", len(flight.step.jobs))
-            return False
-        self._take_tokens(flight.step, result)
-        return True
+        return self._runner.launch(step.plan, None if before is None else before.launched)
 
     def _give_up(self, steps: Sequence[Step]) -> None:
         """The first of these steps has failed, and the second was planned as if it had not. What
@@ -218,35 +152,35 @@ class EngineCore:
         self._planned = self._schedule()
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
-                self._requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
+                self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
             if self._planned is None:  # something may have waited for them
                 self._planned = self._schedule()
         return None if self._planned is None else self._planned.plan
 
     def _schedule(self) -> Step | None:
-        self._requests.open_forks()
+        self.requests.open_forks()
         return self._scheduler.schedule(self._clock.now())
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan) -> StepResult:
         """Raises `DeviceLost`, and nothing else."""
-        return run_isolated(self._runner, plan)
+        return self._runner.run(plan)
 
-    def deliver(self, outcome: StepOutcome) -> None:
+    def deliver(self, result: StepResult) -> None:
         """Enter what the step that was planned last has computed, and answer the requests that it
         completed."""
         step = self._planned
         assert step is not None, "nothing was planned"
-        self._enter(step, outcome.broken)
-        self._take_tokens(step, outcome.result)
+        self._enter(step, result.broken)
+        self._take_tokens(step, result)
 
     def _enter(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
         """The KV that a step computes is there for all that comes after it."""
         began = max(step.planned_at, self._last_step_ended)
-        for index, (job, sequence) in enumerate(zip(step.jobs, step.plan.sequences, strict=True)):
+        for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
             if job.has_ended:
                 continue  # its request failed with another job of this step, or it ended before
-            if index in broken:
-                self._requests.fail_job(job, broken[index])
+            if sequence.context_id in broken:
+                self.requests.fail_job(job, broken[sequence.context_id])
                 continue
             if job.request.started_at is None:
                 job.request.start(began, self._totals)
@@ -258,7 +192,7 @@ class EngineCore:
                 job.awaits_token = True
                 self._scheduler.keep_decoding(job)
             elif not context.num_missing:
-                self._requests.finish(job)
+                self.requests.finish(job)
 
     def _take_tokens(self, step: Step, result: StepResult) -> None:
         now = self._clock.now()
@@ -269,15 +203,15 @@ class EngineCore:
                 continue
             job.awaits_token = False
             if job.job_id in result.errors:
-                self._requests.fail_job(job, result.errors[job.job_id])
+                self.requests.fail_job(job, result.errors[job.job_id])
             elif job.job_id in result.tokens:
                 self._take_token(job, result.tokens[job.job_id], now)
             else:
-                self._requests.fail_job(job, EngineFailed("the engine gave no token"))
+                self.requests.fail_job(job, EngineFailed("the engine gave no token"))
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """See `LocalScheduler`. So many steps may be planned once and delivered together."""
-        return 0 if self._requests.has_forks else self._scheduler.num_sure_steps(token_ids)
+        return 0 if self.requests.has_forks else self._scheduler.num_sure_steps(token_ids)
 
     def deliver_sure(
         self, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
@@ -312,22 +246,22 @@ class EngineCore:
         if request.prompt_done_at is None:
             request.prompt_done_at = now
         if request.wanted.stream and (chunk := generation.take_chunk()) is not None:
-            self._requests.deliver_later(request.sink.chunk, chunk)
+            self.requests.outbox.add(request.sink, chunk)
         if generation.finish_reason is not None:
-            self._requests.finish(job)
+            self.requests.finish(job)
 
     def runtime_info(self) -> RuntimeInfo:
         """Plain reads: may be called from any thread, also during a step."""
-        tree = self._tree
+        pool = self._tree.pool
         return RuntimeInfo(
-            num_cached_tokens=tree.num_used_blocks * tree.block_size,
-            num_max_blocks=tree.num_blocks,
-            num_free_blocks=tree.num_free_blocks,
-            block_size=tree.block_size,
+            num_cached_tokens=pool.num_used * pool.block_size,
+            num_max_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            block_size=pool.block_size,
             num_running_jobs=self._scheduler.num_admitted,
-            num_total_jobs=self._requests.num_requests,
-            cache_mem=self._info.cache_mem,
-            model_mem=self._info.model_mem,
+            num_total_jobs=len(self.requests),
+            cache_mem=self.info.cache_mem,
+            model_mem=self.info.model_mem,
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,
             costs=self._costs.costs(),
@@ -336,4 +270,4 @@ class EngineCore:
     def check_integrity(self) -> None:
         self._tree.check_integrity()
         self._scheduler.check_integrity()
-        self._requests.check_integrity()
+        self.requests.check_integrity()

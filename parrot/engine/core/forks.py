@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 
 from parrot.engine.core.contexts import Context, ContextTree, Fork
-from parrot.engine.core.jobs import Job, JobLines, Piece
+from parrot.engine.core.jobs import Job, Piece
 
 
 class PendingForks:
     """The contexts whose fork has not been carried out, in order of their creation."""
 
-    def __init__(self, tree: ContextTree, lines: JobLines) -> None:
+    def __init__(self, tree: ContextTree) -> None:
         self._tree = tree
-        self._lines = lines
         self._children: dict[Context, None] = {}
 
     def __len__(self) -> int:
@@ -38,32 +37,18 @@ class PendingForks:
         """Create the context of a piece whose parent exists."""
         parent = self._tree.get(piece.parent_id)
         assert parent is not None, f"context {piece.parent_id} vanished"
-        child = self._tree.create(piece.context_id, self._fork(parent, piece.parent_len))
+        length = piece.parent_len
+        fork = _fork_of_all(parent) if length is None else Fork(parent, length, None)
+        child = self._tree.create(piece.context_id, fork)
         self._children[child] = None
         return child
 
-    def _fork(self, parent: Context, length: int | None) -> Fork:
-        if length is not None:
-            return Fork(parent, length, None)
-        if line := self._lines.line(parent):
-            return Fork(parent, None, line[-1].job_id)
-        if parent.fork is not None:  # nothing was ever added to it: the same fork again
-            return parent.fork
-        return Fork(parent, len(parent.token_ids), None)
-
     def settle_lengths(self, job: Job) -> None:
-        """The job has left its context's line: forks that want all tokens up to its end now want
-        those up to the end of the job before it, or know how many there are."""
+        """The job has left its context: forks that want all tokens up to its end now want those up
+        to the end of the job before it, or know how many there are."""
         for child, fork in self.of(job.context):
             if fork.after == job.job_id:
-                child.fork = self._fork_up_to(job)
-
-    def _fork_up_to(self, job: Job) -> Fork:
-        parent = job.context
-        before = [other.job_id for other in self._lines.line(parent) if other.job_id < job.job_id]
-        if before:
-            return Fork(parent, None, max(before))
-        return parent.fork or Fork(parent, len(parent.token_ids), None)
+                child.fork = _fork_of_all(job.context, before=job)
 
     def carry_out(self, child: Context, length: int) -> None:
         del self._children[child]
@@ -72,3 +57,12 @@ class PendingForks:
     def discard(self, child: Context) -> None:
         """The child is about to be freed."""
         self._children.pop(child, None)
+
+
+def _fork_of_all(parent: Context, before: Job | None = None) -> Fork:
+    """A fork of all that the parent has once its jobs (those that came before one) have ended."""
+    jobs = [job for job in parent.jobs if before is None or job.job_id < before.job_id]
+    if jobs:
+        return Fork(parent, None, jobs[-1].job_id)
+    # If it has no tokens yet, since it waits for its own fork, this is the same fork again.
+    return parent.fork or Fork(parent, len(parent.token_ids), None)

@@ -1,53 +1,77 @@
-"""Running a step so that a sequence that breaks it costs the others nothing."""
+"""Running a step so that a sequence that breaks it costs the others nothing.
+
+A runner's defect ends here: everything raises `DeviceLost`, and nothing else."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from parrot.engine.core.plan import DeviceLost, Runner, StepPlan, StepResult
+from parrot.engine.core.plan import (
+    DeviceLost,
+    LaunchedStep,
+    OverlappingRunner,
+    Runner,
+    StepPlan,
+    StepResult,
+)
 from parrot.protocol.errors import EngineFailed, ParrotError
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """A `StepResult`, and why sequences (by index) could not be run at all."""
+class IsolatingRunner:
+    """Runs a step; if it fails, each of its sequences alone."""
 
-    result: StepResult
-    broken: Mapping[int, ParrotError] = field(default_factory=dict)
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
 
-
-def run_isolated(runner: Runner, plan: StepPlan) -> StepOutcome:
-    """Run the step; if it fails, each of its sequences alone. Raises `DeviceLost`, and nothing
-    else."""
-    try:
-        return StepOutcome(runner.run(plan))
-    except DeviceLost:
-        raise
-    except Exception:
-        logger.exception("a step of %d sequences failed", len(plan.sequences))
-        return _run_one_by_one(runner, plan)
-
-
-def _run_one_by_one(runner: Runner, plan: StepPlan) -> StepOutcome:
-    """The copies come first again, which does no harm: nobody has written over their sources."""
-    tokens: dict[int, int] = {}
-    errors: dict[int, ParrotError] = {}
-    broken: dict[int, ParrotError] = {}
-    copies = plan.copies
-    for index, sequence in enumerate(plan.sequences):
+    def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+        """See `OverlappingRunner`; None also if it fails, or if the runner cannot launch steps."""
+        if self._overlapping is None:
+            return None
         try:
-            result = runner.run(StepPlan((sequence,), copies))
+            return self._overlapping.launch(plan, previous)
         except DeviceLost:
             raise
-        except ParrotError as error:
-            broken[index] = error
         except Exception:
-            logger.exception("context %d cannot be run", sequence.context_id)
-            broken[index] = EngineFailed("the engine could not run this request")
-        else:
-            copies = ()
-            tokens |= result.tokens
-            errors |= result.errors
-    return StepOutcome(StepResult(tokens, errors), broken)
+            logger.exception("a step of %d sequences could not be launched", len(plan.sequences))
+            return None
+
+    def wait(self, launched: LaunchedStep) -> StepResult | None:
+        """Wait for a launched step; None if it has failed."""
+        try:
+            return launched.wait()
+        except DeviceLost:
+            raise
+        except Exception:
+            logger.exception("a launched step failed")
+            return None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._runner.run(plan)
+        except DeviceLost:
+            raise
+        except Exception:
+            logger.exception("a step of %d sequences failed", len(plan.sequences))
+            return self._run_one_by_one(plan)
+
+    def _run_one_by_one(self, plan: StepPlan) -> StepResult:
+        """The copies come again, which does no harm: nobody has written over their sources."""
+        outcome = StepResult({}, {}, {})
+        copies = plan.copies
+        for sequence in plan.sequences:
+            try:
+                result = self._runner.run(StepPlan((sequence,), copies))
+            except DeviceLost:
+                raise
+            except ParrotError as error:
+                outcome.broken[sequence.context_id] = error
+            except Exception:
+                logger.exception("context %d cannot be run", sequence.context_id)
+                failed = EngineFailed("the engine could not run this request")
+                outcome.broken[sequence.context_id] = failed
+            else:
+                copies = ()
+                outcome.tokens.update(result.tokens)
+                outcome.errors.update(result.errors)
+        return outcome

@@ -2,10 +2,9 @@
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Protocol
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.output import Generation
@@ -23,14 +22,9 @@ BACKGROUND = 2**31
 """The priority of fills that nobody waits for yet: behind all others."""
 
 
-class Sink(Protocol):
-    """Where a request's outcome goes: chunks while it streams, then exactly one of the others."""
-
-    def chunk(self, chunk: StreamChunk) -> None: ...
-
-    def done(self, response: FillResponse | GenerateResponse) -> None: ...
-
-    def fail(self, error: ParrotError) -> None: ...
+Outcome = StreamChunk | FillResponse | GenerateResponse | ParrotError
+Sink = Callable[[Outcome], None]
+"""Takes what happens to a request: chunks while it streams, then exactly one of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +48,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as it reaches the core: fill all pieces; then, if `sampling` is given, generate
-    after the last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
+    """What is asked of the core: fill all pieces; then, if `sampling` is given, generate after the
+    last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
     background fill."""
 
     request_id: int
     pieces: tuple[Piece, ...]
-    sink: Sink
     priority: int = 0
     sampling: SamplingConfig | None = None
     stream: bool = False
@@ -90,6 +83,7 @@ class RequestState:
     stamped once, and None until then. `before`: the engine's totals when it started."""
 
     wanted: EngineRequest
+    sink: Sink
     generation: Generation | None
     submitted_at: float
     jobs: "list[Job]" = field(default_factory=list)
@@ -105,10 +99,6 @@ class RequestState:
     @property
     def request_id(self) -> int:
         return self.wanted.request_id
-
-    @property
-    def sink(self) -> Sink:
-        return self.wanted.sink
 
     def start(self, now: float, totals: StepTotals) -> None:
         """Its first step begins."""
@@ -188,29 +178,6 @@ class Job:
             and bool(self.generation.output_ids)
             and self.context.num_missing == 1
         )
-
-
-class JobLines:
-    """The jobs of each context, in order of arrival. Only the first of a line may run."""
-
-    def __init__(self) -> None:
-        self._lines: dict[Context, list[Job]] = {}
-
-    def line(self, context: Context) -> Sequence[Job]:
-        return self._lines.get(context, ())
-
-    def first(self, context: Context) -> Job | None:
-        line = self._lines.get(context)
-        return line[0] if line else None
-
-    def append(self, job: Job) -> None:
-        self._lines.setdefault(job.context, []).append(job)
-
-    def remove(self, job: Job) -> None:
-        line = self._lines[job.context]
-        line.remove(job)
-        if not line:
-            del self._lines[job.context]
 
 
 _KEY = attrgetter("key")

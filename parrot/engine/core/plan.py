@@ -11,7 +11,7 @@ as long.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from parrot.protocol.engine_api import StepCosts
@@ -99,10 +99,12 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
-    were not finite is in `errors` instead. One bad sequence never spoils the others."""
+    were not finite is in `errors` instead. `broken`, by context id: why sequences could not be run
+    at all. One bad sequence never spoils the others."""
 
     tokens: dict[int, int]
     errors: dict[int, ParrotError]
+    broken: dict[int, ParrotError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

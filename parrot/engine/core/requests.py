@@ -1,5 +1,6 @@
 """From requests to open jobs and back: accepting, opening, ending, failing and freeing."""
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -7,13 +8,14 @@ from typing import Any
 
 from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.forks import PendingForks
-from parrot.engine.core.jobs import EngineRequest, Job, JobLines, Piece, RequestState, StepTotals
+from parrot.engine.core.jobs import EngineRequest, Job, Piece, RequestState, Sink, StepTotals
 from parrot.engine.core.output import Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
-from parrot.engine.core.validation import RequestLimits, check_request
+from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (
     Cancelled,
+    EngineFailed,
     InvalidRequest,
     NotFound,
     ParrotError,
@@ -22,13 +24,30 @@ from parrot.protocol.errors import (
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
+logger = logging.getLogger(__name__)
+
 Delivery = tuple[Callable[[Any], None], Any]
+
+
+class Outbox:
+    """What has happened to requests: calls to make, in order, where sinks may be called."""
+
+    def __init__(self) -> None:
+        self._deliveries: list[Delivery] = []
+
+    def add(self, call: Callable[[Any], None], argument: Any) -> None:
+        self._deliveries.append((call, argument))
+
+    def take(self) -> list[Delivery]:
+        """The calls since the last time."""
+        deliveries, self._deliveries = self._deliveries, []
+        return deliveries
 
 
 class RequestTable:
     """Accepts requests, opens their jobs when their turn comes, and ends each request once.
 
-    Outcomes wait for `take_outcomes`. A job behind a failed one on the same context would run on
+    Outcomes wait in the `outbox`. A job behind a failed one on the same context would run on
     the wrong tokens, so its request fails with the same error. A fork of what a failed job would
     have added fails with `NotFound`: its sender may build the context again."""
 
@@ -52,14 +71,12 @@ class RequestTable:
         self._totals = totals
         self._max_requests = max_requests
         self._random_seed = random_seed
-        self._outbox: list[Delivery] = []
+        self.outbox = Outbox()
         self._requests: dict[int, RequestState] = {}
-        self._lines = JobLines()
-        self._forks = PendingForks(tree, self._lines)
+        self._forks = PendingForks(tree)
         self._job_ids = IdCounter()
 
-    @property
-    def num_requests(self) -> int:
+    def __len__(self) -> int:
         return len(self._requests)
 
     @property
@@ -67,28 +84,24 @@ class RequestTable:
         """Whether some contexts wait for their parents."""
         return len(self._forks) > 0
 
-    def take_outcomes(self) -> list[Delivery]:
-        """Return what has happened to requests since the last call: calls to make, in order, as
-        (method of a sink, argument)."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
-
-    def deliver_later(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Add a call to the outcomes."""
-        self._outbox.append((call, argument))
-
     # -- accepting ---------------------------------------------------------------------------
 
-    def accept(self, request: EngineRequest) -> None:
-        """Take the request, or refuse it through its sink with nothing changed."""
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Never raises: whatever keeps the request from running goes to its sink."""
         try:
-            self._check_backlog()
-            check_request(request, self._tree, self._lines, self._limits)
+            self._accept(request, sink)
         except ParrotError as error:
-            self.refuse(request, error)
-            return
+            self._refuse(request, sink, error)
+        except Exception:
+            logger.exception("request %d could not be entered", request.request_id)
+            self._refuse(request, sink, EngineFailed("internal error of the engine"))
+
+    def _accept(self, request: EngineRequest, sink: Sink) -> None:
+        if len(self._requests) >= self._max_requests:
+            raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
+        self._limits.check(request, self._tree)
         generation = self._generation(request)
-        state = RequestState(request, generation, self._clock.now())
+        state = RequestState(request, sink, generation, self._clock.now())
         self._requests[request.request_id] = state
         last = len(request.pieces) - 1
         for index, piece in enumerate(request.pieces):
@@ -98,16 +111,11 @@ class RequestTable:
         for context in dict.fromkeys(job.context for job in state.jobs):
             self._advance(context)
 
-    def refuse(self, request: EngineRequest, error: ParrotError) -> None:
-        """Fail a request, whether it was entered or not."""
+    def _refuse(self, request: EngineRequest, sink: Sink, error: ParrotError) -> None:
         if (state := self._requests.get(request.request_id)) is not None:
             self.fail_all([state], error)
         else:
-            self.deliver_later(request.sink.fail, error)
-
-    def _check_backlog(self) -> None:
-        if len(self._requests) >= self._max_requests:
-            raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
+            self.outbox.add(sink, error)
 
     def _generation(self, request: EngineRequest) -> Generation | None:
         if request.sampling is None:
@@ -125,13 +133,13 @@ class RequestTable:
     def _add(self, job: Job) -> None:
         job.request.jobs.append(job)
         job.request.num_unfinished += 1
-        self._lines.append(job)
+        job.context.jobs.append(job)
         self._hurry(job.context, job.priority)
 
     def _hurry(self, context: Context, priority: int) -> None:
         """Priority inheritance: what the context has to wait for becomes as urgent."""
         while True:
-            for job in self._lines.line(context):
+            for job in context.jobs:
                 if job.priority <= priority:
                     continue
                 if job.is_open:
@@ -157,15 +165,14 @@ class RequestTable:
         if parent.fork is not None or length is None:
             return
         if parent.num_computed < length:
-            if self._lines.line(parent):
+            if parent.jobs:
                 return  # it will get there
-            first = self._lines.first(context)
             if (known := len(parent.token_ids)) < length:
                 text = f"context {parent.context_id} ended at {known} tokens, before {length}"
                 self._fail_on(context, NotFound(text, param="parent_len"))
                 length = known
-            elif first is not None and self._should_restore(parent, length):
-                self._restore(parent, first)
+            elif context.jobs and self._should_restore(parent, length):
+                self._restore(parent, context.jobs[0])
                 return
         self._carry_out_fork(context, length)
 
@@ -190,7 +197,8 @@ class RequestTable:
         """Open the first job of the context's line if it is not; end those with nothing to do."""
         if context.fork is not None:
             return
-        while (job := self._lines.first(context)) is not None:
+        while context.jobs:
+            job = context.jobs[0]
             if job.is_open:
                 return
             try:
@@ -238,14 +246,14 @@ class RequestTable:
 
     def _end(self, job: Job) -> None:
         job.has_ended = True
-        self._lines.remove(job)
+        job.context.jobs.remove(job)
         self._forks.settle_lengths(job)
         request = job.request
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             self._close(request)
             response = request.response(self._clock.now(), self._totals)
-            self.deliver_later(request.sink.done, response)
+            self.outbox.add(request.sink, response)
 
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
@@ -274,7 +282,7 @@ class RequestTable:
             if request.has_ended:
                 continue
             self._close(request)
-            self.deliver_later(request.sink.fail, reason)
+            self.outbox.add(request.sink, reason)
             for job in request.jobs:
                 if not job.has_ended:
                     failing += self._requests_behind(job, reason)
@@ -285,8 +293,7 @@ class RequestTable:
 
     def _fail_on(self, context: Context, error: ParrotError) -> None:
         """Fail the requests that write to the context."""
-        line = self._lines.line(context)
-        self.fail_all([job.request for job in line if not job.restores], error)
+        self.fail_all([job.request for job in context.jobs if not job.restores], error)
 
     def _requests_behind(
         self, job: Job, reason: ParrotError
@@ -294,17 +301,15 @@ class RequestTable:
         """Requests later in the job's line, and on forks that want what it would have added."""
         if not job.piece.token_ids and job.generation is None:
             return []  # it would have added nothing
-        line, context_id = self._lines.line(job.context), job.context.context_id
+        line, context_id = job.context.jobs, job.context.context_id
         lost = NotFound(f"context {context_id} was not completed: {reason.message}")
         return [(other.request, reason) for other in line[line.index(job) + 1 :]] + [
-            (other.request, lost)
-            for child in self._forks.wanting(job)
-            for other in self._lines.line(child)
+            (other.request, lost) for child in self._forks.wanting(job) for other in child.jobs
         ]
 
     def _withdraw(self, job: Job) -> None:
         job.has_ended = True
-        self._lines.remove(job)
+        job.context.jobs.remove(job)
         self._forks.settle_lengths(job)
         if job.is_open:
             self._scheduler.remove(job)
@@ -324,7 +329,7 @@ class RequestTable:
             if context is None:
                 continue
             self._fail_on(context, Cancelled(f"context {context_id} was freed"))
-            while (job := self._lines.first(context)) is not None:  # restores it for a fork
+            for job in list(context.jobs):  # that restore it for a fork
                 job.request.num_unfinished -= 1
                 self._withdraw(job)
             for child, fork in self._forks.of(context):
@@ -350,7 +355,7 @@ class RequestTable:
     def check_integrity(self) -> None:
         num_open = 0
         for context in self._tree:
-            line = self._lines.line(context)
+            line = context.jobs
             assert (context.fork is not None) == (context in self._forks), context
             assert line or not context.block_ids or context in self._scheduler.idle, context
             for index, job in enumerate(line):

@@ -1,5 +1,6 @@
 """Making room in the KV pool: whose KV is dropped, and in which order."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from parrot.engine.core.contexts import Context, ContextTree
@@ -32,17 +33,17 @@ class IdleContexts:
 
     def evict(self, num_free: int) -> bool:
         """Drop KV until `num_free` blocks are free; False if that cannot be reached so."""
-        if self._tree.num_free_blocks >= num_free:
+        pool = self._tree.pool
+        if pool.num_free >= num_free:
             return True
-        if self._exhausted_at == self._tree.num_releases:
+        if self._exhausted_at == pool.num_releases:
             return False  # nothing was released or became idle since the last vain attempt
-        changed = drop_kv(self._tree, list(self._contexts), num_free)
-        for context in changed:
+        for context in drop_kv(self._tree, list(self._contexts), num_free):
             if not context.block_ids:
                 self.discard(context)
-        if self._tree.num_free_blocks >= num_free:
+        if pool.num_free >= num_free:
             return True
-        self._exhausted_at = self._tree.num_releases
+        self._exhausted_at = pool.num_releases
         return False
 
 
@@ -52,10 +53,61 @@ def drop_kv(tree: ContextTree, contexts: Sequence[Context], num_free: int) -> se
     the contexts that lost KV."""
     changed: set[Context] = set()
     for context in contexts:
-        if (short := num_free - tree.num_free_blocks) <= 0:
+        if (short := num_free - tree.pool.num_free) <= 0:
             return changed
-        if tree.free_tail(context, short):
+        if _drop_own_tail(tree, context, short):
             changed.add(context)
-    if tree.num_free_blocks < num_free:
-        changed.update(tree.free_shared_tails(contexts, num_free))
+    if tree.pool.num_free < num_free:
+        changed.update(_drop_shared_tails(tree, contexts, num_free))
     return changed
+
+
+def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool:
+    """Drop up to `max_blocks` of the last blocks that nobody shares; returns whether there are any.
+
+    Sharing is by prefix, so reference counts never rise along a block table."""
+    blocks = context.block_ids
+    keep = len(blocks)
+    floor = max(0, keep - max_blocks)
+    while keep > floor and tree.pool.num_refs(blocks[keep - 1]) == 1:
+        keep -= 1
+    return _keep(tree, context, keep)
+
+
+def _drop_shared_tails(
+    tree: ContextTree, contexts: Sequence[Context], num_free: int
+) -> list[Context]:
+    """Drop, context by context, the blocks that only these contexts hold, until `num_free` blocks
+    are free. Returns the contexts that lost KV."""
+    held = Counter(block for context in contexts for block in context.block_ids)
+    inside = {block for block, count in held.items() if count == tree.pool.num_refs(block)}
+    changed = []
+    for context in contexts:
+        if tree.pool.num_free >= num_free:
+            break
+        keep = len(context.block_ids)
+        while keep and context.block_ids[keep - 1] in inside:
+            keep -= 1
+        if _keep(tree, context, keep):
+            changed.append(context)
+    return changed
+
+
+def _keep(tree: ContextTree, context: Context, num_blocks: int) -> bool:
+    if num_blocks == len(context.block_ids):
+        return False
+    tree.truncate(context, num_blocks)
+    return True
+
+
+def unshare_tail(tree: ContextTree, context: Context, others: Sequence[Context]) -> set[Context]:
+    """Make these other contexts drop the block that `context` would have to copy before it writes.
+    Returns those that did."""
+    if not tree.must_copy(context):
+        return set()
+    tail = context.num_computed // tree.block_size
+    block = context.block_ids[tail]
+    sharers = {o for o in others if len(o.block_ids) > tail and o.block_ids[tail] == block}
+    for other in sharers:
+        tree.truncate(other, tail)
+    return sharers

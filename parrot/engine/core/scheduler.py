@@ -18,9 +18,9 @@ from typing import NamedTuple
 from parrot.engine.config import SchedulerConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
-from parrot.engine.core.jobs import Job, JobQueue, Policy
+from parrot.engine.core.jobs import POLICIES, Job, JobQueue
 from parrot.engine.core.plan import PENDING, BlockCopy, SampleSpec, SequenceStep, StepPlan
-from parrot.engine.core.room import IdleContexts, drop_kv
+from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
 
 
 class Share(NamedTuple):
@@ -53,16 +53,12 @@ class LocalScheduler:
     only, give way before idle contexts do, and without room they are turned away."""
 
     def __init__(
-        self,
-        limits: SchedulerConfig,
-        fill_chunk_size: int | None,
-        tree: ContextTree,
-        policy: Policy,
+        self, limits: SchedulerConfig, fill_chunk_size: int | None, tree: ContextTree
     ) -> None:
         self._limits = limits
         self._max_chunk = fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
-        self._policy = policy
+        self._policy = POLICIES[limits.policy]
         self._decoding = JobQueue()
         self._queue = JobQueue()
         self._background = JobQueue()
@@ -92,7 +88,7 @@ class LocalScheduler:
             return 0
         if self._limits.max_total_tokens is not None:
             return 0
-        room = self._tree.num_free_blocks // len(self._decoding) - 1  # one may have to be copied
+        room = self._tree.pool.num_free // len(self._decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
         for job in self._decoding:
             generation = job.generation
@@ -289,11 +285,11 @@ class LocalScheduler:
         contexts = [*self.idle, *by_key]
         changed = drop_kv(self._tree, contexts, num_blocks)
         unshared = set()
-        if self._tree.num_free_blocks < num_blocks:
-            unshared = self._tree.unshare_tail(job.context, contexts)
+        if self._tree.pool.num_free < num_blocks:
+            unshared = unshare_tail(self._tree, job.context, contexts)
         for context in changed | unshared:
             self._gave_way(context, victims.get(context))
-        return bool(unshared) or self._tree.num_free_blocks >= num_blocks
+        return bool(unshared) or self._tree.pool.num_free >= num_blocks
 
     def _turn_away(self, num_blocks: int) -> None:
         """Drop KV of background jobs until so many blocks are free."""

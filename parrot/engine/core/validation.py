@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from parrot.engine.core.contexts import ContextTree
-from parrot.engine.core.jobs import EngineRequest, JobLines, Piece
+from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import InvalidRequest, NotFound, PromptTooLong
-from parrot.protocol.sampling import SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +15,23 @@ class RequestLimits:
     max_context_len: int
     vocab_size: int
 
+    def check(self, request: EngineRequest, tree: ContextTree) -> None:
+        """Raise if a token, a parent or a length is already known to be impossible. What is not
+        known yet (a parent still generates) is checked when the job opens."""
+        if request.sampling is not None and request.sampling.logit_bias:
+            self._check_token(max(request.sampling.logit_bias), "logit_bias")
+        lengths: dict[int, int] = {}
+        creators: dict[int, Piece] = {}
+        last = len(request.pieces) - 1
+        for index, piece in enumerate(request.pieces):
+            if piece.token_ids:
+                self._check_token(max(piece.token_ids), "token_ids")
+            if tree.get(piece.context_id) is None:
+                _check_fork(piece, creators.setdefault(piece.context_id, piece))
+            length = _length_before(piece, lengths, tree) + len(piece.token_ids)
+            self.check_length(length, request.sampling is not None and index == last)
+            lengths[piece.context_id] = length
+
     def check_length(self, length: int, generates: bool) -> None:
         """Raise `PromptTooLong` if a context of that length, and one generated token, cannot be."""
         if length + generates > self.max_context_len:
@@ -24,40 +40,10 @@ class RequestLimits:
                 f"{self.max_context_len}, with the first generated token"
             )
 
-    def check_tokens(self, piece: Piece) -> None:
-        """Raise `InvalidRequest` for a token that the model does not have."""
-        if piece.token_ids and (largest := max(piece.token_ids)) >= self.vocab_size:
-            raise self._foreign_token(largest, "token_ids")
-
-    def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `InvalidRequest` for a bias of a token that the model does not have."""
-        if sampling.logit_bias and (largest := max(sampling.logit_bias)) >= self.vocab_size:
-            raise self._foreign_token(largest, "logit_bias")
-
-    def _foreign_token(self, token_id: int, param: str) -> InvalidRequest:
-        size = self.vocab_size
-        return InvalidRequest(
-            f"token id {token_id} is outside of the vocabulary of {size}", param=param
-        )
-
-
-def check_request(
-    request: EngineRequest, tree: ContextTree, lines: JobLines, limits: RequestLimits
-) -> None:
-    """Raise if a token, a parent or a length is already known to be impossible. What is not known
-    yet (a parent still generates) is checked when the job opens."""
-    if request.sampling is not None:
-        limits.check_sampling(request.sampling)
-    lengths: dict[int, int] = {}
-    creators: dict[int, Piece] = {}
-    last = len(request.pieces) - 1
-    for index, piece in enumerate(request.pieces):
-        limits.check_tokens(piece)
-        if tree.get(piece.context_id) is None:
-            _check_fork(piece, creators.setdefault(piece.context_id, piece))
-        length = _length_before(piece, lengths, tree, lines) + len(piece.token_ids)
-        limits.check_length(length, request.sampling is not None and index == last)
-        lengths[piece.context_id] = length
+    def _check_token(self, token_id: int, param: str) -> None:
+        if token_id >= self.vocab_size:
+            text = f"token id {token_id} is outside of the vocabulary of {self.vocab_size}"
+            raise InvalidRequest(text, param=param)
 
 
 def _check_fork(piece: Piece, creator: Piece) -> None:
@@ -69,21 +55,19 @@ def _check_fork(piece: Piece, creator: Piece) -> None:
         )
 
 
-def _length_before(
-    piece: Piece, lengths: dict[int, int], tree: ContextTree, lines: JobLines
-) -> int:
+def _length_before(piece: Piece, lengths: dict[int, int], tree: ContextTree) -> int:
     """Tokens that the piece's context will have at least, before the piece."""
-    if (length := _length_of(piece.context_id, lengths, tree, lines)) is not None:
+    if (length := _length_of(piece.context_id, lengths, tree)) is not None:
         return length
     if piece.parent_id == NO_PARENT:
         return 0
-    parent_length = _length_of(piece.parent_id, lengths, tree, lines)
+    parent_length = _length_of(piece.parent_id, lengths, tree)
     if parent_length is None:
         raise NotFound(f"no context {piece.parent_id} to fork from", param="parent_context_id")
     if piece.parent_len is None:
         return parent_length
     parent = tree.get(piece.parent_id)
-    is_final = parent is not None and not lines.line(parent) and parent.is_length_known
+    is_final = parent is not None and not parent.jobs and parent.is_length_known
     if is_final and parent_length < piece.parent_len:
         raise NotFound(
             f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
@@ -93,13 +77,11 @@ def _length_before(
     return piece.parent_len
 
 
-def _length_of(
-    context_id: int, lengths: dict[int, int], tree: ContextTree, lines: JobLines
-) -> int | None:
+def _length_of(context_id: int, lengths: dict[int, int], tree: ContextTree) -> int | None:
     if context_id in lengths:
         return lengths[context_id]
     context = tree.get(context_id)
     if context is None:
         return None
-    line = lines.line(context)
-    return context.num_known + sum(len(job.piece.token_ids) for job in line if not job.is_open)
+    added = sum(len(job.piece.token_ids) for job in context.jobs if not job.is_open)
+    return context.num_known + added

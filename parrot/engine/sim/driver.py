@@ -49,7 +49,7 @@ class SimDriver(AsyncDriver):
         seconds = [self.slowdown * cost for cost in self._runner.costs(plan, num_steps)]
         done = seconds[: await self._spend_until_called(seconds)]
         core.deliver_sure(self._runner.run_on(plan, len(done)), done)
-        deliver(core.take_outcomes())
+        deliver(core.requests.outbox.take())
 
     async def _spend_until_called(self, seconds: Sequence[float]) -> int:
         """Let the steps' time pass, until the end of that in which a verb comes. Returns how many

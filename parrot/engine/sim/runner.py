@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
 from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
-from parrot.engine.core.unique_kv import UniqueKv
+from parrot.engine.core.step_costs import UniqueKv
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
 from parrot.protocol.engine_api import StepCosts
 

@@ -5,6 +5,7 @@ import pytest
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.plan import BlockCopy
+from parrot.engine.core.room import drop_kv, unshare_tail
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_a_fork_shares_the_blocks_of_its_prefix(tree):
     assert child.block_ids == parent.block_ids
     assert child.token_ids == parent.token_ids
     assert child.num_missing == 0
-    assert tree.num_used_blocks == 3
+    assert tree.pool.num_used == 3
     short = fork(tree, parent, 3, 5)
     assert short.block_ids == parent.block_ids[:2]
     assert len(short.token_ids) == short.num_computed == 5
@@ -92,7 +93,7 @@ def test_no_room_changes_nothing(tree):
     grow(tree, parent, 30)
     child = fork(tree, parent, 2, 30)
     child.token_ids.extend([1])
-    assert tree.num_free_blocks == 0
+    assert tree.pool.num_free == 0
     assert tree.blocks_missing(child, 31) == 1
     before = list(child.block_ids)
     assert tree.reserve(child, 31) is None
@@ -105,10 +106,10 @@ def test_unsharing_the_tail_spares_the_copy(tree):
     grow(tree, parent, 30)
     child = fork(tree, parent, 2, 30)
     child.token_ids.extend([1])
-    assert tree.unshare_tail(child, [parent]) == {parent}
+    assert unshare_tail(tree, child, [parent]) == {parent}
     assert parent.num_computed == 28
     assert tree.reserve(child, 31) == ()
-    assert tree.unshare_tail(child, [parent]) == set()
+    assert unshare_tail(tree, child, [parent]) == set()
 
 
 def test_rewinding_into_a_shared_block_copies_it(tree):
@@ -122,15 +123,16 @@ def test_rewinding_into_a_shared_block_copies_it(tree):
     assert tree.reserve(parent, 8) == ()  # by now it is the only holder again
 
 
-def test_free_tail_stops_at_shared_blocks(tree):
+def test_of_one_context_only_blocks_that_it_holds_alone_are_dropped(tree):
     parent = tree.create(1)
     grow(tree, parent, 8)
     child = fork(tree, parent, 2, 8)
     grow(tree, child, 8)
-    assert tree.free_tail(parent, 5) == 0
-    assert tree.free_tail(child, 1) == 1
+    assert tree.pool.num_free == 4
+    assert drop_kv(tree, [parent], 8) == set()
+    assert drop_kv(tree, [child], 5) == {child}
     assert child.num_computed == 12
-    assert tree.free_tail(child, 5) == 1
+    assert drop_kv(tree, [child], 8) == {child}
     assert child.num_computed == 8
     assert len(child.token_ids) == 16
     tree.check_integrity()
@@ -141,11 +143,9 @@ def test_shared_blocks_fall_when_all_their_holders_are_given(tree):
     grow(tree, parent, 8)
     child = fork(tree, parent, 2, 8)
     outside = fork(tree, parent, 3, 4)
-    assert tree.free_shared_tails([parent], 8) == []
-    changed = tree.free_shared_tails([child, parent], 8)
-    assert changed == [child, parent]
+    assert drop_kv(tree, [child, parent], 8) == {child, parent}
     assert parent.num_computed == child.num_computed == outside.num_computed == 4
-    assert tree.num_used_blocks == 1
+    assert tree.pool.num_used == 1
     tree.check_integrity()
 
 

@@ -4,16 +4,18 @@ import asyncio
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core.driver import AsyncDriver, Driver, ThreadDriver, ask, deliver
+from parrot.engine.core.driver import AsyncDriver, Driver, ThreadDriver, ask, deliver, settle
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan, StepResult
-from parrot.engine.runner_service import FutureSink, RunnerService
+from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateResponse
@@ -62,16 +64,16 @@ async def driver(request: pytest.FixtureRequest) -> AsyncIterator[Driver]:
     await driver.close()
 
 
-def submit(driver: Driver, number: int, sampling: object) -> FutureSink:
-    sink = FutureSink()
+def submit(driver: Driver, number: int, sampling: object) -> "asyncio.Future[Any]":
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     piece = Piece(number, array("i", list(b"abc")))
-    wanted = EngineRequest(number, (piece,), sink, sampling=sampling)  # type: ignore[arg-type]
-    driver.post(lambda core: core.submit(wanted))
-    return sink
+    wanted = EngineRequest(number, (piece,), sampling=sampling)  # type: ignore[arg-type]
+    driver.post(lambda core: core.requests.submit(wanted, partial(settle, answer)))
+    return answer
 
 
 async def check_serves(driver: Driver, number: int) -> None:
-    answer = await submit(driver, number, SamplingConfig(max_gen_length=3)).outcome
+    answer = await submit(driver, number, SamplingConfig(max_gen_length=3))
     assert isinstance(answer, GenerateResponse)
     assert len(answer.generated_ids) == 3
     await ask(driver, lambda core: core.check_integrity())
@@ -82,7 +84,7 @@ async def test_a_verb_that_fails_costs_no_request_anything(driver: Driver) -> No
     driver.post(lambda core: 1 / 0)  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
         await ask(driver, lambda core: 1 / 0)
-    answer = await running.outcome
+    answer = await running
     assert isinstance(answer, GenerateResponse)
     assert len(answer.generated_ids) == 200
     await check_serves(driver, 2)
@@ -92,8 +94,8 @@ async def test_a_request_that_cannot_be_entered_fails_alone(driver: Driver) -> N
     running = submit(driver, 1, SamplingConfig(max_gen_length=200))
     broken = submit(driver, 2, object())
     with pytest.raises(EngineFailed, match="internal error"):
-        await broken.outcome
-    assert isinstance(await running.outcome, GenerateResponse)
+        await broken
+    assert isinstance(await running, GenerateResponse)
     await check_serves(driver, 3)
 
 
@@ -117,7 +119,7 @@ async def test_an_engine_whose_thread_has_died_is_lost(monkeypatch: pytest.Monke
     assert not driver.is_lost
     driver.post(die)
     with pytest.raises(Unavailable):
-        await running.outcome
+        await running
     assert driver.is_lost
     await driver.close()
 

@@ -168,7 +168,7 @@ def test_a_fork_of_a_fork_whose_writer_was_aborted_has_what_both_inherit():
     engine.fill(piece(2, "", parent=1))
     by_length = engine.fill(piece(4, "x", parent=2, length=3))
     of_all = engine.generate(piece(3, "x", parent=2), length=1)
-    engine.core.abort(2)
+    engine.core.requests.abort(2)
     engine.run()
     assert by_length.response.filled_len == 1
     assert (of_all.text, engine.bytes_of(3)) == ("y", b"abcdxy")
@@ -180,7 +180,7 @@ def test_a_fork_of_what_an_aborted_request_never_wrote_is_not_found():
     engine.fill(piece(1, "a" * 20))
     writer = engine.generate(piece(2, "bcd", parent=1, length=20), length=5)
     fork = engine.generate(piece(3, "x", parent=2, length=23), length=1)
-    engine.core.abort(2)
+    engine.core.requests.abort(2)
     engine.run()
     assert isinstance(writer.error, Cancelled)
     assert isinstance(fork.error, NotFound)
@@ -201,13 +201,13 @@ def test_abort_keeps_the_context():
     engine = Harness()
     answer = engine.generate(piece(1, "abc"), length=50)
     engine.step()
-    engine.core.abort(1)
+    engine.core.requests.abort(1)
     engine.deliver()
     assert isinstance(answer.error, Cancelled)
     again = engine.generate(piece(1), length=2)
     engine.run()
     assert again.text == "ef"
-    engine.core.abort(12345)  # unknown: nothing
+    engine.core.requests.abort(12345)  # unknown: nothing
 
 
 def test_jobs_behind_a_failed_one_fail_with_it():
@@ -217,7 +217,7 @@ def test_jobs_behind_a_failed_one_fail_with_it():
     fork = engine.generate(piece(2, "x", parent=1), length=2)
     other = engine.generate(piece(3, "abc"), length=2)
     engine.step()
-    engine.core.abort(1)
+    engine.core.requests.abort(1)
     engine.run()
     assert all(isinstance(a.error, Cancelled) for a in (first, second))
     assert isinstance(fork.error, NotFound)
@@ -229,7 +229,7 @@ def test_reset_forgets_everything():
     engine.fill(piece(1, "abcdefgh"))
     engine.run()
     answers = [engine.generate(piece(2, "x", parent=1), length=5), engine.fill(piece(3, "ab"))]
-    engine.core.reset()
+    engine.core.requests.reset()
     engine.deliver()
     assert all(isinstance(a.error, Cancelled) for a in answers)
     assert engine.num_free == 16

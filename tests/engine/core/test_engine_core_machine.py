@@ -73,14 +73,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.asked.append(asked)
         number = len(self.asked)
         salt = "" if number % 4 else "other"
-        self.core.submit(
-            EngineRequest(number, tuple(pieces), asked, priority, sampling, stream, salt)
+        self.core.requests.submit(
+            EngineRequest(number, tuple(pieces), priority, sampling, stream, salt), asked
         )
         self.deliver()
         self.oracle.was_asked(asked)
 
     def deliver(self) -> None:
-        for call, argument in self.core.take_outcomes():
+        for call, argument in self.core.requests.outbox.take():
             call(argument)
 
     def new_context(self) -> int:
@@ -127,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
     def free(self, data, num):
         ids = data.draw(st.lists(st.sampled_from(self.live), max_size=num, unique=True))
         self.oracle.frees(ids)
-        self.core.free(ids)
+        self.core.requests.free(ids)
         self.live = [context_id for context_id in self.live if context_id not in ids]
         self.deliver()
 
@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data):
         request_id = data.draw(st.integers(1, len(self.asked)))
         self.oracle.aborts(self.asked[request_id - 1])
-        self.core.abort(request_id)
+        self.core.requests.abort(request_id)
         self.deliver()
         assert self.asked[request_id - 1].answer is not None
 
@@ -171,7 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
         assert not self.core.has_work, "requests are left but no step can be made"
         assert all(asked.answer is not None for asked in self.asked)
-        self.core.free(self.live)
+        self.core.requests.free(self.live)
         self.deliver()
         assert not self.runner.violations, self.runner.violations[0]
         info = self.core.runtime_info()

@@ -221,7 +221,7 @@ def test_an_abort_meets_a_step_on_its_way():
     second = harness.generate(piece(2, "b"), length=6)
     for _ in range(3):
         harness.step()
-    harness.core.abort(1)
+    harness.core.requests.abort(1)
     harness.free(1)
     third = harness.generate(piece(3, "c"), length=3)
     harness.run()

@@ -10,7 +10,7 @@ import transformers
 
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import EngineRequest, Piece
+from parrot.engine.core.jobs import EngineRequest, Outcome, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, SpecialIds, StreamChunk
@@ -59,14 +59,13 @@ class Answer:
         self.response: GenerateResponse | FillResponse | None = None
         self.error: ParrotError | None = None
 
-    def chunk(self, chunk: StreamChunk) -> None:
-        self.chunks.append(chunk)
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        self.response = response
-
-    def fail(self, error: ParrotError) -> None:
-        self.error = error
+    def __call__(self, outcome: Outcome) -> None:
+        if isinstance(outcome, StreamChunk):
+            self.chunks.append(outcome)
+        elif isinstance(outcome, ParrotError):
+            self.error = outcome
+        else:
+            self.response = outcome
 
     @property
     def ids(self) -> list[int]:
@@ -91,7 +90,9 @@ class Harness:
     ) -> Answer:
         answer = Answer()
         self._num_requests += 1
-        self.core.submit(EngineRequest(self._num_requests, pieces, answer, 0, sampling, stream))
+        self.core.requests.submit(
+            EngineRequest(self._num_requests, pieces, 0, sampling, stream), answer
+        )
         return answer
 
     def run(self) -> int:
@@ -105,7 +106,7 @@ class Harness:
         return num_steps
 
     def _deliver(self) -> None:
-        for call, argument in self.core.take_outcomes():
+        for call, argument in self.core.requests.outbox.take():
             call(argument)
 
 
@@ -120,7 +121,7 @@ def test_a_batch_is_exact_also_in_chunks_and_after_preemption(config: dict[str, 
     harness.run()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.ids == expected(prompt)
-    harness.core.free(range(len(PROMPTS)))
+    harness.core.requests.free(range(len(PROMPTS)))
     assert harness.core.runtime_info().num_cached_tokens == 0
 
 
@@ -165,7 +166,7 @@ def test_an_aborted_request_and_one_that_is_too_long_leave_the_others_alone() ->
     too_long = harness.ask(piece(3, [1] * 128))
     for _ in range(3):
         assert harness.core.step()
-    harness.core.free([1])
+    harness.core.requests.free([1])
     harness.run()
     assert aborted.error is not None
     assert isinstance(too_long.error, PromptTooLong)

@@ -185,16 +185,15 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
         order = EngineRequest(
             number,
             (Piece(number, array("i", prompts[number])),),
-            answer,
             sampling=sampling.model_copy(update=limits),
         )
         if number == len(samplings) - 1:
             for _ in range(3):
                 core.step()
-        core.submit(order)
+        core.requests.submit(order, answer)
     while core.has_work and core.step():
         pass
-    for call, argument in core.take_outcomes():
+    for call, argument in core.requests.outbox.take():
         call(argument)
     core.check_integrity()
     return [a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)]

@@ -155,14 +155,6 @@ class CountingRunner:
         return self._runner.run(plan)
 
 
-class ListSink:
-    """Keeps a request's outcome."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[object] = []
-        self.chunk = self.done = self.fail = self.outcomes.append
-
-
 @functools.cache
 def language() -> Language:
     return Language.of(open_checkpoint("embedded").load_tokenizer())
@@ -173,13 +165,14 @@ def complete(
 ) -> list[list[int]]:
     """The tokens that an engine core generates for prompts that arrive together."""
     core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
-    sinks = [ListSink() for _ in requests]
-    for i, ((prompt, sampling), sink) in enumerate(zip(requests, sinks, strict=True)):
-        core.submit(EngineRequest(i, (Piece(i, array("i", prompt)),), sink, sampling=sampling))
+    outcomes: list[list[object]] = [[] for _ in requests]
+    for i, (prompt, sampling) in enumerate(requests):
+        wanted = EngineRequest(i, (Piece(i, array("i", prompt)),), sampling=sampling)
+        core.requests.submit(wanted, outcomes[i].append)
     while core.step():
-        deliver(core.take_outcomes())
+        deliver(core.requests.outbox.take())
     core.check_integrity()
-    return [outcome.generated_ids for sink in sinks for outcome in sink.outcomes]
+    return [outcome.generated_ids for (outcome,) in outcomes]
 
 
 def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parrot.engine.config import SimConfig, SimInstance, load_engine_config
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
-from parrot.engine.core.unique_kv import UniqueKv
+from parrot.engine.core.step_costs import UniqueKv
 from parrot.engine.sim.runner import SimRunner
 from parrot.protocol.sampling import SamplingConfig
 
