@@ -7,7 +7,7 @@ core's. A launch file names configs, relative to itself, and may override keys o
      "engines": [{"config": "../engine/vicuna_7b.json", "port": 9001, "device": "cuda:0"}, ...]}
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,13 @@ def read_configs(paths: Sequence[Path]) -> tuple[Config, list[Config]]:
     cores: list[Config] = []
     engines: list[Config] = []
     for path in paths:
-        _sort_in(path, read_json_object(path), cores, engines)
+        for is_engine, where, config in _configs_in(path):
+            if is_engine:
+                parse_engine_config(config, where)
+                engines.append(config)
+            else:
+                parse_config(CoreConfig, config, where)
+                cores.append(config)
     if len(cores) > 1:
         raise ConfigError("more than one ServeCore: " + ", ".join(map(str, paths)))
     if not engines:
@@ -37,32 +43,21 @@ def read_configs(paths: Sequence[Path]) -> tuple[Config, list[Config]]:
     return core, engines
 
 
-def _sort_in(path: Path, payload: Config, cores: list[Config], engines: list[Config]) -> None:
-    if "engines" in payload:
-        _read_launch_file(path, payload, cores, engines)
-    elif "engine_type" in payload:
-        parse_engine_config(payload, str(path))
-        engines.append(payload)
-    else:
-        parse_config(CoreConfig, payload, str(path))
-        cores.append(payload)
-
-
-def _read_launch_file(
-    path: Path, payload: Config, cores: list[Config], engines: list[Config]
-) -> None:
+def _configs_in(path: Path) -> Iterator[tuple[bool, str, Config]]:
+    """(whether it is an engine's, where it stands, config) of each in the file."""
+    payload = read_json_object(path)
+    if "engines" not in payload:
+        yield "engine_type" in payload, str(path), payload
+        return
     if unknown := set(payload) - {"core", "engines"}:
         raise ConfigError(f"{path}: unknown key `{min(unknown)}`; allowed: core, engines")
     if not isinstance(payload["engines"], list):
         raise ConfigError(f"{path}: `engines` must be a list")
     if "core" in payload:
-        core = _resolve(path, "core", payload["core"])
-        parse_config(CoreConfig, core, f"{path}: core")
-        cores.append(core)
+        yield False, f"{path}: core", _resolve(path, "core", payload["core"])
     for i, entry in enumerate(payload["engines"]):
-        engine = {"engine_type": "builtin", **_resolve(path, f"engines.{i}", entry)}
-        parse_engine_config(engine, f"{path}: engines.{i}")
-        engines.append(engine)
+        engine = _resolve(path, f"engines.{i}", entry)
+        yield True, f"{path}: engines.{i}", {"engine_type": "builtin", **engine}
 
 
 def _resolve(path: Path, key: str, entry: object) -> Config:

@@ -4,17 +4,17 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from parrot import P
+from parrot.cli.calls import calls_table, watching
 from parrot.cli.console import OUT, fail, orderly_exit
 from parrot.cli.demo_program import split_text, summarize
 from parrot.cli.graph_picture import can_draw, draw_session
 from parrot.cli.launch import start_visibly
-from parrot.cli.report import calls_table
-from parrot.cli.watch import SessionWatch
 from parrot.cluster import Cluster, ClusterError
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import SessionInfo
@@ -30,7 +30,8 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
     document = file or _DEFAULT_DOCUMENT
     parts = split_text(read_document(document))
     chosen = parts[:max_parts] if max_parts > 0 else parts
-    _make_dir(output_dir)
+    with _using(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
     with orderly_exit():
         # Its first import on a machine takes seconds; the engine is loading anyway.
         if can_draw():
@@ -52,24 +53,25 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
         _draw(info, f"Map-reduce summary of {document.name}, {seconds:.1f} s", output_dir)
 
 
+@contextmanager
+def _using(path: Path) -> Iterator[None]:
+    """Ends the command when the path cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+
+
 def read_document(path: Path) -> str:
     """Ends the command when there is no text in it."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        fail(f"{path}: {error.strerror}")
+        with _using(path):
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         fail(f"{path} is not UTF-8 text")
     if not text.strip():
         fail(f"{path} is empty")
     return text
-
-
-def _make_dir(output_dir: Path) -> None:
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"{output_dir}: {error.strerror}")
 
 
 def _in_background(function: Callable[..., object], *args: object) -> None:
@@ -91,20 +93,13 @@ def _summarize(cluster: Cluster, parts: list[str], begin: float) -> tuple[Sessio
         final = summarize(parts)
         _in_background(_cancel_when_a_server_dies, cluster, final)
         pieces = final.stream(criteria=P.PerformanceCriteria.LATENCY)
-        with SessionWatch(vm.session_info, OUT):
+        with watching(vm.session_info, OUT):
             first = next(pieces, "")
         OUT.print(f"\n[dim]first word {time.perf_counter() - begin:.1f} s after the start[/]")
-        _write(first.lstrip())
-        for piece in pieces:
-            _write(piece)
-        _write("\n\n")
+        for piece in chain([first.lstrip()], pieces, ["\n\n"]):
+            sys.stdout.write(piece)  # rich would hold it back to the end of its line
+            sys.stdout.flush()
         return vm.session_info(), time.perf_counter() - submitted
-
-
-def _write(text: str) -> None:
-    """Write a piece at once: rich would hold it back to the end of its line."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _draw(info: SessionInfo, title: str, output_dir: Path) -> None:
@@ -112,8 +107,6 @@ def _draw(info: SessionInfo, title: str, output_dir: Path) -> None:
         OUT.print("No picture of the graph: matplotlib is not installed, see INSTALL.md")
         return
     paths = [output_dir / "graph.svg", output_dir / "graph.png"]
-    try:
+    with _using(output_dir):
         draw_session(info, title, paths)
-    except OSError as error:
-        fail(f"{output_dir}: {error.strerror}")
     OUT.print("The executed graph: " + " and ".join(map(str, paths)))

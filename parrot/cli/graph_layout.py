@@ -14,10 +14,12 @@ each layer is centred. An edge over several layers has one waypoint in each laye
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import Generic, TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
+Slot = Hashable  # what takes a place in a column: a node, or a waypoint
 Point = tuple[float, float]
 _SWEEPS = 8
 
@@ -46,8 +48,16 @@ def layout(nodes: Sequence[Node], edges: Iterable[tuple[Node, Node]]) -> Layout[
     edge names an unknown node or the edges form a cycle."""
     unique_edges = list(dict.fromkeys(edges))
     layer_of = _layers(nodes, unique_edges)
-    chains = {edge: _chain(edge, layer_of) for edge in unique_edges}
-    columns = _columns(nodes, layer_of, chains.values())
+    columns: list[list[Slot]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
+    for node in dict.fromkeys(nodes):
+        columns[layer_of[node]].append(node)
+    chains: dict[tuple[Node, Node], list[Slot]] = {}
+    for source, target in unique_edges:
+        between = range(layer_of[source] + 1, layer_of[target])
+        waypoints = [object() for _ in between]
+        chains[source, target] = [source, *waypoints, target]
+        for layer, waypoint in zip(between, waypoints, strict=True):
+            columns[layer].append(waypoint)
     _reduce_crossings(columns, chains.values())
     places = {
         slot: (float(x), y - (len(column) - 1) / 2)
@@ -55,58 +65,27 @@ def layout(nodes: Sequence[Node], edges: Iterable[tuple[Node, Node]]) -> Layout[
         for y, slot in enumerate(column)
     }
     return Layout(
-        {node: places[(node,)] for node in nodes},
+        {node: places[node] for node in nodes},
         {edge: [places[slot] for slot in chain] for edge, chain in chains.items()},
     )
 
 
-# A slot is a place in a column: (node,), or (source, target, layer) for a waypoint of an edge.
-_Slot = tuple[Hashable, ...]
-
-
 def _layers(nodes: Sequence[Node], edges: Sequence[tuple[Node, Node]]) -> dict[Node, int]:
-    successors: dict[Node, list[Node]] = {node: [] for node in nodes}
-    num_open = dict.fromkeys(nodes, 0)
+    predecessors: dict[Node, list[Node]] = {node: [] for node in nodes}
     for source, target in edges:
-        if source not in successors or target not in successors:
+        if source not in predecessors or target not in predecessors:
             raise ValueError(f"the edge {source!r} -> {target!r} names an unknown node")
-        successors[source].append(target)
-        num_open[target] += 1
-    layer_of = dict.fromkeys(nodes, 0)
-    ready = [node for node in nodes if num_open[node] == 0]
-    for node in ready:  # grows while it is walked
-        for target in successors[node]:
-            layer_of[target] = max(layer_of[target], layer_of[node] + 1)
-            num_open[target] -= 1
-            if num_open[target] == 0:
-                ready.append(target)
-    if len(ready) < len(layer_of):
-        raise ValueError("the edges form a cycle")
+        predecessors[target].append(source)
+    layer_of: dict[Node, int] = {}
+    for node in TopologicalSorter(predecessors).static_order():
+        layer_of[node] = 1 + max((layer_of[before] for before in predecessors[node]), default=-1)
     return layer_of
 
 
-def _chain(edge: tuple[Node, Node], layer_of: dict[Node, int]) -> list[_Slot]:
-    source, target = edge
-    between = range(layer_of[source] + 1, layer_of[target])
-    return [(source,), *((source, target, layer) for layer in between), (target,)]
-
-
-def _columns(
-    nodes: Sequence[Node], layer_of: dict[Node, int], chains: Iterable[list[_Slot]]
-) -> list[list[_Slot]]:
-    columns: list[list[_Slot]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
-    for node in layer_of:
-        columns[layer_of[node]].append((node,))
-    for chain in chains:
-        for slot in chain[1:-1]:
-            columns[slot[2]].append(slot)  # type: ignore[call-overload]
-    return columns
-
-
-def _reduce_crossings(columns: list[list[_Slot]], chains: Iterable[list[_Slot]]) -> None:
+def _reduce_crossings(columns: list[list[Slot]], chains: Iterable[list[Slot]]) -> None:
     """Sort each column by the mean row of its neighbours on the left, then on the right, and so
     on; keep the best order seen. Changes `columns` in place."""
-    left, right = defaultdict[_Slot, list[_Slot]](list), defaultdict[_Slot, list[_Slot]](list)
+    left, right = defaultdict[Slot, list[Slot]](list), defaultdict[Slot, list[Slot]](list)
     for chain in chains:
         for a, b in pairwise(chain):
             right[a].append(b)
@@ -124,19 +103,19 @@ def _reduce_crossings(columns: list[list[_Slot]], chains: Iterable[list[_Slot]])
 
 
 def _sort_by_neighbours(
-    column: list[_Slot], fixed: list[_Slot], neighbours: dict[_Slot, list[_Slot]]
+    column: list[Slot], fixed: list[Slot], neighbours: dict[Slot, list[Slot]]
 ) -> None:
     row = {slot: y for y, slot in enumerate(fixed)}
     own = {slot: y * len(fixed) / len(column) for y, slot in enumerate(column)}
 
-    def mean_row(slot: _Slot) -> float:
+    def mean_row(slot: Slot) -> float:
         rows = [row[n] for n in neighbours[slot]]
         return sum(rows) / len(rows) if rows else own[slot]
 
     column.sort(key=mean_row)
 
 
-def _num_crossings(columns: list[list[_Slot]], right: dict[_Slot, list[_Slot]]) -> int:
+def _num_crossings(columns: list[list[Slot]], right: dict[Slot, list[Slot]]) -> int:
     """Inversions among the right ends of the edges, taken in the order of their left ends."""
     total = 0
     for column, following in pairwise(columns):

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parrot.cli.calls import run_seconds
 from parrot.cli.graph_layout import Layout, Point, layout
 from parrot.protocol.public import CompletionInfo, SessionInfo
 
@@ -112,10 +113,3 @@ def _facts(call: CompletionInfo) -> str:
     tokens = f"{call.cached_tokens} cached + {call.computed_tokens} in, {call.output_tokens} out"
     seconds = run_seconds(call)
     return tokens if seconds is None else f"{tokens}, {seconds:.1f} s"
-
-
-def run_seconds(call: CompletionInfo) -> float | None:
-    """Seconds on the engine, None while it has not finished."""
-    if call.started_s is None or call.finished_s is None:
-        return None
-    return call.finished_s - call.started_s

@@ -54,9 +54,7 @@ class _Progress:
 
 
 def _table(cluster: Cluster) -> Table:
-    table = Table()
-    for column in ("process", "address", "pid", "log"):
-        table.add_column(column)
+    table = Table("process", "address", "pid", "log")
     for name in cluster.configs:
         process = cluster.process(name)
         table.add_row(name, cluster.url(name), str(process.pid), str(process.log_path))

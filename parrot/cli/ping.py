@@ -4,11 +4,11 @@ import sys
 import time
 
 from pydantic import ValidationError
-from rich.table import Table
+from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail
 from parrot.cli.run import host_and_port
-from parrot.cluster.probe import ask
+from parrot.cluster.ports import ask
 from parrot.protocol.public import EngineStatus, ReadyResponse
 
 
@@ -16,7 +16,7 @@ def show_health(core: str) -> None:
     """Exit code 0: ready; 1: nobody answers, or no engine is up."""
     address = host_and_port(core)
     begin = time.perf_counter()
-    if ask(*address, "GET", "/health", timeout_s=5.0) is None:
+    if ask(*address, "/health", timeout_s=5.0) is None:
         fail(f"no ServeCore answers at {core}")
     milliseconds = 1e3 * (time.perf_counter() - begin)
     ready = _ask_ready(core, address)
@@ -27,7 +27,7 @@ def show_health(core: str) -> None:
 
 def _ask_ready(core: str, address: tuple[str, int]) -> ReadyResponse:
     """Without engines where the server says that it is not ready."""
-    answer = ask(*address, "GET", "/ready", timeout_s=5.0)
+    answer = ask(*address, "/ready", timeout_s=5.0)
     if answer is not None and answer[0] == 503:
         return ReadyResponse(engines=[])
     try:
@@ -37,11 +37,8 @@ def _ask_ready(core: str, address: tuple[str, int]) -> ReadyResponse:
 
 
 def engine_table(engines: list[EngineStatus]) -> Table:
-    table = Table()
-    for column in ("engine", "type", "model", "address"):
-        table.add_column(column)
-    table.add_column("running", justify="right")
-    table.add_column("KV tokens used", justify="right")
+    right = (Column(name, justify="right") for name in ("running", "KV tokens used"))
+    table = Table("engine", "type", "model", "address", *right)
     for engine in engines:
         table.add_row(
             engine.engine_name,

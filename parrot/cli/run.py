@@ -12,7 +12,7 @@ import typer
 from parrot.cli.console import fail, orderly_exit
 from parrot.cli.launch import start_visibly
 from parrot.cluster import Cluster, ClusterError
-from parrot.cluster.probe import ask
+from parrot.cluster.ports import ask
 
 
 def run_program(program: Path, args: list[str], core: str, embedded: bool) -> None:
@@ -43,7 +43,7 @@ def host_and_port(url: str) -> tuple[str, int]:
 
 
 def _answers(core: str) -> bool:
-    return ask(*host_and_port(core), "GET", "/health") is not None
+    return ask(*host_and_port(core), "/health") is not None
 
 
 def _agree_to_start(core: str, embedded: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail
 from parrot.engine.config import SimConfig, load_engine_config
@@ -116,10 +116,8 @@ def _count(settings: dict[str, Any], key: str) -> int | None:
 
 
 def _table(summaries: Mapping[str, Summary]) -> Table:
-    table = Table(title="What would have been", title_justify="left")
-    table.add_column("")
-    for name in summaries:
-        table.add_column(name, justify="right")
+    columns = (Column(name, justify="right") for name in summaries)
+    table = Table("", *columns, title="What would have been", title_justify="left")
     for label, field, spec in _ROWS:
         values = (getattr(summary, field) for summary in summaries.values())
         table.add_row(label, *("?" if value is None else format(value, spec) for value in values))
@@ -130,13 +128,10 @@ def _print_changes(name: str, found: Sequence[Change]) -> None:
     gained = sum(change.ratio > 1 + _NOTABLE for change in found)
     lost = sum(change.ratio < 1 - _NOTABLE for change in found)
     OUT.print(f"{name}: {gained} sessions take less time than simulated, {lost} more (by 1%)")
-    table = Table()
-    for column in ("session", "simulated, s", f"{name}, s", "ratio"):
-        table.add_column(column, justify="right")
-    shown = found
-    if len(found) > 2 * _NUM_CHANGES:
-        shown = [*found[:_NUM_CHANGES], *found[-_NUM_CHANGES:]]
-    for change in shown:
+    headers = ("session", "simulated, s", f"{name}, s", "ratio")
+    table = Table(*(Column(header, justify="right") for header in headers))
+    is_long = len(found) > 2 * _NUM_CHANGES
+    for change in [*found[:_NUM_CHANGES], *found[-_NUM_CHANGES:]] if is_long else found:
         table.add_row(
             str(change.index),
             f"{change.before_s:.3f}",

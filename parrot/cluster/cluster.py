@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from parrot.cluster.ports import free_port, is_free
-from parrot.cluster.probe import ask
+from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import STOP_GRACE_S, ClusterError, ServerProcess
 from parrot.protocol.public import ReadyResponse
 from parrot.utils.ids import new_token
@@ -96,12 +94,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -185,8 +178,8 @@ class Cluster:
         self._expected_deaths.discard(name)
         if name == CORE:
             self._former_ids.clear()
-        else:
-            self._former_ids.update(self._registered_ids(name))
+        elif (engine_id := self._registered_ids().get(name)) is not None:
+            self._former_ids[name] = engine_id
         self._start(name)
 
     def add_engine(self, config: Config) -> str:
@@ -255,29 +248,24 @@ class Cluster:
 
     def _live_engines(self, names: Iterable[str]) -> set[str]:
         if CORE not in self.configs:
-            return {name for name in names if self._is_ready(name)}
+            return {name for name in names if self._ask(name, "/ready") is not None}
         return {
             name
             for name, engine_id in self._registered_ids().items()
             if self._former_ids.get(name) != engine_id
         }
 
-    def _registered_ids(self, only: str | None = None) -> dict[str, int]:
-        """Engine ids by name of the engines (or that one) that ServeCore believes to be live."""
+    def _registered_ids(self) -> dict[str, int]:
+        """Engine ids by name of the engines that ServeCore believes to be live."""
         answer = self._ask(CORE, "/ready") if CORE in self.configs else None
-        if answer is None or answer[0] != HTTPStatus.OK:
-            return {}
-        engines = ReadyResponse.model_validate(answer[1]).engines
-        return {e.engine_name: e.engine_id for e in engines if only in (None, e.engine_name)}
+        engines = [] if answer is None else ReadyResponse.model_validate(answer).engines
+        return {engine.engine_name: engine.engine_id for engine in engines}
 
-    def _is_ready(self, name: str) -> bool:
-        answer = self._ask(name, "/ready")
-        return answer is not None and answer[0] == HTTPStatus.OK
-
-    def _ask(self, name: str, path: str) -> tuple[int, Any] | None:
-        """Status and decoded answer of one of our servers, None when there is none (yet)."""
+    def _ask(self, name: str, path: str) -> Any:
+        """The decoded answer of one of our servers; None if it gives none, or one of failure."""
         config = self.configs[name]
-        return ask(_reachable(config["host"]), config["port"], "GET", path)
+        answer = ask(_reachable(config["host"]), config["port"], path)
+        return answer[1] if answer is not None and answer[0] == HTTPStatus.OK else None
 
     def _late_message(self, missing: set[str]) -> str:
         slow = sorted(missing) or [CORE]

@@ -1,7 +1,11 @@
-"""Ports for servers that will be started in a moment."""
+"""Ports of this machine: which are free, and what answers there."""
 
+import http.client
+import json
 import random
 import socket
+from contextlib import closing
+from typing import Any
 
 # Below the ranges from which Linux (32768) and macOS (49152) take ports for outgoing connections,
 # so that no client socket grabs a port between our test and the server's bind.
@@ -30,3 +34,20 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def ask(host: str, port: int, path: str, timeout_s: float = 2.0) -> tuple[int, Any] | None:
+    """(status, decoded JSON or None) of a GET, or None when nobody answers.
+
+    Plain `http.client`: it ignores proxy settings, and needs no event loop."""
+    with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            raw = response.read()
+        except (OSError, http.client.HTTPException):
+            return None
+    try:
+        return response.status, json.loads(raw)
+    except ValueError:
+        return response.status, None

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from parrot.cluster.ports import free_port
-from parrot.cluster.probe import ask
+from parrot.cluster.ports import ask, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -171,7 +170,7 @@ def test_launch_until_a_signal(
 ) -> None:
     paths, port = configs
     launch = start_launch(mark, tmp_path, paths)
-    answer = ask("localhost", port, "GET", "/ready")
+    answer = ask("localhost", port, "/ready")
     assert answer is not None
     assert {e["engine_name"] for e in answer[1]["engines"]} == {"engine-0", "engine-1"}
     launch.popen.send_signal(signal.SIGTERM)

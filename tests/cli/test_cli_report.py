@@ -2,16 +2,16 @@
 
 import io
 import re
+import threading
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from parrot.cli.graph_picture import call_label, draw_session, run_seconds
+from parrot.cli.calls import calls_table, queue_seconds, run_seconds, watching
+from parrot.cli.graph_picture import call_label, draw_session
 from parrot.cli.ping import engine_table
-from parrot.cli.report import calls_table, queue_seconds
-from parrot.cli.watch import SessionWatch
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.public import CompletionInfo, EngineStatus, GraphEdge, SessionInfo
 
@@ -119,19 +119,24 @@ def test_labels_are_short() -> None:
     assert len(call_label(call(0, func_name="f" * 200))) == 36
 
 
-def test_watch_prints_each_finished_call_once() -> None:
+def test_watch_prints_each_finished_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [
         session(call(0, state="running", finished_s=None), call(1, finished_s=None)),
         session(call(0), call(1, state="running", finished_s=None)),
         session(call(0), call(1)),
     ]
-    reads = iter(states)
+    monkeypatch.setattr("parrot.cli.calls._REFRESH_S", 0.001)
+    reads, all_read = iter(states), threading.Event()
+
+    def read() -> SessionInfo:
+        info = next(reads, states[-1])
+        if info is states[-1]:
+            all_read.set()
+        return info
+
     console = Console(file=io.StringIO(), width=80)
-    with SessionWatch(lambda: next(reads, states[-1]), console):
-        pass
-    with SessionWatch(lambda: states[-1], console) as watch:
-        watch._show(states[0])
-        watch._show(states[1])
+    with watching(read, console):
+        assert all_read.wait(10)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines == ["✓  summarize 0  30 tokens in 2.2 s", "✓  summarize 1  30 tokens in 3.2 s"]
@@ -139,7 +144,7 @@ def test_watch_prints_each_finished_call_once() -> None:
 
 def test_watch_on_a_terminal_and_with_a_dead_server() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with SessionWatch(lambda: MAP_REDUCE, console):
+    with watching(lambda: MAP_REDUCE, console):
         pass
     assert isinstance(console.file, io.StringIO)
     assert "combine 3" in console.file.getvalue()
@@ -147,7 +152,7 @@ def test_watch_on_a_terminal_and_with_a_dead_server() -> None:
     def dead() -> SessionInfo:
         raise Unavailable("gone")
 
-    with SessionWatch(dead, console):
+    with watching(dead, console):
         pass
 
 

@@ -37,7 +37,7 @@ def test_without_matplotlib_there_is_no_picture_and_no_traceback(
 
 def test_a_part_and_its_prompt_fit_a_small_model() -> None:
     assert WORDS_PER_PART * 3 < 2048
-    assert summarize_part.to_template_str().endswith("{{text_0}}{{summary}}")
+    assert summarize_part.to_template_str().endswith("{{text}}{{summary}}")
     assert summarize_part.metadata.chat
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from parrot.cluster import Cluster, ClusterError
-from parrot.cluster.ports import free_port, is_free
-from parrot.cluster.probe import ask
+from parrot.cluster.ports import ask, free_port, is_free
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}
@@ -217,7 +216,7 @@ def test_free_ports_differ_and_are_bindable() -> None:
 
 
 def test_asking_nobody_or_something_else() -> None:
-    assert ask("127.0.0.1", free_port("127.0.0.1", set()), "GET", "/health") is None
+    assert ask("127.0.0.1", free_port("127.0.0.1", set()), "/health") is None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert ask("127.0.0.1", port, "GET", "/health", timeout_s=0.1) is None
+        assert ask("127.0.0.1", port, "/health", timeout_s=0.1) is None
