@@ -17,10 +17,9 @@ after one over their sum.
     reuse so far                the mean time between uses, or the time since the last if longer
     anybody else                in a while, the later the longer nobody came"""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from parrot.serve.contexts.index import Boundary, Context
 from parrot.serve.contexts.think_time import ThinkTimes
@@ -55,11 +54,11 @@ class Expectations:
     """The prefix keys that queued and waiting completions will use, and when."""
 
     def __init__(self) -> None:
-        self._expected: dict[bytes, _Expectation] = {}
+        self._expected: defaultdict[bytes, _Expectation] = defaultdict(_Expectation)
 
     def add_queued(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self._of(key).num_queued += 1
+            self._expected[key].num_queued += 1
 
     def remove_queued(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -68,7 +67,7 @@ class Expectations:
 
     def add_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
         for key in keys:
-            self._of(key).waiting[forecast] = None
+            self._expected[key].waiting[forecast] = None
 
     def remove_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
         for key in keys:
@@ -89,9 +88,6 @@ class Expectations:
         """`counts`: how many completions, queued or waiting, would use each key."""
         own = {key: e.num_queued + len(e.waiting) for key, e in self._expected.items()}
         assert own == counts, (own, counts)
-
-    def _of(self, key: bytes) -> _Expectation:
-        return self._expected.setdefault(key, _Expectation())
 
     def _tidy(self, key: bytes) -> None:
         expectation = self._expected[key]
@@ -124,45 +120,25 @@ class NextUse:
         return now + 1 / rate
 
 
-class PrefixListener(Protocol):
-    """Hears of ready prefixes, synchronously. `segments` and `keys` (one prefix key for each
-    segment) belong to `ReadyPrefixes`: they only grow, and may be read until `dropped`."""
-
-    def ready_prefix_grew(
-        self,
-        completion: Completion,
-        segments: Sequence[Segment],
-        keys: Sequence[bytes],
-        forecast: Forecast,
-    ) -> None:
-        """The completion waits, and this much of its prompt is known; more than at the last call,
-        or the first that is heard of it. `forecast`: when the rest will be."""
-        ...
-
-    def dropped(self, completion: Completion) -> None:
-        """It waits no more: it is about to start (then it is QUEUED), or is not wanted any more."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
-class _Known:
-    """The known beginning of a prompt. `num_own`: pieces of the completion's own fill in it;
+class ReadyPrefix:
+    """The known beginning of a prompt, with one prefix key for each segment. It only grows.
+    `forecast`: when the rest will be there. `num_own`: pieces of the completion's own fill in it;
     `end`: its key."""
 
     segments: list[Segment]
     keys: list[bytes]
     end: bytes
+    forecast: Forecast
     num_own: int = 0
 
-    def grow(self, completion: Completion) -> Sequence[bytes]:
-        """Take in what has become ready. Returns the new keys."""
-        size = len(self.keys)
+    def grow(self, completion: Completion) -> None:
+        """Take in what has become ready."""
         for segment in fill_segments(completion, self.num_own):
             self.end = extend_key(self.end, segment)
             self.segments.append(segment)
             self.keys.append(self.end)
-        self.num_own += len(self.keys) - size
-        return self.keys[size:]
+            self.num_own += 1
 
 
 class ReadyPrefixes:
@@ -173,54 +149,37 @@ class ReadyPrefixes:
     def __init__(self, hasher: PrefixHasher, expectations: Expectations) -> None:
         self._hasher = hasher
         self._expectations = expectations
-        self._listener: PrefixListener | None = None
-        self._waiting: dict[Completion, tuple[_Known, Forecast]] = {}
+        self._waiting: dict[Completion, ReadyPrefix] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def listen(self, listener: PrefixListener) -> None:
-        """At most one, before the first completion."""
-        assert self._listener is None, self._listener
-        self._listener = listener
-
-    def expect(self, completion: Completion, forecast: Forecast) -> None:
-        """A wanted completion waits, and its prefix may have grown. `forecast`: when its inputs
-        will be there; that of the first call holds."""
-        waiting = self._waiting.get(completion)
-        if waiting is not None:
-            known, forecast = waiting
-            new = known.grow(completion)
+    def expect(self, completion: Completion, forecast: Forecast) -> ReadyPrefix | None:
+        """A wanted completion waits; `forecast`: when its inputs will be there (that of the first
+        call holds). Returns its prefix if that has grown since the last call."""
+        prefix, num_known = self._waiting.get(completion), 0
+        if prefix is not None:
+            num_known = len(prefix.keys)
         elif _is_begun(completion):
-            known = self._begin(completion)
-            known.grow(completion)
-            self._waiting[completion] = (known, forecast)
-            new = known.keys
+            prefix = self._waiting[completion] = self._begin(completion, forecast)
         else:
-            return
-        self._expectations.add_waiting(new, forecast)
-        if new and self._listener is not None:
-            self._listener.ready_prefix_grew(completion, known.segments, known.keys, forecast)
+            return None
+        prefix.grow(completion)
+        if len(prefix.keys) == num_known:
+            return None
+        self._expectations.add_waiting(prefix.keys[num_known:], prefix.forecast)
+        return prefix
 
-    def drop(self, completion: Completion) -> None:
-        """It waits no more. Safe in any state."""
-        waiting = self._waiting.pop(completion, None)
-        if waiting is None:
-            return
-        known, forecast = waiting
-        self._expectations.remove_waiting(known.keys, forecast)
-        if known.keys and self._listener is not None:
-            self._listener.dropped(completion)
+    def drop(self, completion: Completion) -> ReadyPrefix | None:
+        """It waits no more. Returns the prefix that it had, if any. Safe in any state."""
+        prefix = self._waiting.pop(completion, None)
+        if prefix is not None:
+            self._expectations.remove_waiting(prefix.keys, prefix.forecast)
+        return prefix
 
     def prompt(self, completion: Completion) -> tuple[list[Segment], tuple[bytes, ...]]:
         """The segments and keys of the whole prompt. Its inputs are ready now; it waits no more."""
-        waiting = self._waiting.get(completion)
-        if waiting is None:
-            whole = self._begin(completion)
-        else:
-            known = waiting[0]
-            whole = replace(known, segments=[*known.segments], keys=[*known.keys])
-            self.drop(completion)
+        whole = self.drop(completion) or self._begin(completion, _at_once)
         whole.grow(completion)
         return whole.segments, tuple(whole.keys)
 
@@ -228,22 +187,26 @@ class ReadyPrefixes:
         """Recount. Returns how often each key is expected; raises AssertionError with what
         differs."""
         counts: Counter[bytes] = Counter()
-        for completion, (known, forecast) in self._waiting.items():
+        for completion, prefix in self._waiting.items():
             assert completion.state is CompletionState.WAITING, completion
-            fresh = self._begin(completion)
+            fresh = self._begin(completion, prefix.forecast)
             fresh.grow(completion)
-            assert fresh.segments == known.segments, (completion, known)
-            assert fresh.keys == known.keys, (completion, known)
-            assert forecast() >= 0, completion
-            counts.update(known.keys)
+            assert fresh.segments == prefix.segments, (completion, prefix)
+            assert fresh.keys == prefix.keys, (completion, prefix)
+            assert prefix.forecast() >= 0, completion
+            counts.update(prefix.keys)
         return counts
 
-    def _begin(self, completion: Completion) -> _Known:
+    def _begin(self, completion: Completion, forecast: Forecast) -> ReadyPrefix:
         options = completion.options
         segments = preceding_segments(completion)
         keys = list(self._hasher.keys(options.tenant, options.chat, segments))
         end = keys[-1] if keys else self._hasher.root(options.tenant, options.chat)
-        return _Known(segments, keys, end)
+        return ReadyPrefix(segments, keys, end, forecast)
+
+
+def _at_once() -> float:
+    return 0.0
 
 
 def _is_begun(completion: Completion) -> bool:

@@ -7,7 +7,7 @@ submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.pla
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
@@ -27,12 +27,11 @@ from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.execution.run_table import RunEvents, RunTable
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.segments import PrefixHasher, Segment
+from parrot.serve.prompts.segments import PrefixHasher
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
-from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
 
@@ -82,14 +81,14 @@ class Dispatcher:
         self._prefixes = ReadyPrefixes(PrefixHasher(), self._ledger.expectations)
         self.estimates = Estimates(self._scheduler.pace)
         self._prefetch = Prefetcher(
+            clock,
             self._ledger,
-            self._preview,
-            self._scheduler.runs_session,
-            self._make_task,
+            self._scheduler,
+            self.fleet,
+            self.estimates,
             self._wake,
         )
-        if config.global_scheduler.eager_fill:
-            self._prefixes.listen(self._prefetch)
+        self._fills_eagerly = config.global_scheduler.eager_fill
         self._runs = RunTable(
             clock,
             self._ledger,
@@ -155,28 +154,15 @@ class Dispatcher:
         self._set(completion, result.text, result.tokenized, reused(result.made))
         return True
 
-    def _make_task(
-        self, completion: Completion, segments: Sequence[Segment], keys: Sequence[bytes]
-    ) -> CompletionTask:
-        return CompletionTask(
-            completion,
-            list(segments),
-            tuple(keys),
-            self._clock.now(),
-            self.estimates.output_tokens(completion),
-            self.estimates.tokens_per_char(completion.options.models),
-        )
-
-    def _preview(self, task: CompletionTask) -> Engine | None:
-        engine_id = self._scheduler.preview(task)
-        return None if engine_id is None else self.fleet.get(engine_id)
-
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first."""
-        self._prefixes.expect(completion, forecast)
+        prefix = self._prefixes.expect(completion, forecast)
+        if prefix is not None and self._fills_eagerly:
+            self._prefetch.grew(completion, prefix)
 
     def unexpect(self, completion: Completion) -> None:
         self._prefixes.drop(completion)
+        self._prefetch.give_up(completion)
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""

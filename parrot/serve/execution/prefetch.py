@@ -11,22 +11,25 @@ with steps and memory that nothing else needs."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from parrot.protocol.engine_api import FillPiece, FillRequest
 from parrot.protocol.errors import ParrotError
-from parrot.serve.contexts.forecast import Forecast
+from parrot.serve.contexts.forecast import ReadyPrefix
+from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.engines import Engine
+from parrot.serve.execution.fleet import Fleet
 from parrot.serve.execution.request import open_fill
 from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.prompts.encode import encode_prompt
-from parrot.serve.prompts.segments import Segment
+from parrot.serve.scheduling.predictor import Estimates
+from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -37,8 +40,6 @@ _MAX_SHARE = 0.2
 _PRIOR_TOKENS = 16384
 _MEMORY = 7 / 8  # from one completion to the next
 
-MakeTask = Callable[[Completion, Sequence[Segment], Sequence[bytes]], CompletionTask]
-
 
 @dataclass(slots=True)
 class PrefetchCounts:
@@ -48,6 +49,12 @@ class PrefetchCounts:
     filled: int = 0
     used: int = 0
     wasted: int = 0
+
+    def attribute(self, num_tokens: int, *, is_used: bool) -> None:
+        if is_used:
+            self.used += num_tokens
+        else:
+            self.wasted += num_tokens
 
 
 @dataclass(slots=True)
@@ -73,76 +80,55 @@ class Budget:
         return min(_MAX_SHARE, _WASTED_SHARE * self.asked / max(self.wasted, 1.0))
 
 
-class _Prefix(NamedTuple):
-    """See `PrefixListener`."""
-
-    segments: Sequence[Segment]
-    keys: Sequence[bytes]
-    forecast: Forecast
-
-
 @dataclass(slots=True, eq=False)
 class _Ahead:
-    """The work ahead for one completion. `current`: the piece under way; `more`: another
-    has become ready meanwhile. `is_used` is None until the completion starts or is given up.
-    `num_asked`: tokens that were computed or are under way."""
+    """The work ahead for one completion. `current`: the piece under way; `filled`: the contexts of
+    those before. `is_used` is None until the completion starts or is given up. `num_asked`: tokens
+    that were computed or are under way."""
 
     completion: Completion
     engine: Engine
-    prefix: _Prefix
     budget: Budget
     current: Attempt | None = None
-    runner: asyncio.Task[None] | None = None
-    done: list[Attempt] = field(default_factory=list)
-    more: bool = False
+    filled: list[Context] = field(default_factory=list)
     num_asked: int = 0
     num_filled: int = 0
     is_used: bool | None = None
 
 
 class Prefetcher:
-    """A `PrefixListener`. `choose` says where a task would run now, `runs_session` whether an
-    engine has a call of a session now, `make_task` makes a task of a beginning, and `wake` has
-    `pump` called soon, after ready work was placed."""
+    """Fills what ready prefixes have, where the scheduler would place their completions now. `wake`
+    has `pump` called soon, after ready work was placed."""
 
     def __init__(
         self,
+        clock: Clock,
         ledger: ContextLedger,
-        choose: Callable[[CompletionTask], Engine | None],
-        runs_session: Callable[[int, int], bool],
-        make_task: MakeTask,
+        scheduler: Scheduler,
+        fleet: Fleet,
+        estimates: Estimates,
         wake: Callable[[], None],
     ) -> None:
         self.counts = PrefetchCounts()
         self._budget = Budget(prior=1.0)
         self._budget_when_sure = Budget(prior=0.1)  # completions that wait for others only
+        self._clock = clock
         self._ledger = ledger
-        self._choose = choose
-        self._runs_session = runs_session
-        self._make_task = make_task
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._estimates = estimates
         self._wake = wake
-        self._due: dict[Completion, _Prefix] = {}
+        self._due: dict[Completion, ReadyPrefix] = {}
         self._ahead: dict[Completion, _Ahead] = {}
         self._under_way: dict[tuple[int, bytes], _Ahead] = {}  # by engine and last key
         self._runners = TaskSet()
 
     # What happens to completions
 
-    def ready_prefix_grew(
-        self,
-        completion: Completion,
-        segments: Sequence[Segment],
-        keys: Sequence[bytes],
-        forecast: Forecast,
-    ) -> None:
-        self._due[completion] = _Prefix(segments, keys, forecast)
+    def grew(self, completion: Completion, prefix: ReadyPrefix) -> None:
+        """The completion waits, and more of its prompt is known than before."""
+        self._due[completion] = prefix
         self._wake()
-
-    def dropped(self, completion: Completion) -> None:
-        if completion.state is CompletionState.QUEUED:
-            self._due.pop(completion, None)
-        else:
-            self.give_up(completion)
 
     def started(self, completion: Completion, engine_id: int) -> None:
         """It runs on this engine now."""
@@ -159,13 +145,10 @@ class Prefetcher:
         """It will not run where its prefix is: stop, and free what nobody else wants."""
         self._due.pop(completion, None)
         ahead = self._ahead.pop(completion, None)
-        if ahead is None:
-            return
-        self._settle(ahead, is_used=False)
-        self._stop(ahead)
-        for attempt in reversed(ahead.done):
-            for context in reversed(attempt.opened):
-                self._ledger.release(context)
+        if ahead is not None:
+            self._settle(ahead, is_used=False)
+            self._stop(ahead)
+            self._release(ahead.filled)
 
     def forget_engine(self, engine_id: int) -> None:
         """It is gone with all its contexts. Before the ledger forgets them."""
@@ -182,29 +165,41 @@ class Prefetcher:
         due, self._due = self._due, {}
         for completion, prefix in due.items():
             ahead = self._ahead.get(completion)
-            if ahead is not None and ahead.runner is not None:
-                ahead.more = True
+            if completion.state is not CompletionState.WAITING:
+                continue
+            if ahead is not None and ahead.current is not None:
+                self._due[completion] = prefix  # when that piece is there
             else:
-                self._consider(completion, prefix)
+                self._consider(completion, prefix, ahead)
 
-    def _consider(self, completion: Completion, prefix: _Prefix) -> None:
-        task = self._make_task(completion, prefix.segments, prefix.keys)
-        ahead = self._ahead.get(completion)
+    def _consider(self, completion: Completion, prefix: ReadyPrefix, ahead: _Ahead | None) -> None:
+        task = CompletionTask(
+            completion,
+            list(prefix.segments),
+            tuple(prefix.keys),
+            self._clock.now(),
+            self._estimates.output_tokens(completion),
+            self._estimates.tokens_per_char(completion.options.models),
+        )
         engine = self._choose(task) if ahead is None else ahead.engine
         if engine is None or not (num_missing := self._num_worthwhile(task, engine)):
             return
         is_sure = prefix.forecast() < inf
-        if is_sure and self._runs_session(engine.id, completion.session_id):
+        if is_sure and self._scheduler.runs_session(engine.id, completion.session_id):
             return  # it would delay the very calls that this one waits for
         if ahead is None:
             budget = self._budget_when_sure if is_sure else self._budget
-            ahead = self._ahead[completion] = _Ahead(completion, engine, prefix, budget)
+            ahead = self._ahead[completion] = _Ahead(completion, engine, budget)
         ahead.num_asked += num_missing
-        ahead.current = Attempt(task, engine)
+        attempt = ahead.current = Attempt(task, engine)
         self._under_way[engine.id, task.keys[-1]] = ahead
-        ahead.runner = self._runners.spawn(
-            self._run(ahead, ahead.current), name=f"eager fill for {completion.id}"
+        attempt.runner = self._runners.spawn(
+            self._run(ahead, attempt), name=f"eager fill for {completion.id}"
         )
+
+    def _choose(self, task: CompletionTask) -> Engine | None:
+        engine_id = self._scheduler.preview(task)
+        return None if engine_id is None else self._fleet.get(engine_id)
 
     def _num_worthwhile(self, task: CompletionTask, engine: Engine) -> int:
         """How many tokens are missing there; 0 if they are few, somebody fills them already, or
@@ -221,44 +216,38 @@ class Prefetcher:
 
     async def _run(self, ahead: _Ahead, attempt: Attempt) -> None:
         try:
-            await self._fill_all(ahead, attempt, await self._open(attempt))
+            await self._fill_all(ahead, attempt)
         except ParrotError as error:
             logger.debug("eager fill for %d: %s", ahead.completion.id, error.message)
             ahead.num_asked = ahead.num_filled
             self._stop(ahead)
-            return
         except Exception:
             logger.exception("eager fill for %d failed", ahead.completion.id)
             self._stop(ahead)
-            return
-        self._leave(ahead)
-        ahead.done.append(attempt)
-        if attempt.context is not None:
-            attempt.context.mark_computed()
-            self._ledger.unpin(attempt.context)
-            attempt.context = None
-        if ahead.more and ahead.is_used is None:
-            ahead.more = False
-            self._consider(ahead.completion, ahead.prefix)
+        else:
+            self._leave(ahead)
+            ahead.filled += attempt.opened
+            if attempt.context is not None:
+                attempt.context.mark_computed()
+                self._ledger.unpin(attempt.context)
+        self._wake()
 
-    async def _fill_all(self, ahead: _Ahead, attempt: Attempt, pieces: list[FillPiece]) -> None:
+    async def _fill_all(self, ahead: _Ahead, attempt: Attempt) -> None:
         """Post all pieces at once: their contexts can be found from now on, and a call that forks
         one which the engine has not heard of would wait for it."""
-        fills = [asyncio.ensure_future(self._fill(ahead, attempt, piece)) for piece in pieces]
+        chat = ahead.completion.options.chat
+        segments = attempt.task.segments
+        parts = await encode_prompt(segments, chat, attempt.tokenizer, is_whole=False)
+        pieces = open_fill(self._ledger, attempt, parts)
+        fills = [asyncio.ensure_future(self._fill(ahead, piece)) for piece in pieces]
         try:
             await asyncio.gather(*fills)
         finally:
             for fill in fills:
                 fill.cancel()
 
-    async def _open(self, attempt: Attempt) -> list[FillPiece]:
-        task = attempt.task
-        chat = task.completion.options.chat
-        parts = await encode_prompt(task.segments, chat, attempt.tokenizer, is_whole=False)
-        return open_fill(self._ledger, attempt, parts)
-
-    async def _fill(self, ahead: _Ahead, attempt: Attempt, piece: FillPiece) -> None:
-        completion = attempt.task.completion
+    async def _fill(self, ahead: _Ahead, piece: FillPiece) -> None:
+        completion = ahead.completion
         request = FillRequest.model_construct(
             context_id=piece.context_id,
             parent_context_id=piece.parent_context_id,
@@ -270,47 +259,40 @@ class Prefetcher:
             background=True,
             background_share=ahead.budget.share,
         )
-        response = await attempt.engine.client.fill(request)
-        self._count(ahead, response.computed_tokens)
+        response = await ahead.engine.client.fill(request)
+        self.counts.filled += response.computed_tokens
+        ahead.num_filled += response.computed_tokens
+        if ahead.is_used is not None:
+            self.counts.attribute(response.computed_tokens, is_used=ahead.is_used)
 
     # Ends
 
     def _stop(self, ahead: _Ahead) -> None:
         """End the piece under way, and free its contexts unless somebody has forked them."""
-        attempt, runner = ahead.current, ahead.runner
-        if attempt is None or runner is None:
+        attempt = ahead.current
+        if attempt is None:
             return
         self._leave(ahead)
-        if runner is not asyncio.current_task():
-            runner.cancel()
+        if attempt.runner is not None and attempt.runner is not asyncio.current_task():
+            attempt.runner.cancel()
         if attempt.context is not None:
             self._ledger.unpin(attempt.context)
-            attempt.context = None
-        for context in reversed(attempt.opened):
+        self._release(attempt.opened)
+
+    def _release(self, contexts: list[Context]) -> None:
+        for context in reversed(contexts):
             self._ledger.release(context)
 
     def _leave(self, ahead: _Ahead) -> None:
         """Nothing is under way for it any more."""
         assert ahead.current is not None
         del self._under_way[ahead.engine.id, ahead.current.task.keys[-1]]
-        ahead.current = ahead.runner = None
-
-    def _count(self, ahead: _Ahead, num_filled: int) -> None:
-        self.counts.filled += num_filled
-        ahead.num_filled += num_filled
-        if ahead.is_used is not None:
-            self._attribute(num_filled, ahead.is_used)
+        ahead.current = None
 
     def _settle(self, ahead: _Ahead, *, is_used: bool) -> None:
         ahead.is_used = is_used
         ahead.budget.add(ahead.num_asked, is_used=is_used)
-        self._attribute(ahead.num_filled, is_used)
-
-    def _attribute(self, num_tokens: int, is_used: bool) -> None:
-        if is_used:
-            self.counts.used += num_tokens
-        else:
-            self.counts.wasted += num_tokens
+        self.counts.attribute(ahead.num_filled, is_used=is_used)
 
     def users(self) -> Counter[int]:
         """How many fills use each context, by its id."""

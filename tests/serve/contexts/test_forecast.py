@@ -1,8 +1,7 @@
 """Ready prefixes of waiting completions: what is known of a prompt before all of its inputs are."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from math import inf
 
 import pytest
@@ -13,8 +12,8 @@ from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import EngineFailed
 from parrot.serve.contexts.forecast import Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.nodes import Completion, CompletionState, Task
-from parrot.serve.prompts.segments import PrefixHasher, Segment, fill_segments, preceding_segments
+from parrot.serve.graph.nodes import Completion, Task
+from parrot.serve.prompts.segments import PrefixHasher, fill_segments, preceding_segments
 from parrot.utils.clock import ManualClock
 from tests.serve.graph.test_graph_machine import GraphMachine
 from tests.serve.serve_fakes import (
@@ -57,55 +56,36 @@ class Uses(Expectations):
         self.pairs -= removed
 
 
-@dataclass
-class Listener:
-    """What an eager filler would know."""
-
-    texts: dict[Completion, list[str]] = field(default_factory=dict)
-    num_calls: int = 0
-
-    def ready_prefix_grew(
-        self,
-        completion: Completion,
-        segments: Sequence[Segment],
-        keys: Sequence[bytes],
-        forecast: Forecast,
-    ) -> None:
-        assert completion.state is CompletionState.WAITING
-        assert len(segments) == len(keys) > len(self.texts.get(completion, []))
-        self.texts[completion] = [segment.text for segment in segments]
-        self.num_calls += 1
-
-    def dropped(self, completion: Completion) -> None:
-        assert completion.state is not CompletionState.WAITING
-        del self.texts[completion]
-
-    def shown(self) -> list[list[str]]:
-        return list(self.texts.values())
-
-
 class ForecastingRunner(FakeRunner):
-    """Starts completions with their prompts, as the dispatcher does."""
+    """Starts completions with their prompts, as the dispatcher does, and keeps what an eager filler
+    would know."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.uses, self.listener = Uses(), Listener()
+        self.uses = Uses()
         self.prefixes = ReadyPrefixes(HASHER, self.uses)
-        self.prefixes.listen(self.listener)
+        self.texts: dict[Completion, list[str]] = {}
+        self.num_grown = 0
 
     def expect(self, completion: Completion, forecast: Forecast) -> None:
         super().expect(completion, forecast)
-        self.prefixes.expect(completion, forecast)
+        prefix = self.prefixes.expect(completion, forecast)
+        if prefix is not None:
+            assert len(prefix.segments) == len(prefix.keys) > len(self.texts.get(completion, []))
+            self.texts[completion] = [segment.text for segment in prefix.segments]
+            self.num_grown += 1
 
     def unexpect(self, completion: Completion) -> None:
         super().unexpect(completion)
         self.prefixes.drop(completion)
+        self.texts.pop(completion, None)
 
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
             segments, keys = self.prefixes.prompt(task)
             assert segments == [*preceding_segments(task), *fill_segments(task)]
             assert keys == HASHER.keys("tenant", task.options.chat, segments)
+            self.texts.pop(task, None)
         super().start(task)
 
     def check(self) -> None:
@@ -129,7 +109,7 @@ def graph(runner: ForecastingRunner, clock: ManualClock) -> SessionGraph:
 
 def shown(runner: ForecastingRunner) -> list[list[str]]:
     runner.check()
-    return runner.listener.shown()
+    return list(runner.texts.values())
 
 
 def test_a_prefix_grows_up_to_the_first_missing_input(
@@ -148,7 +128,7 @@ def test_a_prefix_grows_up_to_the_first_missing_input(
     assert shown(runner) == [["A "]]
     graph.set_variable(y, "2")
     assert shown(runner) == [["A "]]
-    assert runner.listener.num_calls == 1
+    assert runner.num_grown == 1
     graph.set_variable(x, "1")
     assert shown(runner) == [["A ", "1", " B ", "2", " C "]]
     graph.set_variable(z, "3")
@@ -235,7 +215,8 @@ def test_a_forecast_asks_those_above_it(
     add_reader(graph, graph.variable(out), Criteria.LATENCY)
     clock._now += 50
     runner.finish(runner.started[0])
-    last = runner.prefixes._waiting[graph.variable(out).producer][1]  # type: ignore[union-attr, index]
+    waiting = runner.prefixes._waiting[graph.variable(out).producer]  # type: ignore[index]
+    last = waiting.forecast
     assert 50 < last() - clock.now() < 51  # when `b` has its inputs, and has run
 
 
@@ -257,7 +238,7 @@ def test_a_long_stateful_chain_has_one_prefix(
     assert len(runner.prefixes) == 0
     runner.finish(runner.started[0])
     assert len(runner.prefixes) == 0
-    assert runner.listener.num_calls == 0
+    assert runner.num_grown == 0
 
 
 def test_inputs_that_come_in_order_cost_what_they_add(
@@ -269,7 +250,7 @@ def test_inputs_that_come_in_order_cost_what_they_add(
     for var_id in inputs[:-1]:
         graph.set_variable(var_id, "text")
     runner.check()
-    assert runner.listener.num_calls == 300
+    assert runner.num_grown == 300
     assert sum(runner.uses.counts.values()) == 2 * 299 + 1
     graph.set_variable(inputs[-1], "text")
     runner.check()
@@ -289,13 +270,13 @@ class ReadyPrefixesMachine(GraphMachine):
         self.runner.check()
         expected = set(self.runner.expected)
         assert set(self.runner.prefixes._waiting) <= expected
-        assert set(self.runner.listener.texts) <= expected
+        assert set(self.runner.texts) <= expected
 
     def teardown(self) -> None:
         super().teardown()
         assert len(self.runner.prefixes) == 0
         assert not self.runner.uses.counts
-        assert not self.runner.listener.texts
+        assert not self.runner.texts
 
 
 TestReadyPrefixesMachine = ReadyPrefixesMachine.TestCase
