@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
     Capacity,
     KernelConfig,
@@ -15,7 +15,7 @@ from parrot.engine.attention.tree_attention import (
 )
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.kv_view import KVView
+from parrot.engine.kernels.launch import KVView
 
 MEMORY_RATE = 4.3e12
 MATRIX_RATE = 790e12

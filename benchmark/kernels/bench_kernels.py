@@ -30,7 +30,7 @@ from benchmark.kernels.attention_cases import (
 )
 from benchmark.kernels.timing import ceilings, time_graph
 from benchmark.results import Report, load, run
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
     Capacity,
     KernelConfig,

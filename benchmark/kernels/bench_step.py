@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmark.kernels.attention_cases import MEMORY_RATE, Workload, step_rows
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
@@ -25,7 +25,7 @@ from parrot.engine.kernels.fused import (
     rope_and_store,
     silu_mul,
 )
-from parrot.engine.kernels.kv_view import KVView
+from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,

@@ -13,11 +13,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import transformers
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan, StepResult
-from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.models.loader import load_decoder
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import cpu
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.load import load_runner

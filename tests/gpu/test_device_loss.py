@@ -17,7 +17,7 @@ import sys, torch
 from contextlib import suppress
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.models.loader import load_decoder
+from parrot.engine.models.checkpoint import load_decoder
 from parrot.engine.core.plan import DeviceLost, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 

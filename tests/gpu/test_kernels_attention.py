@@ -9,11 +9,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.kv_view import KVView, NewKV
+from parrot.engine.kernels.launch import KVView, NewKV
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import triton
 
-from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.models.loader import load_decoder
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Context, Driver

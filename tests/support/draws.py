@@ -12,13 +12,13 @@ from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.kernels.sampling import adjust_logits
 from parrot.engine.kernels.sampling_layout import KEY_0, KEY_1
-from parrot.engine.runner.adjustments import (
+from parrot.engine.runner.draws import (
     AdjustedRow,
     AdjustedTokens,
     Adjustments,
     adjustments_of,
+    draw_settings,
 )
-from parrot.engine.runner.draws import draw_settings
 from parrot.protocol.sampling import SamplingConfig
 
 SETTINGS: list[dict[str, Any]] = [

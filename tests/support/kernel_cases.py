@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.work_list import StepRows
 from parrot.engine.kernels.attention_shape import AttentionShape
 

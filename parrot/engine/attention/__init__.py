@@ -4,8 +4,3 @@ This room plans which keys are read once for which queries, and runs such a plan
 with the Triton kernels. It owns the work list of a step and the buffers of partial results. It must
 not know of models, of jobs, or of who uses a block and for how long.
 """
-
-from parrot.engine.attention.interface import AttentionBackend
-from parrot.engine.attention.torch_attention import TorchAttention
-
-__all__ = ["AttentionBackend", "TorchAttention"]

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 

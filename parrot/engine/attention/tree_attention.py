@@ -13,8 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig, WorkList
 from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.kv_view import KVView, NewKV
-from parrot.engine.kernels.launch import early_launch, starts_early
+from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
 from parrot.engine.kernels.merge_kernels import merge_partials
 
 _HOPPER = 9

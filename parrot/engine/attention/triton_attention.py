@@ -6,7 +6,7 @@ import torch
 
 from parrot.engine.attention.tree_attention import PlanBuffers, TreeAttention, dense_attention
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.kv_view import KVView, NewKV
+from parrot.engine.kernels.launch import KVView, NewKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from parrot.engine.attention.context_tree import ContextTree, IntArray, TreeNode, build_tree
-from parrot.engine.attention.gate import GateConfig, choose_shared
+from parrot.engine.attention.context_tree import (
+    ContextTree,
+    GateConfig,
+    IntArray,
+    TreeNode,
+    build_tree,
+    choose_shared,
+)
 from parrot.engine.kernels.attention_shape import AttentionShape
 
 LongArray = npt.NDArray[np.int64]

@@ -10,8 +10,14 @@ import torch
 
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.huggingface.runner import HuggingFaceRunner
-from parrot.engine.models.checkpoint import EMBEDDED, Checkpoint, open_checkpoint, open_tokenizer
-from parrot.engine.models.loader import resolve_device, resolve_dtype
+from parrot.engine.models.checkpoint import (
+    EMBEDDED,
+    Checkpoint,
+    open_checkpoint,
+    open_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 

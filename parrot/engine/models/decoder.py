@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.attention import AttentionBackend
 from parrot.engine.models.layers import (
     ACTIVATIONS,
     MLP,
@@ -15,16 +14,32 @@ from parrot.engine.models.layers import (
     Linear,
     Norm,
     RMSNorm,
+    Rope,
     make_linear,
+    rotate_,
 )
-from parrot.engine.models.rope import Rope, rotate_
 from parrot.engine.models.spec import DecoderSpec
 
-PlanT = TypeVar("PlanT")
+PlanT = TypeVar("PlanT", contravariant=True)
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
+
+
+class AttentionBackend(Protocol, Generic[PlanT]):
+    """Writes the new KV of a step into the pool and attends over the contexts. A plan (`PlanT`) is
+    made once for a step and serves all of its layers."""
+
+    def run(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT
+    ) -> torch.Tensor:
+        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]
+        -> [rows, heads * head_dim].
+
+        k and v are written to the pool; none of the three is changed. A result may be overwritten
+        by the next call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

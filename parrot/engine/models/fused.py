@@ -1,10 +1,12 @@
-"""A decoder's forward pass in fused kernels, for the models that they fit.
+"""A decoder's forward pass on the Triton kernels, fused for the models that fit.
 
 Between the matrix products there are three kernels a layer besides attention: residual sum with
 RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul. Of few
 rows the products do all of this themselves."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +27,16 @@ from parrot.engine.kernels.linear import (
     few_rows_qkv,
 )
 from parrot.engine.models.decoder import Decoder, Layer
-from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm
-from parrot.engine.models.rope import angle_table
-from parrot.engine.models.spec import DecoderSpec
+from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
+
+Forward = Callable[[torch.Tensor, TritonAttention, TritonPlan, torch.Tensor | None], torch.Tensor]
+"""Token ids, attention, its plan and sampled rows -> logits [sampled rows, vocab]; None: of all."""
 
 
-def can_fuse(spec: DecoderSpec) -> bool:
-    return (
+def make_forward(model: Decoder, max_positions: int) -> Forward:
+    """Fused kernels where they fit the model, else plain torch."""
+    spec = model.spec
+    can_fuse = (
         spec.rope is not None
         and spec.norm == "rms"
         and spec.gated
@@ -41,6 +46,20 @@ def can_fuse(spec: DecoderSpec) -> bool:
         and spec.embed_dim is None
         and not spec.names.positions
     )
+    return FusedDecoder(model, max_positions) if can_fuse else partial(_plain_forward, model)
+
+
+def _plain_forward(
+    model: Decoder,
+    token_ids: torch.Tensor,
+    attention: TritonAttention,
+    plan: TritonPlan,
+    sample_rows: torch.Tensor | None,
+) -> torch.Tensor:
+    hidden = model.forward(token_ids, plan.positions, attention, plan)
+    if sample_rows is not None:
+        hidden = hidden.index_select(0, sample_rows)
+    return model.logits(hidden)
 
 
 Normed = torch.Tensor | UndividedRows

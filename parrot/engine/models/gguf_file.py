@@ -5,7 +5,6 @@ its reader makes an object of each of the tokenizer's 100,000 strings, which tak
 header is parsed here."""
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,19 +22,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+# The codes of `struct`.
+_SCALARS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -43,21 +31,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_SUFFIXES = (".weight", ".bias")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -89,10 +63,10 @@ class _Header:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            return self.scalar(_SCALARS[kind])
+            return self.scalar("<" + _SCALARS[kind])
         item_kind, count = self.scalar("<I"), self.scalar("<Q")
         if item_kind in _SCALARS:
-            values = np.frombuffer(self._data, _SCALARS[item_kind], count, self.position)
+            values = np.frombuffer(self._data, "<" + _SCALARS[item_kind], count, self.position)
             self.position += values.nbytes
             return values.tolist()
         return [self.value(item_kind) for _ in range(count)]
@@ -118,6 +92,12 @@ class GGUFFile:
             raise ConfigError(f"{path}: not a usable GGUF file: {error}") from None
 
     @cached_property
+    def _names(self) -> Any:
+        """llama.cpp's names of tensors by those of Hugging Face."""
+        architecture = gguf.MODEL_ARCH[self.metadata["general.architecture"].upper()]
+        return gguf.get_tensor_name_map(architecture, self.config["num_hidden_layers"])
+
+    @cached_property
     def config(self) -> HFConfig:
         architecture = str(self.metadata.get("general.architecture"))
         if architecture not in _ARCHITECTURES:
@@ -130,20 +110,12 @@ class GGUFFile:
         except KeyError as error:
             raise ConfigError(f"{self.path}: the GGUF metadata has no {error.args[0]!r}") from None
 
-    def names(self) -> frozenset[str]:
-        """Only what this file holds under a name that `get` understands."""
-        layers = {
-            f"model.layers.{i}.{name}.{kind}"
-            for i in range(self.config["num_hidden_layers"])
-            for name in _LAYER_NAMES
-            for kind in ("weight", "bias")
-        }
-        candidates = layers | {f"{name}.weight" for name in _TOP_NAMES}
-        return frozenset(n for n in candidates if _gguf_name(n) in self._tensors)
+    def __contains__(self, name: str) -> bool:
+        return self._names.get_name(name, _SUFFIXES) in self._tensors
 
     def get(self, name: str, device: torch.device) -> torch.Tensor:
         """A tensor on a device, in float32, in the layout of Hugging Face checkpoints."""
-        tensor = self._dequantize(_gguf_name(name)).to(device)
+        tensor = self._dequantize(self._names.get_name(name, _SUFFIXES)).to(device)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         module = name.split(".")[-2]
         if self.metadata["general.architecture"] == "llama" and module in heads:
@@ -178,7 +150,7 @@ class GGUFFile:
             "num_key_value_heads": kv_heads,
             "head_dim": get(f"{architecture}.attention.key_length", hidden // heads),
             "intermediate_size": self.metadata[f"{architecture}.feed_forward_length"],
-            "vocab_size": self._tensors[_TOP_NAMES["model.embed_tokens"] + ".weight"].shape[0],
+            "vocab_size": self._tensors["token_embd.weight"].shape[0],
             "max_position_embeddings": self.metadata[f"{architecture}.context_length"],
             "rms_norm_eps": self.metadata[f"{architecture}.attention.layer_norm_rms_epsilon"],
             "rope_parameters": self._rope_parameters(architecture),
@@ -221,14 +193,6 @@ class GGUFFile:
                 f"{self.path}: {name!r} has type {kind.name}, which cannot be dequantized"
             ) from None
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-
-
-def _gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    match = _LAYER.fullmatch(module)
-    if match is None:
-        return f"{_TOP_NAMES.get(module, module)}.{kind}"
-    return f"blk.{match[1]}.{_LAYER_NAMES.get(match[2], match[2])}.{kind}"
 
 
 def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

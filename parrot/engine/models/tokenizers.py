@@ -53,8 +53,8 @@ def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerRespon
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
         raise ConfigError(f"{path}: not a usable tokenizer: {error}") from None
-    settings = _read_json(folder / "tokenizer_config.json")
-    generation = _read_json(folder / "generation_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
+    generation = read_json(folder / "generation_config.json")
     bos = _special_id(tokenizer, settings, config, "bos")
     eos = _as_ids(generation.get("eos_token_id")) + _as_ids(config.get("eos_token_id"))
     own_eos = _special_id(tokenizer, settings, {}, "eos")
@@ -224,11 +224,14 @@ def _as_ids(value: object) -> list[int]:
     return [int(i) for i in value] if isinstance(value, list) else [int(value)]  # type: ignore[call-overload]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):

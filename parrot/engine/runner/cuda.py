@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.planner import WorkPlanner
 from parrot.engine.attention.tree_attention import split_for
 from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.device import noticing_loss
+from parrot.engine.models.fused import make_forward
+from parrot.engine.runner.device import Landing, noticing_loss
 from parrot.engine.runner.draws import DrawBuilder
-from parrot.engine.runner.forward import make_forward
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
-from parrot.engine.runner.launched import Landing, Launched, WatchedAttention
+from parrot.engine.runner.launched import Launched, WatchedAttention
 from parrot.engine.runner.step_computer import PlannedStep, StepComputer
 from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
@@ -65,9 +65,8 @@ class CudaRunner:
         shape = self._attention.shape
         split = split_for(shape, model.dtype, device)
         self._planner = WorkPlanner(shape, options.gate, split)
-        forward = make_forward(model, max_seq_len)
         self.computer = StepComputer(
-            forward,
+            make_forward(model, max_seq_len),
             self._attention,
             SyntheticPlans(shape, options.gate, split, options.max_tokens, max_seq_len),
             (max_rows, self._inputs.width),
@@ -77,7 +76,7 @@ class CudaRunner:
             sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
             sizes += mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
             self.computer.graphs = StepGraphs(
-                forward, self._attention, Rooms(shape, split), sizes, self.computer.bind
+                self._attention, Rooms(shape, split), sizes, self.computer.compute_in_place
             )
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launching: Future[torch.Tensor] = Future()

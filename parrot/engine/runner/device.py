@@ -1,11 +1,99 @@
-"""Distinguishes a step that failed from a device that is lost."""
+"""What runners do with a device besides computing: send a step's numbers, receive its tokens, and
+notice that it is lost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
+from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import DeviceLost
+
+_ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
+
+
+class Mark:
+    """A place in the stream of work: the device has passed it, or not yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def put(self) -> None:
+        """Set the mark behind all that was launched up to now."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device has passed the place where the mark was put last."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Stage:
+    """Sends a step's numbers: one pinned buffer, one copy.
+
+    `send` puts arrays one after the other at the beginning of a device buffer, so arrays of the
+    same lengths always arrive at the same addresses, which are multiples of 128 bytes."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._done = Mark(device)
+        self._allocate(capacity, device)
+
+    def _allocate(self, capacity: int, device: torch.device) -> None:
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._numbers = self._host.numpy()
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
+
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """Make room for arrays of these lengths. If the buffer must grow, their places change."""
+        wanted = _starts(lengths)[-1]
+        if wanted > len(self._numbers):
+            self._allocate(2 * wanted, self._device.device)
+
+    def send(self, parts: Sequence[IntArray]) -> list[torch.Tensor]:
+        """Valid on the current stream until the next `send`. `sent` must follow."""
+        self._done.wait()
+        starts = _starts([len(part) for part in parts])
+        for start, part in zip(starts, parts, strict=False):
+            self._numbers[start : start + len(part)] = part
+        self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
+        return self._views(starts, [len(part) for part in parts])
+
+    def places(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The places where `send` puts arrays of these lengths."""
+        return self._views(_starts(lengths), lengths)
+
+    def _views(self, starts: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
+        return [self._device[a : a + n] for a, n in zip(starts, lengths, strict=False)]
+
+    def sent(self) -> None:
+        """Say that all copies from pinned memory that belong to this step are under way."""
+        self._done.put()
+
+
+class Landing:
+    """Pinned memory in which one step's tokens arrive."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._done = Mark(device)
+
+    def receive(self, tokens: torch.Tensor) -> None:
+        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+        self._done.put()
+
+    def wait(self, count: int) -> list[int]:
+        self._done.wait()
+        numbers: list[int] = self._host[:count].tolist()
+        return numbers
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Begin of each array, and end of the last."""
+    sizes = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+    return [0, *accumulate(sizes)]
 
 
 @contextmanager

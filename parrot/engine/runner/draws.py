@@ -1,29 +1,22 @@
-"""The settings by which the tokens of a step are chosen on the device (numpy only)."""
+"""The settings by which the tokens of a step are chosen on the device (numpy only).
+
+Penalties and biases are lists: each job has one of the tokens whose logits change, kept up to date
+from step to step; the whole list goes to the device. The token that the step before samples for the
+job is not on it yet: that one is `PENDING`, and the kernel finds it on the device."""
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import PENDING, SampleSpec
+from parrot.engine.kernels import sampling_layout as layout
 from parrot.engine.kernels.noise import noise_keys
-from parrot.engine.kernels.sampling_layout import (
-    FLOOR,
-    INVERSE_TEMPERATURE,
-    KEY_0,
-    KEY_1,
-    NUM_SETTINGS,
-    TOP_K,
-    TOP_P,
-)
-from parrot.engine.runner.adjustments import (
-    AdjustedRow,
-    AdjustedTokens,
-    Adjustments,
-    adjustments_of,
-)
 from parrot.engine.runner.inputs import StepInputs
 from parrot.engine.runner.sampling import MIN_TEMPERATURE
 from parrot.protocol.sampling import SamplingConfig
@@ -31,6 +24,82 @@ from parrot.protocol.sampling import SamplingConfig
 DRAWN, LIMITED, ADJUSTED = 1, 2, 4
 """Bits of a choice; 0 takes the largest logit. DRAWN: noise is added. LIMITED: top-k or top-p
 apply. ADJUSTED: logits are changed before."""
+
+
+class AdjustedTokens:
+    """The entries of one job; updating them takes time for new tokens only."""
+
+    def __init__(self, job_id: int, config: SamplingConfig) -> None:
+        self.job_id = job_id
+        self.penalties = (
+            config.presence_penalty,
+            config.frequency_penalty,
+            config.repetition_penalty or 1.0,
+        )
+        self._counts_output = bool(config.presence_penalty or config.frequency_penalty)
+        self._marks_context = config.repetition_penalty not in (0.0, 1.0)
+        self._num_counted = 0
+        self._num_marked = 0
+        self._entries = array("i")
+        self._place_of: dict[int, int] = {}
+        bias = config.logit_bias or {}
+        bits = np.array([*bias.values()], dtype=np.float32).view(np.int32).tolist()
+        for token, value in zip(bias, bits, strict=True):
+            self._place_of[token] = len(self._entries)
+            self._entries.extend((token, -1, value))
+
+    def update(self, spec: SampleSpec) -> IntArray:
+        """The entries, flat; valid until the next call and to be dropped before it."""
+        if self._marks_context:
+            new = spec.context_ids[self._num_marked :]
+            self._add(dict.fromkeys(new, 0))
+            self._num_marked = len(spec.context_ids)
+        if self._counts_output:
+            new = spec.output_ids[self._num_counted :]
+            self._add(Counter(new) if len(new) > 1 else dict.fromkeys(new, 1))
+            self._num_counted = len(spec.output_ids)
+        return np.frombuffer(self._entries, dtype=np.int32)
+
+    def _add(self, counts: Mapping[int, int]) -> None:
+        entries, place_of = self._entries, self._place_of
+        for token, count in counts.items():
+            place = place_of.get(token)
+            if place is None:
+                place_of[token] = len(entries)
+                entries.extend((token, count, 0))
+            else:
+                entries[place + layout.COUNT] = max(entries[place + layout.COUNT], 0) + count
+
+
+class AdjustedRow(NamedTuple):
+    """A row of the logits, as it is with `spec`; `pending_at` as in PENDING_AT."""
+
+    row: int
+    pending_at: int
+    tokens: AdjustedTokens
+    spec: SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """`rows` int32 [adjusted rows, NUM_COLUMNS], `entries` int32 [entries of all, NUM_FIELDS]."""
+
+    rows: IntArray
+    entries: IntArray
+
+
+def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
+    entries = [a.tokens.update(a.spec) for a in adjusted]
+    ends = np.cumsum([len(part) for part in entries]) // layout.NUM_FIELDS
+    rows = np.zeros((len(adjusted), layout.NUM_COLUMNS), dtype=np.int32)
+    rows[:, layout.ROW] = [a.row for a in adjusted]
+    rows[:, layout.PENDING_AT] = [a.pending_at for a in adjusted]
+    rows[1:, layout.FIRST] = ends[:-1]
+    rows[:, layout.END] = ends
+    rows.view(np.float32)[:, layout.PRESENCE : layout.REPETITION + 1] = [
+        a.tokens.penalties for a in adjusted
+    ]
+    return Adjustments(rows, np.concatenate(entries).reshape(-1, layout.NUM_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +126,7 @@ class DrawBuilder:
     table."""
 
     def __init__(self, max_rows: int) -> None:
-        self._settings = np.zeros((max_rows, NUM_SETTINGS), dtype=np.int32)
+        self._settings = np.zeros((max_rows, layout.NUM_SETTINGS), dtype=np.int32)
         self._choices: list[_Choice | None] = [None] * max_rows
 
     def build(self, inputs: StepInputs) -> Draws:
@@ -87,21 +156,21 @@ class DrawBuilder:
     def _draws(self, rows: IntArray, samples: Sequence[SampleSpec | None]) -> IntArray:
         settings = self._settings[rows]
         keys = [(0, 0) if spec is None else (spec.seed, spec.position) for spec in samples]
-        settings[:, KEY_0 : KEY_1 + 1] = noise_keys(*zip(*keys, strict=True))
+        settings[:, layout.KEY_0 : layout.KEY_1 + 1] = noise_keys(*zip(*keys, strict=True))
         settings[[i for i, spec in enumerate(samples) if spec is None]] = 0
         return settings
 
 
 def draw_settings(config: SamplingConfig) -> IntArray:
     """A row of settings, but for the keys."""
-    row = np.zeros(NUM_SETTINGS, dtype=np.int32)
+    row = np.zeros(layout.NUM_SETTINGS, dtype=np.int32)
     if config.takes_the_largest:
         return row
     floats = row.view(np.float32)
-    floats[INVERSE_TEMPERATURE] = 1.0 / max(config.temperature, MIN_TEMPERATURE)
-    floats[FLOOR] = math.log(config.min_p) if config.min_p else -math.inf
-    row[TOP_K] = config.top_k or 0
-    floats[TOP_P] = config.top_p
+    floats[layout.INVERSE_TEMPERATURE] = 1.0 / max(config.temperature, MIN_TEMPERATURE)
+    floats[layout.FLOOR] = math.log(config.min_p) if config.min_p else -math.inf
+    row[layout.TOP_K] = config.top_k or 0
+    floats[layout.TOP_P] = config.top_p
     return row
 
 

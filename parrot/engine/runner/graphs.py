@@ -10,15 +10,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from parrot.engine.attention.tree_attention import Capacity, KernelConfig, PlanBuffers
-from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
+from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import MATRIX_RATE
-from parrot.engine.runner.forward import Decoded, Forward, decode
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,14 @@ class StepSize:
     logits: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The places of the arrays of a step of some size."""
+class Decoded(NamedTuple):
+    """Row by row: the token of the largest logit, or -1 where the logits are not finite."""
 
-    token_ids: torch.Tensor
-    plan: TritonPlan
-    logit_rows: torch.Tensor | None
+    tokens: torch.Tensor
+    logits: torch.Tensor
 
 
-Bind = Callable[[StepSize, PlanBuffers], Bound]
+Compute = Callable[[StepSize, PlanBuffers, TritonAttention], Decoded]
 
 
 @dataclass(slots=True)
@@ -121,21 +119,19 @@ class Rooms:
 
 class StepGraphs:
     """Owns the graphs, and partial results of their own. `sizes`: decodes by number of rows, then
-    steps with prompts."""
+    steps with prompts. `compute` reads a step's arrays from the same places each time."""
 
     def __init__(
         self,
-        forward: Forward,
         attention: TritonAttention,
         rooms: Rooms,
         sizes: Sequence[StepSize],
-        bind: Bind,
+        compute: Compute,
     ) -> None:
-        self._forward = forward
         self._attention = attention.sibling(max(rooms.largest(size).slots for size in sizes))
         self._rooms = rooms
         self.sizes = sizes
-        self._bind = bind
+        self._compute = compute
         self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
         self._num_wanted: Counter[tuple[StepSize, Capacity]] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
@@ -182,16 +178,14 @@ class StepGraphs:
     def _capture(self, size: StepSize, room: Capacity, work: WorkList) -> Graph:
         plan = PlanBuffers(room, self._attention.device)
         plan.upload(work)
-        bound = self._bind(size, plan)
-        arguments = (bound.token_ids, self._attention, bound.plan, bound.logit_rows)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # What is compiled or set up at first use, is now.
-            decode(self._forward(*arguments))
+            self._compute(size, plan, self._attention)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            decoded = decode(self._forward(*arguments))
+            decoded = self._compute(size, plan, self._attention)
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         logger.debug("captured a graph for %s in %s", size, room)

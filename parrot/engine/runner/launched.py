@@ -1,4 +1,4 @@
-"""A step on its way: when the next one is due, and where its tokens arrive."""
+"""A step on its way, and when the next one is due."""
 
 import math
 from collections.abc import Sequence
@@ -13,32 +13,14 @@ from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.core.plan import StepResult
 from parrot.engine.kernels.launch import MATRIX_RATE
-from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.device import Landing, Mark, noticing_loss
 from parrot.engine.runner.inputs import StepInputs
 from parrot.engine.runner.sampling import results
-from parrot.engine.runner.staging import Mark
 
 _LEAD_S = 1e-3
 
 Sources = tuple[torch.Tensor, IntArray]
 """Tokens of the step before on the device, and which of them the pending ones of this step are."""
-
-
-class Landing:
-    """Pinned memory in which one step's tokens arrive."""
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._done = Mark(device)
-
-    def receive(self, tokens: torch.Tensor) -> None:
-        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
-        self._done.put()
-
-    def wait(self, count: int) -> list[int]:
-        self._done.wait()
-        numbers: list[int] = self._host[:count].tolist()
-        return numbers
 
 
 @dataclass(frozen=True, slots=True)

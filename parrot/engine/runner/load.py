@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
-from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
+from parrot.engine.models.checkpoint import (
+    load_decoder,
+    open_checkpoint,
+    open_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory

@@ -9,16 +9,17 @@ import torch
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers
-from parrot.engine.attention.triton_attention import TritonPlan
+from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
 from parrot.engine.kernels.linear import FEW_ROWS
+from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
+from parrot.engine.models.fused import Forward
+from parrot.engine.runner.device import Landing, Stage
 from parrot.engine.runner.draws import Draws
-from parrot.engine.runner.forward import Decoded, Forward, decode
-from parrot.engine.runner.graphs import Bound, StepGraphs, StepSize
+from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
 from parrot.engine.runner.inputs import StepInputs
-from parrot.engine.runner.launched import Landing, Sources, WatchedAttention
-from parrot.engine.runner.staging import Stage
+from parrot.engine.runner.launched import Sources, WatchedAttention
 from parrot.engine.runner.token_choice import SentAdjustments, TokenChooser
 from parrot.engine.runner.warm_up import SyntheticPlans
 
@@ -103,14 +104,24 @@ class StepComputer:
         return self._forward_eagerly(sent.parts, step.work), sent
 
     def _forward_eagerly(self, sent: Sequence[torch.Tensor], work: WorkList) -> Decoded:
-        token_ids, positions, table_rows, logit_rows = sent
         buffers = PlanBuffers(Capacity.of(work), self._device)
         buffers.upload(work)
         self._stage.sent()
         self._attention.ensure_slots(work.num_slots)
-        self._attention.expect(len(token_ids))
-        plan = TritonPlan(buffers, self._tables, positions, table_rows)
-        return decode(self._forward(token_ids, self._attention, plan, logit_rows))
+        self._attention.expect(len(sent[0]))
+        return self._decode(sent[:3], sent[3], buffers, self._attention)
+
+    def _decode(
+        self,
+        rows: Sequence[torch.Tensor],
+        logit_rows: torch.Tensor | None,
+        work: PlanBuffers,
+        attention: TritonAttention,
+    ) -> Decoded:
+        token_ids, positions, table_rows = rows
+        plan = TritonPlan(work, self._tables, positions, table_rows)
+        logits = self._forward(token_ids, attention, plan, logit_rows)
+        return Decoded(best_tokens(logits), logits)
 
     def _run_graph(self, step: PlannedStep, size: StepSize) -> tuple[Decoded, _Sent] | None:
         """None if no graph is large enough."""
@@ -147,12 +158,12 @@ class StepComputer:
         adjusted = draws.adjustments
         return _Sent(sent, settings, None if adjusted is None else self._chooser.send(adjusted))
 
-    def bind(self, size: StepSize, work: PlanBuffers) -> Bound:
-        """Name the places where `_run_graph` leaves the arrays of a step of this size."""
-        logits = 0 if size.logits is None else size.logits
-        places = self._stage.places([size.rows] * 3 + [logits])
-        plan = TritonPlan(work, self._tables, places[1], places[2])
-        return Bound(places[0], plan, None if size.logits is None else places[3])
+    def compute_in_place(
+        self, size: StepSize, work: PlanBuffers, attention: TritonAttention
+    ) -> Decoded:
+        """Compute from the places where `_run_graph` leaves the arrays of a step of this size."""
+        *places, logit_rows = self._stage.places([size.rows] * 3 + [size.logits or 0])
+        return self._decode(places, None if size.logits is None else logit_rows, work, attention)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -5,14 +5,16 @@ import torch
 from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.sampling import adjust_logits, best_tokens, draw_tokens
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
-from parrot.engine.runner.adjustments import (
+from parrot.engine.runner.device import Stage
+from parrot.engine.runner.draws import (
+    DRAWN,
+    LIMITED,
     AdjustedRow,
     AdjustedTokens,
     Adjustments,
     adjustments_of,
+    draw_settings,
 )
-from parrot.engine.runner.draws import DRAWN, LIMITED, draw_settings
-from parrot.engine.runner.staging import Stage
 from parrot.protocol.sampling import SamplingConfig
 
 _NUM_NUMBERS = 2**16

@@ -7,9 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.attention import TorchAttention
-from parrot.engine.attention.gate import GateConfig
-from parrot.engine.attention.torch_attention import WHOLE_SPANS, attend, attend_reference, merge
+from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.torch_attention import (
+    WHOLE_SPANS,
+    TorchAttention,
+    attend,
+    attend_reference,
+    merge,
+)
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error

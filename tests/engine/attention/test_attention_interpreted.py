@@ -6,7 +6,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
     Capacity,
     KernelConfig,
@@ -17,7 +17,7 @@ from parrot.engine.attention.tree_attention import (
 from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.kv_view import KVView, NewKV
+from parrot.engine.kernels.launch import KVView, NewKV
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 pytestmark = pytest.mark.skipif(

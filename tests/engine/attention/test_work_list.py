@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.attention.context_tree import build_tree
-from parrot.engine.attention.gate import GateConfig, choose_shared
+from parrot.engine.attention.context_tree import GateConfig, build_tree, choose_shared
 from parrot.engine.attention.planner import WorkPlanner
 from parrot.engine.attention.work_list import (
     KV_END,

@@ -14,7 +14,7 @@ from parrot.engine.kernels.fused import (
     rope_and_store,
     silu_mul,
 )
-from parrot.engine.kernels.kv_view import KVView
+from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,

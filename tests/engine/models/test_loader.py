@@ -14,9 +14,13 @@ from tokenizers import Tokenizer
 
 from parrot.engine.core.output import Detokenizer, Language
 from parrot.engine.models import checkpoint as checkpoint_module
-from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
+from parrot.engine.models.checkpoint import (
+    load_decoder,
+    open_checkpoint,
+    open_tokenizer,
+    resolve_dtype,
+)
 from parrot.engine.models.gguf_file import GGUFFile
-from parrot.engine.models.loader import load_decoder, resolve_dtype
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tokenizers import gguf_tokenizer, word_tokenizer
 from parrot.utils.config import ConfigError
@@ -345,4 +349,4 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     file = GGUFFile(tmp_path / "m.gguf")
     assert file.metadata["llama.block_count"] == 2
-    assert "lm_head.weight" not in file.names()
+    assert "lm_head.weight" not in file

@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformers
 
-from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import ARCHITECTURES, spec_from_config
-from parrot.engine.models.loader import load_decoder
-from parrot.engine.models.rope import inverse_frequencies
+from parrot.engine.models.layers import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.testing.runner_driver import Context, Driver

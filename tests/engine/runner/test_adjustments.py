@@ -23,7 +23,7 @@ from parrot.engine.kernels.sampling_layout import (
     ROW,
     TOKEN,
 )
-from parrot.engine.runner.adjustments import (
+from parrot.engine.runner.draws import (
     AdjustedRow,
     AdjustedTokens,
     adjustments_of,

@@ -9,8 +9,7 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
-from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.models.loader import load_decoder
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import load
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.attention.gate import GateConfig
+from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import KernelConfig
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.config import BuiltinConfig

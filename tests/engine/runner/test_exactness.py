@@ -19,9 +19,8 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner, StepPlan, StepResult
-from parrot.engine.models.checkpoint import Checkpoint, open_checkpoint
+from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.loader import load_decoder
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver

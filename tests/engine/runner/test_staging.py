@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from parrot.engine.runner.staging import Stage
+from parrot.engine.runner.device import Stage
 
 
 def test_arrays_keep_their_places_until_there_is_no_room() -> None:
