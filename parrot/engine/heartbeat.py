@@ -10,7 +10,7 @@ from parrot.engine.core.plan import DeviceLost
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.errors import ParrotError, Unavailable
-from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        client: ServeClient,
+        client: RegistrationClient,
         service: EngineService,
         clock: Clock,
         *,

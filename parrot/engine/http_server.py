@@ -25,7 +25,7 @@ from parrot.engine.reorder import ReorderingService
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.logging import setup_logging
@@ -80,7 +80,7 @@ async def run_engine(config: AnyEngineConfig, service: EngineService, *, with_co
     url = f"http://{core.host}:{core.port}"
     async with HttpClient(url, bearer_token=config.cluster_token) as http:
         heartbeat = Heartbeat(
-            ServeClient(http),
+            RegistrationClient(http),
             service,
             MonotonicClock(),
             interval_s=config.heartbeat_interval,

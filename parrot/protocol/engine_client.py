@@ -15,8 +15,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
-from parrot.protocol.errors import Unavailable, error_from_payload
-from parrot.protocol.transport import Transport
+from parrot.protocol.transport import Transport, until_done
 
 
 class EngineClient:
@@ -47,16 +46,13 @@ class EngineClient:
         """Chunks as they are generated, then the whole as a GenerateResponse, always last. Close
         it to abort."""
         body = _generate_body(request)
-        async with aclosing(self._http.stream("POST", "/generate_stream", body=body)) as events:
-            async for event, data in events:
-                if event == "chunk":
-                    yield StreamChunk.model_validate(data)
-                elif event == "done":
-                    yield GenerateResponse.model_validate(data)
-                    return
-                elif event == "error":
-                    raise error_from_payload(data, 500)
-        raise Unavailable("the engine's stream ended before its final event")
+        stream = self._http.stream("POST", "/generate_stream", body=body)
+        async with aclosing(until_done(stream)) as events:
+            async for name, data in events:
+                if name == "chunk":
+                    yield StreamChunk.model_validate_json(data)
+                elif name == "done":
+                    yield GenerateResponse.model_validate_json(data)
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         """Free contexts and abort their jobs; returns the tokens they held."""

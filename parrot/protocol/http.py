@@ -5,12 +5,10 @@ aiohttp is imported when the first client is made, so that `import parrot` stays
 import io
 import socket
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-
-import orjson
 
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.transport import (
@@ -76,20 +74,8 @@ class HttpClient:
         timeout_s: float | None = 30.0,
     ) -> Any:
         """See `Transport`. TCP keep-alive notices when the peer's host is gone."""
-        import aiohttp
-
-        try:
-            async with self._client().request(
-                method,
-                self.base_url + path,
-                params=params,
-                data=_encode(body),
-                headers=_JSON_HEADERS if body is not None else None,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0),
-            ) as response:
-                return self._decode(await response.read(), response.status, response.headers)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._unreachable(error) from error
+        async with self._exchange(method, path, params, body, total_s=timeout_s) as response:
+            return await self._decode(response)
 
     async def stream(
         self,
@@ -99,44 +85,41 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
-    ) -> AsyncGenerator[tuple[str, Any], None]:
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
-        raw_events = self.stream_raw(
-            method, path, params=params, body=body, idle_timeout_s=idle_timeout_s
-        )
-        async with aclosing(raw_events):
-            async for name, data in raw_events:
-                yield name, orjson.loads(data)
+        async with self._exchange(method, path, params, body, idle_s=idle_timeout_s) as response:
+            if response.status >= 400:
+                await self._decode(response)
+            async for event in parse_events(response.content.iter_any()):
+                yield event
 
-    async def stream_raw(
+    @asynccontextmanager
+    async def _exchange(
         self,
         method: str,
         path: str,
+        params: Mapping[str, str] | None,
+        body: Any,
         *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        idle_timeout_s: float = 60.0,
-    ) -> AsyncGenerator[tuple[str, bytes], None]:
-        """Do as `stream`, for servers whose events are not all JSON."""
+        total_s: float | None = None,
+        idle_s: float | None = None,
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
         import aiohttp
 
+        raw = encode_body(body)
         try:
             async with self._client().request(
                 method,
                 self.base_url + path,
                 params=params,
-                data=_encode(body),
-                headers=_JSON_HEADERS if body is not None else None,
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=5.0, sock_read=idle_timeout_s
-                ),
+                data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
+                headers=None if raw is None else _JSON_HEADERS,
+                timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),
             ) as response:
-                if response.status >= 400:
-                    self._decode(await response.read(), response.status, response.headers)
-                async for event in parse_events(response.content.iter_any()):
-                    yield event
+                yield response
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._unreachable(error) from error
+            reason = str(error) or type(error).__name__
+            raise Unavailable(f"no answer from {self.base_url}: {reason}") from error
 
     def _client(self) -> "aiohttp.ClientSession":
         if self._session is None:
@@ -151,17 +134,11 @@ class HttpClient:
             )
         return self._session
 
-    def _decode(self, raw: bytes, status: int, headers: Mapping[str, str]) -> Any:
-        return decode_answer(raw, status, headers, self.base_url, self._read_error)
-
-    def _unreachable(self, error: BaseException) -> Unavailable:
-        reason = str(error) or type(error).__name__
-        return Unavailable(f"no answer from {self.base_url}: {reason}")
-
-
-def _encode(body: Any) -> bytes | io.BytesIO | None:
-    raw = encode_body(body)
-    return raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw)
+    async def _decode(self, response: "aiohttp.ClientResponse") -> Any:
+        raw = await response.read()
+        return decode_answer(
+            raw, response.status, response.headers, self.base_url, self._read_error
+        )
 
 
 def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:

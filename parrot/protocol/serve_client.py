@@ -1,7 +1,8 @@
-"""Async client of ServeCore: the REST API for programs, registration for engines."""
+"""Async clients of ServeCore: its REST API for programs, and registration for engines."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel
 
@@ -14,7 +15,6 @@ from parrot.protocol.engine_api import (
     RegisterResponse,
     RuntimeInfo,
 )
-from parrot.protocol.errors import Unavailable, error_from_payload
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsResponse,
@@ -23,18 +23,25 @@ from parrot.protocol.public import (
     SemanticCallRequest,
     SessionCreateResponse,
     SessionInfo,
+    StreamDelta,
     StreamDone,
     VarCreateResponse,
     VarGetResponse,
-    VarInfo,
-    VarListResponse,
     VarValue,
 )
-from parrot.protocol.transport import Transport
+from parrot.protocol.transport import Transport, until_done
 
 T = TypeVar("T", bound=BaseModel)
 
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
+
+
+class ReadOptions(TypedDict, total=False):
+    """How a read is made, where that differs from the server's defaults."""
+
+    criteria: PerformanceCriteria
+    timeout_s: float | None
+    deadline_s: float | None
 
 
 class ServeClient:
@@ -84,37 +91,18 @@ class ServeClient:
         body = _scope(session_id, session_auth) | {"var_name": var_name, "content": content}
         return (await self._ask(VarCreateResponse, "POST", "/v1/semantic_var", body=body)).var_id
 
-    async def list_vars(self, session_id: int, session_auth: str) -> list[VarInfo]:
-        query = _query(session_id, session_auth)
-        return (await self._ask(VarListResponse, "GET", "/v1/semantic_var", params=query)).vars
-
     async def set_var(self, session_id: int, session_auth: str, var_id: str, content: str) -> None:
         body = _scope(session_id, session_auth) | {"content": content}
         await self._http.request("POST", f"/v1/semantic_var/{var_id}", body=body)
 
     async def get_var(
-        self,
-        session_id: int,
-        session_auth: str,
-        var_id: str,
-        criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
-        timeout_s: float | None = None,
-        deadline_s: float | None = None,
+        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadOptions]
     ) -> str:
         """The text alone of what `read_var` gives."""
-        value = await self.read_var(
-            session_id, session_auth, var_id, criteria, timeout_s, deadline_s
-        )
-        return value.content
+        return (await self.read_var(session_id, session_auth, var_id, **options)).content
 
     async def read_var(
-        self,
-        session_id: int,
-        session_auth: str,
-        var_id: str,
-        criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT,
-        timeout_s: float | None = None,
-        deadline_s: float | None = None,
+        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadOptions]
     ) -> VarGetResponse:
         """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
         read at the server."""
@@ -122,8 +110,8 @@ class ServeClient:
             VarGetResponse,
             "GET",
             f"/v1/semantic_var/{var_id}",
-            params=_read_query(session_id, session_auth, criteria, timeout_s, deadline_s),
-            timeout_s=None if timeout_s is None else timeout_s + READ_MARGIN_S,
+            params=_query(_scope(session_id, session_auth) | _wishes(options)),
+            timeout_s=_patience(options),
         )
 
     async def first_vars(
@@ -132,22 +120,18 @@ class ServeClient:
         session_auth: str,
         var_ids: Sequence[str],
         k: int = 1,
-        criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
-        timeout_s: float | None = None,
-        deadline_s: float | None = None,
+        **options: Unpack[ReadOptions],
     ) -> list[VarValue]:
         """Wait for the first `k` to be ready, in the order in which they were. Cancelling this
         coroutine withdraws the read."""
-        body = _scope(session_id, session_auth) | {
-            "var_ids": list(var_ids),
-            "k": k,
-            "criteria": criteria.value,
-            "timeout": timeout_s,
-            "deadline": deadline_s,
-        }
-        limit_s = None if timeout_s is None else timeout_s + READ_MARGIN_S
-        path = "/v1/semantic_vars/first"
-        answer = await self._ask(FirstVarsResponse, "POST", path, body=body, timeout_s=limit_s)
+        scope = _scope(session_id, session_auth)
+        answer = await self._ask(
+            FirstVarsResponse,
+            "POST",
+            "/v1/semantic_vars/first",
+            body=scope | _wishes(options) | {"var_ids": list(var_ids), "k": k},
+            timeout_s=_patience(options),
+        )
         return answer.values
 
     async def stream_var(
@@ -155,36 +139,24 @@ class ServeClient:
         session_id: int,
         session_auth: str,
         var_id: str,
-        criteria: PerformanceCriteria = PerformanceCriteria.LATENCY,
-        timeout_s: float | None = None,
-        deadline_s: float | None = None,
         on_done: Callable[[StreamDone], None] | None = None,
+        **options: Unpack[ReadOptions],
     ) -> AsyncIterator[str]:
         """Deltas of the value. Ends normally only after the server's `done` event, of which
         `on_done` is told."""
-        async for event, data in self._http.stream(
-            "GET",
-            f"/v1/semantic_var/{var_id}/stream",
-            params=_read_query(session_id, session_auth, criteria, timeout_s, deadline_s),
-        ):
-            if event == "delta":
-                yield data["text"]
-            elif event == "done":
-                if on_done is not None:
-                    on_done(StreamDone.model_validate(data))
-                return
-            elif event == "error":
-                raise error_from_payload(data, 500)
-        raise Unavailable("the stream ended before its final event")
+        wishes = {"criteria": PerformanceCriteria.LATENCY} | _wishes(options)
+        query = _query(_scope(session_id, session_auth) | wishes)
+        stream = self._http.stream("GET", f"/v1/semantic_var/{var_id}/stream", params=query)
+        async with aclosing(until_done(stream)) as events:
+            async for name, data in events:
+                if name == "delta":
+                    yield StreamDelta.model_validate_json(data).text
+                elif name == "done" and on_done is not None:
+                    on_done(StreamDone.model_validate_json(data))
 
     async def cancel_var(self, session_id: int, session_auth: str, var_id: str) -> None:
         await self._http.request(
             "POST", f"/v1/semantic_var/{var_id}/cancel", body=_scope(session_id, session_auth)
-        )
-
-    async def cancel_request(self, session_id: int, session_auth: str, request_id: int) -> None:
-        await self._http.request(
-            "POST", f"/v1/request/{request_id}/cancel", body=_scope(session_id, session_auth)
         )
 
     async def health(self) -> None:
@@ -194,9 +166,17 @@ class ServeClient:
     async def models(self) -> ModelsResponse:
         return await self._ask(ModelsResponse, "GET", "/v1/models")
 
+
+class RegistrationClient:
+    """What engines ask of ServeCore."""
+
+    def __init__(self, http: Transport) -> None:
+        self._http = http
+
     async def register_engine(self, engine: EngineInfo) -> int:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")
-        return (await self._ask(RegisterResponse, "POST", "/register_engine", body=body)).engine_id
+        answer = await self._http.request("POST", "/register_engine", body=body)
+        return RegisterResponse.model_validate(answer).engine_id
 
     async def engine_heartbeat(
         self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo
@@ -204,26 +184,25 @@ class ServeClient:
         request = HeartbeatRequest(
             engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info
         )
-        return await self._ask(
-            HeartbeatResponse, "POST", "/engine_heartbeat", body=request.model_dump()
-        )
+        answer = await self._http.request("POST", "/engine_heartbeat", body=request.model_dump())
+        return HeartbeatResponse.model_validate(answer)
 
 
 def _scope(session_id: int, session_auth: str) -> dict[str, Any]:
     return {"session_id": session_id, "session_auth": session_auth}
 
 
-def _query(session_id: int, session_auth: str) -> dict[str, str]:
-    return {"session_id": str(session_id), "session_auth": session_auth}
+def _wishes(options: ReadOptions) -> dict[str, Any]:
+    """The options under the server's names, without those that are None."""
+    named = {name.removesuffix("_s"): value for name, value in options.items()}
+    return {name: value for name, value in named.items() if value is not None}
 
 
-def _read_query(
-    session_id: int,
-    session_auth: str,
-    criteria: PerformanceCriteria,
-    timeout_s: float | None,
-    deadline_s: float | None,
-) -> dict[str, str]:
-    query = _query(session_id, session_auth) | {"criteria": criteria.value}
-    limits = {"timeout": timeout_s, "deadline": deadline_s}
-    return query | {name: repr(limit) for name, limit in limits.items() if limit is not None}
+def _query(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in fields.items()}
+
+
+def _patience(options: ReadOptions) -> float | None:
+    """Seconds to wait for a read's answer."""
+    timeout_s = options.get("timeout_s")
+    return None if timeout_s is None else timeout_s + READ_MARGIN_S

@@ -10,6 +10,7 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
+from contextlib import aclosing
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
@@ -63,12 +64,12 @@ class Transport(Protocol):
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
-    ) -> AsyncGenerator[tuple[str, Any], None]:
-        """Server-sent events as (event name, decoded data). Keep-alive comments are skipped, but
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
+        """Server-sent events as (event name, data). Keep-alive comments are skipped, but
         silence of more than `idle_timeout_s` (servers send one every 15 s) is `Unavailable`.
 
         The end of the body is only the end of iteration: the caller must insist on the protocol's
-        final event, since a broken server may close in the middle."""
+        final event, since a broken server may close in the middle (see `until_done`)."""
         ...
 
     async def close(self) -> None: ...
@@ -118,7 +119,7 @@ class AppTransport:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
-    ) -> AsyncGenerator[tuple[str, Any], None]:
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
         raw = encode_body(body)
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -143,8 +144,8 @@ class AppTransport:
             if start["status"] >= 400:
                 answer = b"".join([chunk async for chunk in chunks()])
                 decode_answer(answer, start["status"], {}, path)
-            async for name, data in parse_events(chunks()):
-                yield name, orjson.loads(data)
+            async for event in parse_events(chunks()):
+                yield event
         finally:
             is_gone.set()
 
@@ -216,6 +217,21 @@ def decode_answer(
     if status >= 400:
         raise read_error(payload, status, headers)
     return payload
+
+
+async def until_done(
+    events: AsyncGenerator[tuple[str, bytes], None],
+) -> AsyncGenerator[tuple[str, bytes], None]:
+    """A Parrot server's events, of which the last is `done`. Raises the error of an `error` event,
+    and `Unavailable` when the stream ends before its final event."""
+    async with aclosing(events):
+        async for name, data in events:
+            if name == "error":
+                raise error_from_payload(orjson.loads(data), 500)
+            yield name, data
+            if name == "done":
+                return
+    raise Unavailable("the stream ended before its final event")
 
 
 async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:

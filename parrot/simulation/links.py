@@ -65,12 +65,12 @@ class DistantTransport:
 
     async def stream(
         self, method: str, path: str, **options: Any
-    ) -> AsyncGenerator[tuple[str, Any], None]:
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
         """Events follow each other on their way, as fast as they are made."""
         way_s = self._latency() / 2
         await asyncio.sleep(way_s)
         loop = asyncio.get_running_loop()
-        arriving: asyncio.Queue[tuple[float, tuple[str, Any] | ParrotError | None]]
+        arriving: asyncio.Queue[tuple[float, tuple[str, bytes] | ParrotError | None]]
         arriving = asyncio.Queue()
 
         async def send() -> None:

@@ -48,8 +48,8 @@ class Program:
             self.session_id,
             self.session_auth,
             var_id,
-            PerformanceCriteria.LATENCY,
-            timeout_s,
+            criteria=PerformanceCriteria.LATENCY,
+            timeout_s=timeout_s,
         )
 
     def stream(self, var_id: str, timeout_s: float | None = 30.0) -> AsyncIterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from parrot import P
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -52,7 +52,7 @@ def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
 
     async def register(url: str) -> None:
         async with HttpClient(url) as http:
-            await ServeClient(http).register_engine(engine.info)
+            await RegistrationClient(http).register_engine(engine.info)
 
     with running_in_thread(create_app(core)) as url:
         asyncio.run(register(url))

@@ -7,7 +7,7 @@ import pytest
 
 from parrot import P
 from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -72,7 +72,7 @@ def vm(core: ServeCore, engine: FakeEngine) -> Iterator[P.VirtualMachine]:
 
 async def register(url: str, engine: FakeEngine) -> None:
     async with HttpClient(url) as http:
-        await ServeClient(http).register_engine(engine.info)
+        await RegistrationClient(http).register_engine(engine.info)
 
 
 def test_calls_feed_each_other(vm: P.VirtualMachine) -> None:

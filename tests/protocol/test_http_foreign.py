@@ -33,7 +33,7 @@ def make_app() -> FastAPI:
 
 async def test_events_that_are_not_json_and_crlf_line_ends() -> None:
     async with serve_app(make_app()) as url, HttpClient(url) as http:
-        events = [event async for event in http.stream_raw("GET", "/events")]
+        events = [event async for event in http.stream("GET", "/events")]
     assert events == [("message", b' {"a": 1}'), ("x", b" two"), ("message", b" [DONE]")]
 
 
@@ -55,4 +55,4 @@ async def test_errors_are_read_with_status_body_and_headers() -> None:
         with pytest.raises(QuotaExceeded, match="None 429 7"):
             await http.request("GET", "/busy")
         with pytest.raises(QuotaExceeded, match="None 429 7"):
-            await anext(http.stream_raw("GET", "/busy"))
+            await anext(http.stream("GET", "/busy"))

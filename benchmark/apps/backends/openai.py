@@ -43,7 +43,7 @@ class OpenAIProgram(WaitingProgram):
         usage = None
         first = last = 0.0
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        events = self._http.stream_raw(
+        events = self._http.stream(
             "POST", "/v1/completions", body=body, idle_timeout_s=_IDLE_TIMEOUT_S
         )
         async for _, data in events:

@@ -160,7 +160,7 @@ class Upstream:
         only while nothing has come."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
-                events = self._http.stream_raw(
+                events = self._http.stream(
                     "POST",
                     self._path,
                     params=self._params,
