@@ -9,15 +9,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import CONTENT_TYPE, render_metrics
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.engine_api import (
+    FillRequest,
+    FillResponse,
     FreeContextRequest,
     FreeContextResponse,
     GenerateRequest,
     GenerateResponse,
     PingResponse,
-    StreamChunk,
     TokenizerResponse,
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
@@ -27,28 +29,50 @@ MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
-def create_app(service: EngineService, config: EngineConfig) -> FastAPI:
+def create_app(service: EngineService, reorder: ReorderBuffer, config: EngineConfig) -> FastAPI:
     app = create_base_app("Parrot engine", max_body_size=MAX_BODY_SIZE)
-    app.router.routes[:0] = [endpoint.route() for endpoint in _endpoints(service)]
+    endpoints = [*_verbs(service, reorder), *_facts(service)]
+    app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
     if config.cluster_token is not None:
         app.add_middleware(TokenGuard, token=config.cluster_token)
     return app
 
 
-def _endpoints(service: EngineService) -> list[Endpoint]:
+def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
     """A client that disconnects aborts its request."""
 
-    def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
+    async def fill(request: FillRequest) -> FillResponse:
+        await reorder.enter((request,))
+        return await service.fill(request)
+
+    async def generate(request: GenerateRequest) -> GenerateResponse:
+        await reorder.enter((*request.fills, request))
+        return await service.generate(request)
+
+    async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
-        return _named(service.generate_stream(request))
+        await reorder.enter((*request.fills, request))
+        async with aclosing(service.generate_stream(request)) as events:
+            async for event in events:
+                yield ("done" if isinstance(event, GenerateResponse) else "chunk"), event
 
     async def free_context(request: FreeContextRequest) -> FreeContextResponse:
         ids = [*request.context_ids]
         if request.context_id is not None:
             ids.append(request.context_id)
+        reorder.free(ids)
         return FreeContextResponse(context_len=await service.free_contexts(ids))
 
+    return [
+        Endpoint("POST", "/fill", fill),
+        Endpoint("POST", "/generate", generate),
+        Endpoint("POST", "/generate_stream", generate_stream),
+        Endpoint("POST", "/free_context", free_context),
+    ]
+
+
+def _facts(service: EngineService) -> list[Endpoint]:
     def ping() -> PingResponse:
         ready()
         return PingResponse(runtime_info=service.runtime_info())
@@ -67,10 +91,6 @@ def _endpoints(service: EngineService) -> list[Endpoint]:
         return render_metrics(service.runtime_info())
 
     return [
-        Endpoint("POST", "/fill", service.fill),
-        Endpoint("POST", "/generate", service.generate),
-        Endpoint("POST", "/generate_stream", generate_stream),
-        Endpoint("POST", "/free_context", free_context),
         Endpoint("POST", "/ping", ping),
         Endpoint("GET", "/tokenizer", tokenizer),
         Endpoint("GET", "/health", lambda: None),
@@ -95,11 +115,3 @@ class TokenGuard:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-async def _named(
-    events: AsyncGenerator[StreamChunk | GenerateResponse],
-) -> AsyncGenerator[tuple[str, BaseModel]]:
-    async with aclosing(events):
-        async for event in events:
-            yield ("done" if isinstance(event, GenerateResponse) else "chunk"), event

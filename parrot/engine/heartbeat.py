@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from parrot.engine.core.plan import DeviceLost
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.errors import ParrotError, Unavailable
@@ -32,6 +33,7 @@ class Heartbeat:
         self,
         client: RegistrationClient,
         service: EngineService,
+        reorder: ReorderBuffer,
         clock: Clock,
         *,
         interval_s: float,
@@ -41,28 +43,25 @@ class Heartbeat:
         self._core = core
         self._client = client
         self._service = service
+        self._reorder = reorder
         self._interval_s = interval_s
         self._clock = clock
 
     async def run(self) -> None:
         while True:
-            engine_id = await self._register()
-            await self._beat_while_known(engine_id)
+            engine_id = await self._until_answered(self._register)
+            name = self._service.engine_info().engine_name
+            logger.info("registered as engine %d (%s)", engine_id, name)
+            await self._beat_while_known(engine_id, name)
+            self._reorder.reset()
             await self._service.reset()
 
     async def _register(self) -> int:
-        engine_id = await self._until_answered(self._try_to_register)
-        name = self._service.engine_info().engine_name
-        logger.info("registered as engine %d (%s)", engine_id, name)
-        return engine_id
-
-    async def _try_to_register(self) -> int:
         info = await reachable(self._service.engine_info(), *self._core)
         return await self._client.register_engine(info)
 
-    async def _beat_while_known(self, engine_id: int) -> None:
+    async def _beat_while_known(self, engine_id: int, name: str) -> None:
         """Heartbeats until ServeCore says that it does not know this engine, or `DeviceLost`."""
-        name = self._service.engine_info().engine_name
         while True:
             await self._clock.sleep(self._interval_s)
             if self._service.is_lost():

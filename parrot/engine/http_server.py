@@ -11,17 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from parrot.engine.app import create_app
-from parrot.engine.config import (
-    AnyEngineConfig,
-    OpenAIConfig,
-    SimConfig,
-    load_engine_config,
-    parse_engine_config,
-)
+from parrot.engine.config import AnyEngineConfig, load_engine_config, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
+from parrot.engine.engine_types import create_service
 from parrot.engine.heartbeat import Heartbeat
-from parrot.engine.reorder import ReorderingService
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.http import HttpClient
@@ -33,32 +28,13 @@ from parrot.utils.logging import setup_logging
 logger = logging.getLogger(__name__)
 
 
-def create_service(config: AnyEngineConfig) -> EngineService:
-    """The engine that the config names."""
-    return ReorderingService(_create_service(config), MonotonicClock())
-
-
-def _create_service(config: AnyEngineConfig) -> EngineService:
-    """Imports only what the engine's type needs."""
-    if isinstance(config, SimConfig):
-        from parrot.engine.sim.engine import SimService
-
-        return SimService(config)
-    if isinstance(config, OpenAIConfig):
-        from parrot.engine.openai.service import OpenAIService
-
-        return OpenAIService(config)
-    from parrot.engine.model_service import create_model_service
-
-    return create_model_service(config)
-
-
 async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
     only then does the engine register. Raises what loading raises."""
-    service = create_service(config)
-    server = AppServer(create_app(service, config), config.host, config.port, service.close)
-    engine = asyncio.create_task(run_engine(config, service, with_core=with_core))
+    service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
+    app = create_app(service, reorder, config)
+    server = AppServer(app, config.host, config.port, service.close)
+    engine = asyncio.create_task(run_engine(config, service, reorder, with_core=with_core))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
@@ -69,7 +45,9 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
         raise error
 
 
-async def run_engine(config: AnyEngineConfig, service: EngineService, *, with_core: bool) -> None:
+async def run_engine(
+    config: AnyEngineConfig, service: EngineService, reorder: ReorderBuffer, *, with_core: bool
+) -> None:
     """Load, then stay registered. Ends only by an error: another process may have more luck with
     the device that this one has lost."""
     await service.start()
@@ -82,6 +60,7 @@ async def run_engine(config: AnyEngineConfig, service: EngineService, *, with_co
         heartbeat = Heartbeat(
             RegistrationClient(http),
             service,
+            reorder,
             MonotonicClock(),
             interval_s=config.heartbeat_interval,
             core=(core.host, core.port),

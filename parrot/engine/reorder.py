@@ -6,22 +6,9 @@ request that creates what it frees would leave a context that nobody frees again
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
-from parrot.engine.service import EngineService
-from parrot.protocol.engine_api import (
-    NO_PARENT,
-    EngineInfo,
-    FillPiece,
-    FillRequest,
-    FillResponse,
-    GenerateRequest,
-    GenerateResponse,
-    RuntimeInfo,
-    StreamChunk,
-    TokenizerResponse,
-)
+from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
 from parrot.protocol.errors import Cancelled
 from parrot.utils.clock import Clock
 
@@ -93,59 +80,3 @@ class ReorderBuffer:
         oldest = self._clock.now() - GRACE_S
         while self._freed_early and next(iter(self._freed_early.values())) < oldest:
             self._freed_early.popitem(last=False)
-
-
-class ReorderingService:
-    """An `EngineService` that meets its requests in the order in which they were sent."""
-
-    def __init__(self, service: EngineService, clock: Clock) -> None:
-        self._service = service
-        self._buffer = ReorderBuffer(clock)
-
-    async def start(self) -> None:
-        await self._service.start()
-
-    def is_ready(self) -> bool:
-        return self._service.is_ready()
-
-    def is_lost(self) -> bool:
-        return self._service.is_lost()
-
-    async def fill(self, request: FillRequest) -> FillResponse:
-        await self._buffer.enter((request,))
-        return await self._service.fill(request)
-
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        await self._buffer.enter((*request.fills, request))
-        return await self._service.generate(request)
-
-    async def generate_stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
-        await self._buffer.enter((*request.fills, request))
-        async with aclosing(self._service.generate_stream(request)) as events:
-            async for event in events:
-                yield event
-
-    async def free_contexts(self, context_ids: Sequence[int]) -> int:
-        self._buffer.free(context_ids)
-        return await self._service.free_contexts(context_ids)
-
-    async def reset(self) -> None:
-        self._buffer.reset()
-        await self._service.reset()
-
-    def runtime_info(self) -> RuntimeInfo:
-        return self._service.runtime_info()
-
-    def engine_info(self) -> EngineInfo:
-        return self._service.engine_info()
-
-    def tokenizer(self) -> TokenizerResponse | None:
-        return self._service.tokenizer()
-
-    def check_integrity(self) -> None:
-        self._service.check_integrity()
-
-    async def close(self) -> None:
-        await self._service.close()

@@ -2,7 +2,7 @@
 
 from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderingService
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import HeartbeatRequest, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
@@ -17,7 +17,8 @@ class SimEngine:
     def __init__(self, config: SimConfig, clock: Clock, rtt_s: float, *, leaps: bool) -> None:
         self.name = config.engine_name
         self.service = SimService(config, clock, leaps=leaps)
-        app = create_app(ReorderingService(self.service, clock), config)
+        self._reorder = ReorderBuffer(clock)
+        app = create_app(self.service, self._reorder, config)
         self.client = EngineClient(DistantTransport(app, fixed(rtt_s)))
         self.engine_id = -1
         self.is_registered = False
@@ -49,5 +50,6 @@ class SimEngine:
 
     async def come_back(self, core: ServeCore) -> None:
         """Register again, without what ServeCore has forgotten."""
+        self._reorder.reset()
         await self.service.reset()
         await self.register(core)

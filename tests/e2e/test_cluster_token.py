@@ -10,12 +10,15 @@ import pytest
 from parrot.cluster.ports import free_port
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.http_server import create_service, run_engine
+from parrot.engine.engine_types import create_service
+from parrot.engine.http_server import run_engine
+from parrot.engine.reorder import ReorderBuffer
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app as create_core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.utils.clock import MonotonicClock
 from tests.e2e.programs import program
 from tests.support.app_server import serve_app
 
@@ -32,8 +35,9 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
             | {"cluster_token": engine_token}
         )
         service = create_service(config)
-        async with serve_app(create_engine_app(service, config), port):
-            engine = asyncio.create_task(run_engine(config, service, with_core=True))
+        reorder = ReorderBuffer(MonotonicClock())
+        async with serve_app(create_engine_app(service, reorder, config), port):
+            engine = asyncio.create_task(run_engine(config, service, reorder, with_core=True))
             yield ServeClient(http)
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)

@@ -20,8 +20,9 @@ from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
-from parrot.engine.http_server import create_service, main
-from parrot.engine.model_service import _load_runner
+from parrot.engine.engine_types import _load_runner, create_service
+from parrot.engine.http_server import main
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
@@ -54,7 +55,7 @@ OPEN_PATHS = {"/health", "/ready"}
 async def serving(service, config, token=None):
     await service.start()
     async with (
-        serve_app(create_app(service, config)) as url,
+        serve_app(create_app(service, ReorderBuffer(MonotonicClock()), config)) as url,
         HttpClient(url, bearer_token=token) as http,
     ):
         yield EngineClient(http), http
@@ -208,7 +209,10 @@ async def test_the_cluster_token_guards_every_route_but_two():
     async with sim(cluster_token="s3cret") as (client, http, service):
         with pytest.raises(AuthenticationFailed):
             await client.ping()
-        paths = {route.path for route in create_app(service, SimConfig()).routes}
+        paths = {
+            route.path
+            for route in create_app(service, ReorderBuffer(MonotonicClock()), SimConfig()).routes
+        }
         assert {"/generate", "/metrics", *OPEN_PATHS} <= paths
         async with aiohttp.ClientSession() as session:
             for path in paths:

@@ -8,6 +8,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, HeartbeatResponse
 from parrot.protocol.errors import AuthenticationFailed, Unavailable
@@ -54,7 +55,10 @@ async def scene():
     service = SimService(SimConfig(), clock)
     await service.start()
     client = FakeServeClient(clock)
-    heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=("localhost", 9000))
+    client.reorder = ReorderBuffer(clock)
+    heartbeat = Heartbeat(
+        client, service, client.reorder, clock, interval_s=INTERVAL_S, core=("localhost", 9000)
+    )
     tasks = []
     client.start = lambda: tasks.append(asyncio.ensure_future(heartbeat.run()))
     yield client, clock, service
@@ -96,12 +100,14 @@ async def test_it_registers_again_when_the_core_has_forgotten_it(scene):
     await clock.advance(0.1)
     await filling
     assert service.runtime_info().num_free_blocks < 8192
+    client.reorder.free([7])  # of the old core, for a request that never came
     client.known.clear()
-    await clock.advance(2 * INTERVAL_S)
+    await clock.advance(INTERVAL_S)
     assert len(client.infos) == 2
     assert client.infos[0] == client.infos[1]
+    await client.reorder.enter([FillRequest(context_id=7, token_ids=[1])])
     assert service.runtime_info().num_free_blocks == 8192  # the old core's contexts are gone
-    await clock.advance(INTERVAL_S)
+    await clock.advance(2 * INTERVAL_S)
     assert client.beats[-1] == 2
 
 
@@ -170,7 +176,9 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     await service.start()
     client = FakeServeClient(clock := MonotonicClock())
     core = ("core.example", 9000)
-    heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=core)
+    heartbeat = Heartbeat(
+        client, service, ReorderBuffer(clock), clock, interval_s=INTERVAL_S, core=core
+    )
     running = asyncio.ensure_future(heartbeat.run())
     async with asyncio.timeout(10):
         await client.registered.wait()
@@ -183,7 +191,14 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
 
 async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
     client, clock, service = scene
-    heartbeat = Heartbeat(client, service, clock, interval_s=INTERVAL_S, core=("localhost", 9000))
+    heartbeat = Heartbeat(
+        client,
+        service,
+        ReorderBuffer(clock),
+        clock,
+        interval_s=INTERVAL_S,
+        core=("localhost", 9000),
+    )
     task = asyncio.ensure_future(heartbeat.run())
     await client.registered.wait()
     monkeypatch.setattr(service._driver, "is_lost", True)

@@ -1,4 +1,4 @@
-"""What the service passes on of a request, and in which order."""
+"""What the service passes on of a request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Sink
 from parrot.engine.core.output import Language
-from parrot.engine.reorder import ReorderingService
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
@@ -76,13 +74,3 @@ async def test_a_background_fill_comes_last_and_keeps_its_share() -> None:
     request = FillRequest(context_id=1, token_ids=[5], background=True, background_share=0.07)
     wanted = await submitted(request)
     assert (wanted.priority, wanted.background_share) == (BACKGROUND, 0.07)
-
-
-async def test_after_a_reset_ids_begin_anew() -> None:
-    service = ReorderingService(SimService(CONFIG), ManualClock())
-    await service.start()
-    await service.free_contexts([7])  # the free of a request that never came
-    await service.reset()
-    fill = await service.fill(FillRequest(context_id=7, token_ids=[5]))
-    assert fill.filled_len == 1
-    await service.close()

@@ -12,13 +12,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from parrot.engine.app import create_app
 from parrot.engine.config import HuggingFaceConfig
-from parrot.engine.http_server import create_service
+from parrot.engine.engine_types import create_service
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest, GenerateResponse
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Cancelled, InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
 
 PROMPT = [7, 30, 2, 250, 99]
@@ -72,7 +74,10 @@ async def service(folder: Path) -> AsyncIterator[EngineService]:
 
 @pytest.fixture
 async def client(service: EngineService, folder: Path) -> AsyncIterator[EngineClient]:
-    async with serve_app(create_app(service, make_config(folder))) as url, HttpClient(url) as http:
+    async with (
+        serve_app(create_app(service, ReorderBuffer(MonotonicClock()), make_config(folder))) as url,
+        HttpClient(url) as http,
+    ):
         yield EngineClient(http)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from parrot.engine.app import create_app
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.http_server import create_service
+from parrot.engine.engine_types import create_service
+from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import (
     FillPiece,
@@ -21,6 +22,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Cancelled, InvalidRequest, NotFound, UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI
 
@@ -45,7 +47,7 @@ async def service(fake: FakeOpenAI) -> AsyncIterator[EngineService]:
 
 @pytest.fixture
 async def client(service: EngineService) -> AsyncIterator[EngineClient]:
-    app = create_app(service, OpenAIConfig(model="gpt-fake"))
+    app = create_app(service, ReorderBuffer(MonotonicClock()), OpenAIConfig(model="gpt-fake"))
     async with serve_app(app) as url, HttpClient(url) as http:
         yield EngineClient(http)
 

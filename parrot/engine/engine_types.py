@@ -1,4 +1,4 @@
-"""Engines whose model runs in this process, in a thread of its own: `builtin`, `huggingface`."""
+"""The service of each type of engine. Only what the type needs is imported, and only then."""
 
 import gc
 import logging
@@ -6,12 +6,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from parrot.engine.config import BuiltinConfig, HuggingFaceConfig
+from parrot.engine.config import (
+    AnyEngineConfig,
+    BuiltinConfig,
+    HuggingFaceConfig,
+    OpenAIConfig,
+    SimConfig,
+)
 from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner
 from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
@@ -21,8 +28,17 @@ logger = logging.getLogger(__name__)
 _ENGINE_EXTRA = frozenset({"torch", "transformers", "numpy", "safetensors", "gguf"})
 
 
-def create_model_service(config: BuiltinConfig | HuggingFaceConfig) -> RunnerService:
-    """Loads nothing yet: `start` does, in the thread that will run the model."""
+def create_service(config: AnyEngineConfig) -> EngineService:
+    """The engine that the config names. Loads nothing yet: `start` does, models in the thread that
+    will run them."""
+    if isinstance(config, SimConfig):
+        from parrot.engine.sim.engine import SimService
+
+        return SimService(config)
+    if isinstance(config, OpenAIConfig):
+        from parrot.engine.openai.service import OpenAIService
+
+        return OpenAIService(config)
     return RunnerService(config, ThreadDriver(lambda: _load(config)), warm_up=True)
 
 
@@ -60,7 +76,6 @@ def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Tok
 def _import_loader(
     config: BuiltinConfig | HuggingFaceConfig,
 ) -> Callable[[], tuple[Runner, TokenizerResponse]]:
-    """Only the engine's own type is imported: importing torch alone takes seconds."""
     if isinstance(config, BuiltinConfig):
         from parrot.engine.runner.load import load_runner
 
