@@ -8,7 +8,14 @@ from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import Placeholder, Text, parse_template
-from parrot.serve.graph.nodes import CallOptions, Completion, Piece, TextPiece, VariablePiece
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    Piece,
+    PieceKind,
+    TextPiece,
+    VariablePiece,
+)
 from parrot.serve.graph.variable import SemanticVariable
 
 _DEFAULT_SAMPLING = SamplingConfig()
@@ -22,6 +29,17 @@ class Ancestor:
 
     last: Completion | None = None
     tail: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that is known whole, and what is to be generated behind it, or behind the output of
+    `previous` and then it: an output for each of `samplings`."""
+
+    fill: tuple[Piece, ...]
+    samplings: Sequence[SamplingConfig]
+    options: CallOptions
+    previous: Completion | None = None
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:
@@ -48,7 +66,7 @@ def build_completions(
     where a successor continues. Raises `InvalidRequest` naming the parameter."""
     _check_system(request)
     parameters = {parameter.name: parameter for parameter in request.parameters}
-    system = () if request.system is None else (TextPiece(request.system, is_system=True),)
+    system = () if request.system is None else (TextPiece(request.system, PieceKind.SYSTEM),)
     completions: list[Completion] = []
     filled: set[str] = set()
     previous, fill = ancestor.last, list(ancestor.tail)
@@ -89,7 +107,7 @@ def build_completions(
 def _message(fill: Sequence[Piece]) -> tuple[Piece, ...]:
     """The messages before an answer of a chat. The user's has no white space at its edges, which
     only sets the template's placeholders apart. Pieces that are empty then go, but for the last."""
-    if fill and isinstance(first := fill[0], TextPiece) and first.is_system:
+    if fill and isinstance(first := fill[0], TextPiece) and (first.kind is PieceKind.SYSTEM):
         return (first, *_message(fill[1:]))
     pieces = list(fill)
     for edge, strip in ((0, str.lstrip), (-1, str.rstrip)):

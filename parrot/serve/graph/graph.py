@@ -20,10 +20,10 @@ from parrot.protocol.public import (
     SemanticCallRequest,
 )
 from parrot.serve.graph.activation import Activation
-from parrot.serve.graph.build import Ancestor, build_completions, index_parameters
+from parrot.serve.graph.build import Ancestor, Prompt, build_completions, index_parameters
 from parrot.serve.graph.flow import Flow
 from parrot.serve.graph.links import link
-from parrot.serve.graph.nodes import CallOptions, NativeCall, Reader, Task
+from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, Reader, Task
 from parrot.serve.graph.replays import CallRequest, Replays
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
@@ -128,6 +128,31 @@ class SessionGraph:
         self._replays.remember(request, response)
         self._enter(call.tasks, request.output_criteria)
         return response
+
+    def submit_prompt(self, prompt: Prompt) -> tuple[int, list[Completion]]:
+        """Add a call that has no template, and return its id with a completion for each output.
+        Only readers make it run."""
+        request_id = self._ids.requests.next()
+        completions = [
+            Completion(
+                id=self._ids.tasks.next(),
+                request_id=request_id,
+                session_id=self.session_id,
+                options=prompt.options,
+                fill=prompt.fill,
+                output=self._new_variable(f"answer_{i}", None),
+                sampling=sampling,
+                previous=prompt.previous,
+                is_held=False,
+            )
+            for i, sampling in enumerate(prompt.samplings)
+        ]
+        link(completions)
+        for completion in completions:
+            self._register(completion.output)
+        self.calls[request_id] = Call(tuple(completions), None)
+        self._enter(completions, None)
+        return request_id, completions
 
     def cancel_variable(self, var_id: str) -> None:
         """Stop its producer, if it has one, and fail it. Nothing happens if it is settled."""

@@ -13,7 +13,7 @@ The prompt of completion 1 is the whole of completion 0, its output included, an
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
@@ -21,12 +21,21 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable
 
 
+class PieceKind(Enum):
+    """The values are part of prefix keys."""
+
+    CONSTANT = b"c"  # text of the template, which may contain special tokens
+    SYSTEM = b"s"  # a chat's system message, which comes first
+    VALUE = b"v"  # a variable's value, always plain text
+    OUTPUT = b"o"  # plain text that was generated behind what precedes it
+
+
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Constant text of a template, or the system message of a chat, which comes before it."""
+    """Text that is known when the call is submitted."""
 
     text: str
-    is_system: bool = False
+    kind: PieceKind = PieceKind.CONSTANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ can act as template code or as markup."""
 import json
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -64,18 +65,20 @@ class ChatTemplate:
     @cached_property
     def strips(self) -> bool:
         """The template strips white space at the edges of the user's messages."""
-        content = f"\v{_sentinel()}\v"  # no template has vertical tabs of its own
-        return content not in self._text([_message("user", content)])
+        content = f"\v{sentinel()}\v"  # no template has vertical tabs of its own
+        return content not in self.render([_message("user", content)])
 
     def _render(self, num_turns: int, has_system: bool = False) -> tuple[str, ...]:
         roles = ["system"] * has_system + (["user", "assistant"] * num_turns)[:-1]
-        marks = [_sentinel() for _ in roles]
-        return tuple(_split(self._text(list(map(_message, roles, marks))), marks))
+        marks = [sentinel() for _ in roles]
+        return tuple(_split(self.render(list(map(_message, roles, marks))), marks))
 
-    def _text(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt behind which the next answer is generated. `options` are the template's
+        further variables: `tools`, `enable_thinking` and the like. Raises `InvalidRequest`."""
         try:
             text: str = self._template.render(
-                messages=messages, add_generation_prompt=True, **self._tokens
+                **options, messages=messages, add_generation_prompt=True, **self._tokens
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(f"the model's chat template failed: {error}", param="chat") from (
@@ -88,7 +91,8 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _sentinel() -> str:
+def sentinel() -> str:
+    """A text that nobody can guess."""
     return f"m{secrets.token_hex(16)}m"
 
 
@@ -104,8 +108,21 @@ def _split(text: str, sentinels: list[str]) -> list[str]:
     return [*parts, text]
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Like transformers' filter, not like Jinja's, which escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _strftime_now(form: str) -> str:

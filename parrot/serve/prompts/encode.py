@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from parrot.protocol.errors import UnsupportedField
-from parrot.serve.prompts.segments import Segment, SegmentKind
+from parrot.serve.graph.nodes import PieceKind
+from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer, Style
 
 Units = Ids | str
@@ -52,7 +53,7 @@ def join(parts: Sequence[Units]) -> Units:
 
 
 def _plain(segment: Segment) -> str:
-    return f"{segment.text}\n\n" if segment.kind is SegmentKind.SYSTEM else segment.text
+    return f"{segment.text}\n\n" if segment.kind is PieceKind.SYSTEM else segment.text
 
 
 async def _encode_chat(
@@ -65,20 +66,20 @@ async def _encode_chat(
     chat = tokenizer.chat
     assert chat is not None
     num_turns = sum(segment.ends_turn for segment in segments) + (not is_whole)
-    has_system = segments[0].kind is SegmentKind.SYSTEM
+    has_system = segments[0].kind is PieceKind.SYSTEM
     markup = chat.markup(num_turns, has_system=has_system)
     style = Style(special=True, first=False)
     used, at_start = 0, True
     encoded: list[Ids] = []
     for segment in segments:
-        if chat.strips and segment.kind is not SegmentKind.OUTPUT:
+        if chat.strips and segment.kind is not PieceKind.OUTPUT:
             segment = _stripped(segment, at_start)
         ids = await _encode(segment, False, tokenizer)
         if at_start:
             opening = Style(special=True, first=used == 0)
             ids = await _encode_text(markup[used], opening, tokenizer) + ids
             used += 1
-        at_start = segment.kind in (SegmentKind.OUTPUT, SegmentKind.SYSTEM)
+        at_start = segment.kind in (PieceKind.OUTPUT, PieceKind.SYSTEM)
         if segment.ends_turn:
             ids += await _encode_text(markup[used], style, tokenizer)
             used += 1
@@ -89,7 +90,7 @@ async def _encode_chat(
 def _stripped(segment: Segment, at_start: bool) -> Segment:
     """Without white space at the edges of its message. What has to be stripped has other ids."""
     text = segment.text.lstrip() if at_start else segment.text
-    text = text.rstrip() if segment.ends_turn or segment.kind is SegmentKind.SYSTEM else text
+    text = text.rstrip() if segment.ends_turn or segment.kind is PieceKind.SYSTEM else text
     return segment if text == segment.text else segment._replace(text=text, tokenized=None)
 
 
@@ -97,7 +98,7 @@ async def _encode(segment: Segment, first: bool, tokenizer: ModelTokenizer) -> I
     tokenized = segment.tokenized
     if tokenized is not None and tokenized.tokenizer_id == tokenizer.tokenizer_id:
         return tokenized.ids
-    is_constant = segment.kind in (SegmentKind.CONSTANT, SegmentKind.SYSTEM)
+    is_constant = segment.kind in (PieceKind.CONSTANT, PieceKind.SYSTEM)
     style = Style(special=is_constant, first=first)
     return await _encode_text(segment.text, style, tokenizer)
 

@@ -11,27 +11,19 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from typing import NamedTuple
 
-from parrot.serve.graph.nodes import Completion, TextPiece
+from parrot.serve.graph.nodes import Completion, Piece, PieceKind, TextPiece
 from parrot.serve.graph.variable import TokenizedText, VariableState
 from parrot.utils.heaps import LruDict
 
 _MAX_ROOTS = 1024  # that are not computed again
 
 
-class SegmentKind(Enum):
-    CONSTANT = b"c"  # text of the template, which may contain special tokens
-    SYSTEM = b"s"  # a chat's system message, which comes first
-    VALUE = b"v"  # a variable's value, always plain text
-    OUTPUT = b"o"  # what an earlier completion of the same context generated
-
-
 class Segment(NamedTuple):
     """A piece of a prompt with its text. `ends_turn`: generation follows it."""
 
-    kind: SegmentKind
+    kind: PieceKind
     text: str
     tokenized: TokenizedText | None = None
     ends_turn: bool = False
@@ -53,21 +45,24 @@ def preceding_segments(completion: Completion) -> list[Segment]:
 
 def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
     """A segment for each piece of its fill from `start` on, up to the first that is not ready."""
-    last = len(completion.fill) - 1
-    for i in range(start, last + 1):
-        piece = completion.fill[i]
+    fill = completion.fill
+    for i in range(start, len(fill)):
+        piece, ends_turn = fill[i], i == len(fill) - 1 or _is_answer(fill[i + 1])
         if isinstance(piece, TextPiece):
-            kind = SegmentKind.SYSTEM if piece.is_system else SegmentKind.CONSTANT
-            yield Segment(kind, piece.text, None, i == last)
+            yield Segment(piece.kind, piece.text, None, ends_turn)
         elif piece.variable.state is VariableState.READY:
             value = piece.variable
-            yield Segment(SegmentKind.VALUE, value.text, value.tokenized, i == last)
+            yield Segment(PieceKind.VALUE, value.text, value.tokenized, ends_turn)
         else:
             return
 
 
+def _is_answer(piece: Piece) -> bool:
+    return isinstance(piece, TextPiece) and piece.kind is PieceKind.OUTPUT
+
+
 def output_segment(text: str, tokenized: TokenizedText | None) -> Segment:
-    return Segment(SegmentKind.OUTPUT, text, tokenized)
+    return Segment(PieceKind.OUTPUT, text, tokenized)
 
 
 class PrefixHasher:

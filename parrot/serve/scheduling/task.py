@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.serve.graph.nodes import Completion, Objective
-from parrot.serve.prompts.segments import Segment, SegmentKind
+from parrot.serve.graph.nodes import Completion, Objective, PieceKind
+from parrot.serve.prompts.segments import Segment
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class CompletionTask:
     def num_constant(self) -> int:
         """Number of segments at the prompt's start that come from the template alone."""
         for i, segment in enumerate(self.segments):
-            if segment.kind is not SegmentKind.CONSTANT:
+            if segment.kind is not PieceKind.CONSTANT:
                 return i
         return len(self.segments)
 

@@ -15,8 +15,8 @@ from parrot.serve.graph.nodes import Completion
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import (
+    PieceKind,
     Segment,
-    SegmentKind,
     fill_segments,
     preceding_segments,
 )
@@ -188,7 +188,7 @@ async def test_a_generated_value_that_is_stripped_loses_its_ids() -> None:
     tokenizer = await tokenizer_of(byte_tokenizer(chat_template=LLAMA_3))
     prompts = []
     for text, tokenized in ((" a\n", TokenizedText("t", (1, 2, 3))), ("a", None)):
-        value = Segment(SegmentKind.VALUE, text, tokenized, ends_turn=True)
+        value = Segment(PieceKind.VALUE, text, tokenized, ends_turn=True)
         prompts.append(await encode_prompt([value], True, tokenizer))
     assert prompts[0] == prompts[1]
 

@@ -9,9 +9,9 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, TextPiece, VariablePiece
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.segments import (
+    PieceKind,
     PrefixHasher,
     Segment,
-    SegmentKind,
     extend_key,
     fill_segments,
     output_segment,
@@ -19,7 +19,7 @@ from parrot.serve.prompts.segments import (
 )
 
 TEXTS = st.sampled_from(["", "a", "b", "ab", "c", "é\u4e2d", "a" * 100])
-SEGMENTS = st.builds(Segment, st.sampled_from(SegmentKind), TEXTS, st.none(), st.booleans())
+SEGMENTS = st.builds(Segment, st.sampled_from(PieceKind), TEXTS, st.none(), st.booleans())
 PROMPTS = st.lists(SEGMENTS, max_size=6)
 HASHER = PrefixHasher(b"s" * 32)
 
@@ -48,14 +48,14 @@ def test_scopes_and_chats_and_processes_never_meet(
 
 
 def test_ids_do_not_change_a_key() -> None:
-    plain = Segment(SegmentKind.VALUE, "x")
-    tokenized = Segment(SegmentKind.VALUE, "x", TokenizedText("t", (1, 2)))
+    plain = Segment(PieceKind.VALUE, "x")
+    tokenized = Segment(PieceKind.VALUE, "x", TokenizedText("t", (1, 2)))
     assert HASHER.keys("t", False, [plain]) == HASHER.keys("t", False, [tokenized])
 
 
 def test_where_a_constant_is_cut_matters() -> None:
-    whole = HASHER.keys("t", False, [Segment(SegmentKind.CONSTANT, "ab")])
-    parts = [Segment(SegmentKind.CONSTANT, "a"), Segment(SegmentKind.CONSTANT, "b")]
+    whole = HASHER.keys("t", False, [Segment(PieceKind.CONSTANT, "ab")])
+    parts = [Segment(PieceKind.CONSTANT, "a"), Segment(PieceKind.CONSTANT, "b")]
     assert whole[-1] != HASHER.keys("t", False, parts)[-1]
 
 

@@ -12,7 +12,7 @@ from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import encode_prompt
-from parrot.serve.prompts.segments import Segment, SegmentKind
+from parrot.serve.prompts.segments import PieceKind, Segment
 from parrot.serve.prompts.tokenizers import (
     LARGE_TEXT,
     ModelTokenizer,
@@ -138,23 +138,23 @@ def model(add_bos: bool = False) -> ModelTokenizer:
 async def test_ids_are_taken_over_from_the_same_tokenizer_only() -> None:
     """A variable's value keeps the ids that some engine generated for it."""
     for made_by, expected in (("t", (7, 8)), ("another", now(ENCODER, "ab", PLAIN))):
-        value = Segment(SegmentKind.VALUE, "ab", TokenizedText(made_by, (7, 8)))
+        value = Segment(PieceKind.VALUE, "ab", TokenizedText(made_by, (7, 8)))
         assert await encode_prompt([value], False, model()) == [expected]
 
 
 async def test_only_constants_of_the_program_may_hold_special_tokens() -> None:
     for kind, is_special in (
-        (SegmentKind.CONSTANT, True),
-        (SegmentKind.SYSTEM, True),
-        (SegmentKind.VALUE, False),
-        (SegmentKind.OUTPUT, False),
+        (PieceKind.CONSTANT, True),
+        (PieceKind.SYSTEM, True),
+        (PieceKind.VALUE, False),
+        (PieceKind.OUTPUT, False),
     ):
         (ids,) = await encode_prompt([Segment(kind, "<|im_start|>")], False, model())
         assert (len(ids) == 1) is is_special, kind
 
 
 async def test_a_prompt_begins_with_bos_once() -> None:
-    texts = [Segment(SegmentKind.CONSTANT, "a"), Segment(SegmentKind.VALUE, "b")]
+    texts = [Segment(PieceKind.CONSTANT, "a"), Segment(PieceKind.VALUE, "b")]
     with_bos = sum(await encode_prompt(texts, False, model(add_bos=True)), ())
     without = sum(await encode_prompt(texts, False, model()), ())
     assert with_bos == (byte_tokenizer().special_ids.bos, *without)

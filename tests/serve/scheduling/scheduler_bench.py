@@ -9,7 +9,7 @@ from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
-from parrot.serve.prompts.segments import PrefixHasher, Segment, SegmentKind
+from parrot.serve.prompts.segments import PieceKind, PrefixHasher, Segment
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
@@ -76,8 +76,8 @@ class Bench:
         )
         tokens = TokenizedText("t", tuple(range(prefix_len)))
         segments = [
-            Segment(SegmentKind.CONSTANT, text, tokens),
-            Segment(SegmentKind.VALUE, str(number), TokenizedText("t", (1,) * own_len), True),
+            Segment(PieceKind.CONSTANT, text, tokens),
+            Segment(PieceKind.VALUE, str(number), TokenizedText("t", (1,) * own_len), True),
         ]
         keys = HASHER.keys("tenant", False, segments)
         return CompletionTask(

@@ -12,7 +12,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prompts.segments import Segment, SegmentKind
+from parrot.serve.prompts.segments import PieceKind, Segment
 from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.policy import order_maker
 from parrot.serve.scheduling.queue import TaskQueue
@@ -54,7 +54,7 @@ class Line:
                 criteria, 0, path_s, deadline=deadline, is_background=is_background
             ),
         )
-        segments = [Segment(SegmentKind.CONSTANT, "text", None, True)]
+        segments = [Segment(PieceKind.CONSTANT, "text", None, True)]
         task = CompletionTask(completion, segments, (b"key",), self.clock.now(), 10)
         self.order.arrived(task)
         self.queue.push(task)

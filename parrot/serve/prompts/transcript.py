@@ -1,0 +1,132 @@
+"""Conversations as prompts: what the model's chat template makes of a list of messages, in pieces.
+
+    "<|im_start|>user\n"   "Hello"   "<|im_end|>\n<|im_start|>assistant\n"   "Hi!"   "<|im_end|>\n"
+     markup                 message   markup                                  answer  markup
+
+The pieces, one after the other, are exactly what the template renders. Messages are told from
+markup by rendering them a second time as marks that nobody can guess, so that no text in a message
+is ever read as markup."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from parrot.protocol.errors import InvalidRequest
+from parrot.serve.graph.nodes import PieceKind, TextPiece
+from parrot.serve.prompts.chat import ChatTemplate, sentinel
+
+Message = Mapping[str, Any]
+"""A message as chat templates take it: `role`, `content`, and perhaps `tool_calls`, `name`, ..."""
+
+
+def render_transcript(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    special_texts: frozenset[str] = frozenset(),
+    **options: Any,
+) -> list[TextPiece]:
+    """The prompt behind which the next answer is generated. `options` are the template's further
+    variables: `tools` and the like. `special_texts` are the texts of the model's special tokens.
+
+    A template may change messages. It may strip or quote one, or show the last part of it only;
+    what it does beyond that makes the rest of the prompt one piece of markup, since then no piece
+    of it is known to come from a message.
+
+    Raises `InvalidRequest` if the template refuses the messages, or if a text of the request that
+    cannot be told from markup has a special token's text in it."""
+    whole = template.render(messages, **options)
+    mark = sentinel()
+    marked = template.render(
+        [{**m, "content": f"{mark}{i}m"} if _text(m) else m for i, m in enumerate(messages)],
+        **options,
+    )
+    pieces, told_apart = _split(whole, re.split(f"{mark}([0-9]+)m", marked), messages)
+    if rest := whole[sum(len(piece.text) for piece in pieces) :]:
+        pieces.append(TextPiece(rest))
+    for text in _untold(messages, told_apart, options):
+        _require_plain(text, special_texts)
+    return pieces
+
+
+def _split(
+    whole: str, marked: Sequence[str], messages: Sequence[Message]
+) -> tuple[list[TextPiece], set[int]]:
+    """The pieces up to the last message that can be told from markup, and the indices of those that
+    can. `marked` is markup, a message's index, markup, another's index, ..., markup."""
+    gaps, shown = marked[::2], [int(index) for index in marked[1::2]]
+    pieces: list[TextPiece] = []
+    told_apart: set[int] = set()
+    if len(set(shown)) < len(shown):
+        return pieces, told_apart  # the template shows a message twice
+    end = 0
+    for i, before, after in zip(shown, gaps, gaps[1:], strict=False):
+        start = end + len(before)
+        text = _shown(whole, start, _text(messages[i]), after, is_last=i == shown[-1])
+        if not whole.startswith(before, end) or text is None:
+            break
+        is_answer = messages[i].get("role") == "assistant"
+        pieces.append(TextPiece(before))
+        pieces.append(TextPiece(text, PieceKind.OUTPUT if is_answer else PieceKind.VALUE))
+        told_apart.add(i)
+        end = start + len(text)
+    return [piece for piece in pieces if piece.text], told_apart
+
+
+def _shown(whole: str, start: int, text: str, gap: str, *, is_last: bool) -> str | None:
+    """The form of a message's text that stands at `start`, before the markup `gap`."""
+    for form in _forms(text):
+        stop = start + len(form)
+        if whole.startswith(form, start) and (
+            whole[stop:] == gap if is_last else whole.startswith(gap, stop)
+        ):
+            return form
+    return None
+
+
+def _forms(text: str) -> Iterator[str]:
+    yield text
+    yield text.strip()
+    yield text.lstrip()
+    yield text.rstrip()
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield text.rpartition("</think>")[2].lstrip("\n")
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _untold(
+    messages: Sequence[Message], told_apart: set[int], options: Mapping[str, Any]
+) -> Iterator[str]:
+    """The texts of the request that the template put into its markup."""
+    yield from _strings(options)
+    for i, message in enumerate(messages):
+        yield from _strings(
+            {k: v for k, v in message.items() if k != "content" or i not in told_apart}
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _strings(key)
+            yield from _strings(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _require_plain(text: str, special_texts: frozenset[str]) -> None:
+    for special in special_texts:
+        if special in text:
+            raise InvalidRequest(
+                f"`{special}` is a special token of the model; here it could not be told from the "
+                "chat template's own",
+                param="messages",
+            )
