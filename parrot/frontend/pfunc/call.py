@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece, Parameter, ParameterLoc
+from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece, Parameter
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import placeholder
@@ -34,7 +34,8 @@ class BasicCall(ABC):
         self.new_outputs = [p for p in func.outputs if p.name not in self.bindings]
         for param in self.new_outputs:
             self.bindings[param.name] = SemanticVariable(param.name)
-        self._check_outputs()
+        if len(set(map(id, self.output_vars))) < len(func.outputs):
+            raise TypeError(f"{func.name}() got one variable for two outputs")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.func.name}, {self.bindings})"
@@ -144,10 +145,6 @@ class BasicCall(ABC):
             )
         return tuple(part if isinstance(part, SemanticVariable) else str(part) for part in parts)
 
-    def _check_outputs(self) -> None:
-        if len(set(map(id, self.output_vars))) < len(self.func.outputs):
-            raise TypeError(f"{self.func.name}() got one variable for two outputs")
-
 
 class SemanticCall(BasicCall):
     func: "SemanticFunction"
@@ -165,7 +162,6 @@ class SemanticCall(BasicCall):
     def _render(self, piece: FuncBodyPiece) -> str:
         if isinstance(piece, Constant):
             return piece.text
-        assert isinstance(piece, ParameterLoc), piece
         separator = self.func.metadata.sep
         return separator.join(placeholder(name) for name, _ in self.inputs_of(piece.param))
 

@@ -19,7 +19,6 @@ from parrot.frontend.pfunc.function_body import (
     ParamType,
     check_body,
     parse_body,
-    render_body,
     without_pure_fill,
 )
 from parrot.frontend.pfunc.metadata import (
@@ -107,7 +106,7 @@ class SemanticFunction(BasicFunction):
         """`try_register` has no effect: functions need no registration. Raises `ValueError` for a
         template that cannot work and `TypeError` for unknown metadata."""
         super().__init__(name, params)
-        self.metadata: SemanticFuncMetadata = parse_metadata(metadata)
+        self.metadata = parse_metadata(SemanticFuncMetadata, metadata)
         body = parse_body(func_body_str, self.params_map)
         check_body(body, self.params)
         self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
@@ -118,20 +117,20 @@ class SemanticFunction(BasicFunction):
         return [piece.param for piece in self.body if isinstance(piece, ParameterLoc)]
 
     def to_template_str(self) -> str:
-        return render_body(self.body)
+        return "".join(piece.text for piece in self.body)
 
-    def with_body(self, body: Sequence[FuncBodyPiece]) -> "SemanticFunction":
-        """A copy with other constants, of which adjacent ones are joined. Raises `ValueError` if
-        constants would become a placeholder, or the locations are not the same as before."""
+    def with_template(self, template: str) -> "SemanticFunction":
+        """A copy with other constants. Raises `ValueError` if the placeholders are not the same as
+        before."""
         new = copy(self)
-        new.body = parse_body(render_body(body), self.params_map)
+        new.body = parse_body(template, self.params_map)
         if new.locations != self.locations:
             raise ValueError(f"a transform of `{self.name}` changes more than its constants")
         return new
 
-    def with_metadata(self, metadata: SemanticFuncMetadata) -> "SemanticFunction":
+    def with_metadata(self, **changes: Any) -> "SemanticFunction":
         new = copy(self)
-        new.metadata = metadata
+        new.metadata = self.metadata.model_copy(update=changes)
         return new
 
     def invoke_statefully(

@@ -40,10 +40,6 @@ class Parameter:
             raise ValueError(f"`{self.name}` is no output, it cannot have a sampling_config")
 
     @property
-    def is_input_loc(self) -> bool:
-        return self.typ is ParamType.INPUT_LOC
-
-    @property
     def is_output(self) -> bool:
         return self.typ is ParamType.OUTPUT_LOC
 
@@ -51,28 +47,28 @@ class Parameter:
     def is_required(self) -> bool:
         return not self.is_output and self.default is inspect.Parameter.empty
 
-    def get_param_str(self) -> str:
-        """Its placeholder in the template."""
-        return placeholder(self.name)
-
 
 @dataclass(frozen=True)
-class FuncBodyPiece:
+class Constant:
     """`idx` is its place in the body."""
 
     idx: int
-
-
-@dataclass(frozen=True)
-class Constant(FuncBodyPiece):
     text: str
 
 
 @dataclass(frozen=True)
-class ParameterLoc(FuncBodyPiece):
+class ParameterLoc:
     """The place of an input or an output."""
 
+    idx: int
     param: Parameter
+
+    @property
+    def text(self) -> str:
+        return placeholder(self.param.name)
+
+
+FuncBodyPiece = Constant | ParameterLoc
 
 
 def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiece]:
@@ -111,14 +107,5 @@ def check_body(body: Iterable[FuncBodyPiece], params: Iterable[Parameter]) -> No
 
 def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:
     """The body up to its last output; all of it if there is none."""
-    ends = [p.idx for p in body if isinstance(p, ParameterLoc) and p.param.is_output]
-    return body[: ends[-1] + 1] if ends else body
-
-
-def render_body(body: Iterable[FuncBodyPiece]) -> str:
-    """The template again."""
-    return "".join(
-        piece.text if isinstance(piece, Constant) else piece.param.get_param_str()
-        for piece in body
-        if isinstance(piece, Constant | ParameterLoc)
-    )
+    outputs = [p.idx for p in body if isinstance(p, ParameterLoc) and p.param.is_output]
+    return body[: outputs[-1] + 1] if outputs else body

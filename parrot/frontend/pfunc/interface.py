@@ -7,11 +7,10 @@ from typing import Any
 
 from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
-from parrot.frontend.pfunc.metadata import MAX_NATIVE_TIMEOUT_S, NativeFuncMetadata, parse_criteria
+from parrot.frontend.pfunc.metadata import Criteria, NativeFuncMetadata, parse_metadata
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
-from parrot.frontend.pfunc.transforms.func_mutator import FuncMutator
+from parrot.frontend.pfunc.transforms import FuncMutator
 from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -66,7 +65,7 @@ def semantic_function(
 
 def native_function(
     timeout: float = 1.0,
-    output_criteria: PerformanceCriteria | str | None = None,
+    output_criteria: Criteria | None = None,
     on_demand: bool | None = None,
 ) -> Callable[[Callable[..., Any]], PyNativeFunction]:
     """Make a native function of a `def` that takes strings and sets its outputs: `out.set(text)`.
@@ -75,15 +74,13 @@ def native_function(
     code that cannot run there: a lambda, `async`, no source text, names from outside itself."""
     if not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be seconds, not {timeout!r}: write `@P.native_function()`")
-    if not 0 < timeout <= MAX_NATIVE_TIMEOUT_S:
-        raise ValueError(f"timeout must be over 0 and at most {MAX_NATIVE_TIMEOUT_S} seconds")
-    criteria = None if output_criteria is None else parse_criteria(output_criteria)
+    options = {"timeout": timeout, "output_criteria": output_criteria, "on_demand": on_demand}
+    metadata = parse_metadata(NativeFuncMetadata, options)
 
     def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:
         name, params, returns = _read_signature(pyfunc)
         if returns not in (inspect.Signature.empty, None, "None"):
             raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
-        metadata = NativeFuncMetadata(timeout, criteria, on_demand)
         return PyNativeFunction(name, pyfunc, params, metadata)
 
     return decorate

@@ -13,7 +13,13 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from parrot.frontend.pfunc.semantic_variable import ReadOptions, SemanticVariable, read_options
+from parrot.frontend.pfunc.metadata import Criteria
+from parrot.frontend.pfunc.semantic_variable import (
+    Limit,
+    ReadOptions,
+    SemanticVariable,
+    read_options,
+)
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, ParrotError, TimedOut
 
@@ -23,15 +29,16 @@ if TYPE_CHECKING:
 _LATENCY = PerformanceCriteria.LATENCY
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 
+Variables = Sequence[SemanticVariable]
 Progress = Callable[[int, int], None]
 
 
 def first_k(
-    variables: Sequence[SemanticVariable],
+    variables: Variables,
     k: int,
-    criteria: PerformanceCriteria | str = _LATENCY,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    criteria: Criteria = _LATENCY,
+    timeout: Limit = None,
+    deadline: Limit = None,
 ) -> list[SemanticVariable]:
     """Wait until `k` of the variables are ready: those, in the order in which they were. The others
     lose this reader, so what nobody else wants of them stops within one engine step.
@@ -47,11 +54,11 @@ def first_k(
 
 
 async def afirst_k(
-    variables: Sequence[SemanticVariable],
+    variables: Variables,
     k: int,
-    criteria: PerformanceCriteria | str = _LATENCY,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    criteria: Criteria = _LATENCY,
+    timeout: Limit = None,
+    deadline: Limit = None,
 ) -> list[SemanticVariable]:
     """The same as `first_k` for async code. Cancelling withdraws the read."""
     session, pending, ready = _race(variables, k)
@@ -62,29 +69,29 @@ async def afirst_k(
 
 
 def any_of(
-    variables: Sequence[SemanticVariable],
-    criteria: PerformanceCriteria | str = _LATENCY,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    variables: Variables,
+    criteria: Criteria = _LATENCY,
+    timeout: Limit = None,
+    deadline: Limit = None,
 ) -> SemanticVariable:
     """The first of the variables to be ready: see `first_k`."""
     return first_k(variables, 1, criteria, timeout, deadline)[0]
 
 
 async def aany_of(
-    variables: Sequence[SemanticVariable],
-    criteria: PerformanceCriteria | str = _LATENCY,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    variables: Variables,
+    criteria: Criteria = _LATENCY,
+    timeout: Limit = None,
+    deadline: Limit = None,
 ) -> SemanticVariable:
     return (await afirst_k(variables, 1, criteria, timeout, deadline))[0]
 
 
 def gather(
-    variables: Sequence[SemanticVariable],
-    criteria: PerformanceCriteria | str = _THROUGHPUT,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    variables: Variables,
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
     progress: Progress | None = None,
 ) -> list[str]:
     """Wait for all of the variables: their values, in order. When one fails, its error is raised
@@ -99,10 +106,10 @@ def gather(
 
 
 async def agather(
-    variables: Sequence[SemanticVariable],
-    criteria: PerformanceCriteria | str = _THROUGHPUT,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    variables: Variables,
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
     progress: Progress | None = None,
 ) -> list[str]:
     """The same as `gather` for async code. Cancelling withdraws the reads."""
@@ -115,10 +122,10 @@ async def agather(
 
 
 def as_completed(
-    variables: Sequence[SemanticVariable],
-    criteria: PerformanceCriteria | str = _THROUGHPUT,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    variables: Variables,
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
     progress: Progress | None = None,
 ) -> Iterator[SemanticVariable]:
     """Each of the variables as soon as it is ready or failed: its `get` gives the value or raises
@@ -130,10 +137,10 @@ def as_completed(
 
 
 def aas_completed(
-    variables: Sequence[SemanticVariable],
-    criteria: PerformanceCriteria | str = _THROUGHPUT,
-    timeout: float | None = None,
-    deadline: float | None = None,
+    variables: Variables,
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
     progress: Progress | None = None,
 ) -> AsyncIterator[SemanticVariable]:
     """The same as `as_completed` for async code. To withdraw the reads at a certain moment, close

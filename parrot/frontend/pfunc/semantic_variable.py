@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from parrot.frontend.pfunc.metadata import parse_criteria
+from parrot.frontend.pfunc.metadata import Criteria, parse_criteria
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest
 
@@ -19,15 +19,16 @@ _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
 
 
+Limit = float | None  # seconds
+
+
 class ReadOptions(TypedDict):
     criteria: PerformanceCriteria
-    timeout_s: float | None
-    deadline_s: float | None
+    timeout_s: Limit
+    deadline_s: Limit
 
 
-def read_options(
-    criteria: PerformanceCriteria | str, timeout: float | None, deadline: float | None
-) -> ReadOptions:
+def read_options(criteria: Criteria, timeout: Limit, deadline: Limit) -> ReadOptions:
     """Raises `ValueError` that lists the criteria."""
     return {"criteria": parse_criteria(criteria), "timeout_s": timeout, "deadline_s": deadline}
 
@@ -149,22 +150,17 @@ class SemanticVariable:
         self._content = content
 
     def get(
-        self,
-        criteria: PerformanceCriteria | str = _THROUGHPUT,
-        timeout: float | None = None,
-        deadline: float | None = None,
+        self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
     ) -> str:
         """Wait for the value."""
         if self._content is not None:
             return self._content
         session = self.live_session()
-        return session.loop.run(session.read(self, read_options(criteria, timeout, deadline)))
+        reading = session.read(self, read_options(criteria, timeout, deadline))
+        return session.loop.run(reading)
 
     async def aget(
-        self,
-        criteria: PerformanceCriteria | str = _THROUGHPUT,
-        timeout: float | None = None,
-        deadline: float | None = None,
+        self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
     ) -> str:
         """Wait for the value. Cancelling withdraws the read."""
         if self._content is not None:
@@ -174,10 +170,7 @@ class SemanticVariable:
         return await session.loop.arun(reading)
 
     def stream(
-        self,
-        criteria: PerformanceCriteria | str = _LATENCY,
-        timeout: float | None = None,
-        deadline: float | None = None,
+        self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None
     ) -> Iterator[str]:
         """The value in pieces as it is generated, from its beginning. Leaving the loop early
         withdraws the read."""
@@ -189,10 +182,7 @@ class SemanticVariable:
         yield from session.loop.items(partial(session.stream, self, options))
 
     async def astream(
-        self,
-        criteria: PerformanceCriteria | str = _LATENCY,
-        timeout: float | None = None,
-        deadline: float | None = None,
+        self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None
     ) -> AsyncIterator[str]:
         """The same as `stream` for async code. To withdraw the read at a certain moment, close the
         iterator (`aclose`)."""

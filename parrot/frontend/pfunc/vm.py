@@ -51,7 +51,9 @@ class VirtualMachine:
         self._lock = threading.Lock()
         self._anonymous_ids = IdCounter()
         if mode == "debug":
-            _log_everything()
+            logger.setLevel(logging.DEBUG)
+            if not logger.hasHandlers():
+                logger.addHandler(logging.StreamHandler())
 
     @property
     def session_registered(self) -> bool:
@@ -178,9 +180,3 @@ class VirtualMachine:
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def _log_everything() -> None:
-    logger.setLevel(logging.DEBUG)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())

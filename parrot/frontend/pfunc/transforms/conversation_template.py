@@ -2,19 +2,11 @@
 output is the assistant's."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from enum import IntEnum, auto
 
 from parrot.frontend.pfunc.function import SemanticFunction
-from parrot.frontend.pfunc.function_body import (
-    Constant,
-    FuncBodyPiece,
-    Parameter,
-    ParameterLoc,
-)
-from parrot.frontend.pfunc.transforms.func_mutator import FuncMutator
-
-Piece = str | Parameter
+from parrot.frontend.pfunc.function_body import FuncBodyPiece, ParameterLoc
+from parrot.frontend.pfunc.transforms import FuncMutator
 
 
 class SeparatorStyle(IntEnum):
@@ -48,24 +40,15 @@ class ConversationTemplate(FuncMutator):
         self.sep2 = sep2
 
     def transform(self, func: SemanticFunction) -> SemanticFunction:
-        pieces = list(self._conversation(func.body))
-        return func.with_body(
-            [
-                Constant(idx, piece) if isinstance(piece, str) else ParameterLoc(idx, piece)
-                for idx, piece in enumerate(pieces)
-            ]
-        )
-
-    def _conversation(self, body: Sequence[FuncBodyPiece]) -> Iterator[Piece]:
+        user, assistant = self.roles[:2]
         is_single = self.seperator_style is SeparatorStyle.ADD_COLON_SINGLE
-        yield self.system_template.format(system_message=self.system_message) + self.sep
-        for turn, output in _rounds(body):
-            yield f"{self.roles[0]}: "
-            yield from turn
+        end = self.sep if is_single else self.sep2
+        text = self.system_template.format(system_message=self.system_message) + self.sep
+        for turn, output in _rounds(func.body):
+            text += f"{user}: {turn}"
             if output is not None:
-                yield f"{self.sep}{self.roles[1]}: "
-                yield output
-                yield self.sep if is_single else self.sep2
+                text += f"{self.sep}{assistant}: {output}{end}"
+        return func.with_template(text)
 
 
 class ChatTemplate(FuncMutator):
@@ -80,31 +63,21 @@ class ChatTemplate(FuncMutator):
         return ChatTemplate(system_message)
 
     def transform(self, func: SemanticFunction) -> SemanticFunction:
-        return func.with_metadata(replace(func.metadata, chat=True, system=self.system_message))
+        return func.with_metadata(chat=True, system=self.system_message)
 
 
-def _rounds(body: Sequence[FuncBodyPiece]) -> Iterator[tuple[list[Piece], Parameter | None]]:
+def _rounds(body: Sequence[FuncBodyPiece]) -> Iterator[tuple[str, str | None]]:
     """(the user's turn, the output that answers it); None after the last output. A turn has no
     white space at its edges, as the chat formats have none there."""
-    turn: list[Piece] = []
+    turn = ""
     for piece in body:
-        if isinstance(piece, Constant):
-            turn.append(piece.text)
-        elif isinstance(piece, ParameterLoc) and piece.param.is_output:
-            yield _stripped(turn), piece.param
-            turn = []
-        elif isinstance(piece, ParameterLoc):
-            turn.append(piece.param)
-    if rest := _stripped(turn):
+        if isinstance(piece, ParameterLoc) and piece.param.is_output:
+            yield turn.strip(), piece.text
+            turn = ""
+        else:
+            turn += piece.text
+    if rest := turn.strip():
         yield rest, None
-
-
-def _stripped(turn: list[Piece]) -> list[Piece]:
-    if turn and isinstance(first := turn[0], str):
-        turn = [first.lstrip(), *turn[1:]]
-    if turn and isinstance(last := turn[-1], str):
-        turn = [*turn[:-1], last.rstrip()]
-    return [piece for piece in turn if piece != ""]
 
 
 # Source of the text: FastChat's conversation.py, "vicuna_v1.1".

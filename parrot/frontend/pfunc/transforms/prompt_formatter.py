@@ -4,8 +4,8 @@ import re
 from abc import abstractmethod
 
 from parrot.frontend.pfunc.function import SemanticFunction
-from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece
-from parrot.frontend.pfunc.transforms.func_mutator import FuncMutator, Sequential
+from parrot.frontend.pfunc.function_body import Constant
+from parrot.frontend.pfunc.transforms import FuncMutator, Sequential
 
 _INDENT = re.compile(r"(^|(?<=\n))(?: {4})+")
 _SPACES = re.compile(r" {2,}")
@@ -19,12 +19,11 @@ class PromptFormatter(FuncMutator):
     def format(self, text: str, at_line_start: bool) -> str: ...
 
     def transform(self, func: SemanticFunction) -> SemanticFunction:
-        return func.with_body([self._visit(piece) for piece in func.body])
-
-    def _visit(self, piece: FuncBodyPiece) -> FuncBodyPiece:
-        if not isinstance(piece, Constant):
-            return piece
-        return Constant(piece.idx, self.format(piece.text, piece.idx == 0))
+        texts = (
+            self.format(piece.text, piece.idx == 0) if isinstance(piece, Constant) else piece.text
+            for piece in func.body
+        )
+        return func.with_template("".join(texts))
 
 
 class PyIndentRemover(PromptFormatter):
