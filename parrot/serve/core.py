@@ -1,6 +1,6 @@
 """ServeCore: the service as a whole, which begins and ends sessions and knows the engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from parrot.protocol.engine_api import (
     HeartbeatRequest,
@@ -18,14 +18,13 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.graph.graph import GraphIds, SessionGraph
-from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.metrics import CoreCollector, CoreMetrics
-from parrot.serve.native import NativeRunner, Sandbox
+from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
+from parrot.serve.runner import TaskRunner
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
-from parrot.serve.sessions import Session, SessionExpiry, SessionRegistry, tenant_labels, tenant_of
+from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue
@@ -55,27 +54,29 @@ class ServeCore:
         self.is_closing = False
         self._clock = clock or MonotonicClock()
         self._timers = TimerQueue(self._clock)
-        self._sessions = SessionRegistry(config, self._clock, first_session_id)
         self._dispatcher = dispatcher or Dispatcher(config, self._clock, order=order, placer=placer)
-        self._native = NativeRunner(config, self._clock, sandbox)
         self._metrics = CoreMetrics(tenant_labels(config.api_keys))
         self._observers = Observers(observers)
-        self._runner = _TaskRunner(
-            self._clock, self._sessions, self._dispatcher, self._native, self._metrics
+        self._runner = TaskRunner(
+            config,
+            self._clock,
+            self._dispatcher,
+            sandbox,
+            self._metrics,
+            lambda session_id: self._sessions.find(session_id),
         )
-        self._expiry = SessionExpiry(
-            self._timers, self._clock, config.session_life_span, self._expire
+        self._sessions = SessionRegistry(
+            config,
+            self._clock,
+            self._timers,
+            self._runner,
+            self._dispatcher.estimates,
+            self._expire,
+            first_session_id,
         )
         self.programs = Programs(
-            self._sessions,
-            self._dispatcher,
-            self._native,
-            self._observers,
-            self._timers,
-            self._clock,
-            max_queue_size=config.global_scheduler.max_queue_size,
+            self._sessions, self._runner, self._observers, self._timers, self._clock
         )
-        self._ids = GraphIds()
         self._collector = CoreCollector(self._metrics, self._sessions, self._dispatcher)
 
     # Sessions
@@ -84,18 +85,13 @@ class ServeCore:
         """Raises `AuthenticationFailed`, `QuotaExceeded`."""
         self._require_open()
         tenant = tenant_of(request.api_key, self.config.api_keys)
-        session = self._sessions.create(
-            tenant,
-            request.apps or (),
-            lambda session_id: self._make_graph(session_id, tenant, request.on_demand),
-        )
-        self._expiry.watch(session)
+        session = self._sessions.create(tenant, request.apps or (), on_demand=request.on_demand)
         self._observers.tell(lambda one: one.session_created(session, request))
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         session = self._sessions.authenticate(session_id, session_auth)
-        return session_view(session, self._clock.now(), self._expiry.remaining_s(session))
+        return session_view(session, self._clock.now(), self._sessions.remaining_s(session))
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self._sessions.authenticate(session_id, session_auth)
@@ -145,21 +141,9 @@ class ServeCore:
 
     async def close(self) -> None:
         self.shut_down()
-        await self._native.close()
-        await self._dispatcher.close()
+        await self._runner.close()
         await self._timers.close()
         self._observers.tell(lambda one: one.core_closed(self._dispatcher.kv_counts()))
-
-    def _make_graph(self, session_id: int, tenant: str, on_demand: bool) -> SessionGraph:
-        return SessionGraph(
-            session_id,
-            tenant,
-            on_demand=on_demand,
-            runner=self._runner,
-            predictor=self._dispatcher.estimates,
-            clock=self._clock,
-            ids=self._ids,
-        )
 
     def _require_open(self) -> None:
         if self.is_closing:
@@ -169,63 +153,8 @@ class ServeCore:
         self._end(session, SessionGone(f"session {session.id} has expired"))
 
     def _end(self, session: Session, error: ParrotError) -> None:
-        self._expiry.forget(session)
         session.graph.close(error)
         self._dispatcher.release_session(session.id)
         self._sessions.remove(session)
         self._metrics.session_ended(self._clock.now() - session.created_at)
         self._observers.tell(lambda one: one.session_ended(session))
-
-
-class _TaskRunner:
-    """Implements `graph.runner.Runner`. A task that ends is activity of its session."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        sessions: SessionRegistry,
-        dispatcher: Dispatcher,
-        native: NativeRunner,
-        metrics: CoreMetrics,
-    ) -> None:
-        self._clock = clock
-        self._sessions = sessions
-        self._dispatcher = dispatcher
-        self._native = native
-        self._metrics = metrics
-
-    def start(self, task: Task) -> None:
-        if isinstance(task, Completion):
-            self._dispatcher.submit(task)
-        else:
-            self._native.start(task)
-
-    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
-        self._dispatcher.expect(completion, forecast)
-
-    def unexpect(self, completion: Completion) -> None:
-        self._dispatcher.unexpect(completion)
-
-    def withdraw(self, task: Task) -> None:
-        if isinstance(task, Completion):
-            self._dispatcher.withdraw(task)
-        else:
-            self._native.stop(task)
-
-    def cancel(self, task: Task, error: ParrotError) -> None:
-        if isinstance(task, Completion):
-            self._dispatcher.cancel(task, error)
-        else:
-            self._native.cancel(task, error)
-
-    def reprioritise(self, completion: Completion) -> None:
-        self._dispatcher.reprioritise(completion)
-
-    def finished(self, task: Task) -> None:
-        session = self._sessions.find(task.session_id)
-        if session is not None:
-            session.task_finished(task, self._clock.now())
-            self._metrics.task_finished(task, session.tenant)
-
-    def progressed(self, session_id: int, remaining_s: float) -> None:
-        self._dispatcher.progressed(session_id, remaining_s)

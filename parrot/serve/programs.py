@@ -15,12 +15,12 @@ from parrot.protocol.public import (
     VarListResponse,
     VarValue,
 )
-from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from parrot.serve.native import NativeRunner, check_call
+from parrot.serve.native import check_call
 from parrot.serve.observers import Observers
-from parrot.serve.quotas import Usage, num_bytes, require_share, usage_of
+from parrot.serve.quotas import Usage, num_bytes, usage_of
 from parrot.serve.readers import Reads
+from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.views import value_view, variables_view
 from parrot.utils.clock import Clock
@@ -34,20 +34,15 @@ class Programs:
     def __init__(
         self,
         sessions: SessionRegistry,
-        dispatcher: Dispatcher,
-        native: NativeRunner,
+        runner: TaskRunner,
         observers: Observers,
         timers: TimerQueue,
         clock: Clock,
-        *,
-        max_queue_size: int,
     ) -> None:
         self._sessions = sessions
-        self._dispatcher = dispatcher
-        self._native = native
-        self._reads = Reads(timers, clock)
+        self._runner = runner
         self._observers = observers
-        self._max_queue_size = max_queue_size
+        self._reads = Reads(timers, clock)
 
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
         """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
@@ -64,7 +59,7 @@ class Programs:
             check_call(request)
         if session.graph.is_known(request):
             return session.graph.submit(request)
-        self._require_room(session)
+        self._runner.require_room(session.tenant)
         usage = usage_of(request)
         session.account.require(usage)
         response = session.graph.submit(request)
@@ -119,7 +114,7 @@ class Programs:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         variable = session.graph.variable(var_id)
         if variable.is_idle:
-            self._require_room(session)
+            self._runner.require_room(session.tenant)
         with self._observers.reading(session, request, [var_id]):
             await self._reads.value(session, variable, request)
         return value_view(variable)
@@ -131,7 +126,7 @@ class Programs:
         variables = [session.graph.variable(var_id) for var_id in request.var_ids]
         num_ready = sum(variable.state is VariableState.READY for variable in variables)
         if num_ready < request.k and any(variable.is_idle for variable in variables):
-            self._require_room(session)
+            self._runner.require_room(session.tenant)
         with self._observers.reading(session, request, request.var_ids, k=request.k):
             winners = await self._reads.first(session, variables, request)
         return FirstVarsResponse(
@@ -144,7 +139,7 @@ class Programs:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         variable = session.graph.variable(var_id)
         if variable.is_idle:
-            self._require_room(session)
+            self._runner.require_room(session.tenant)
         return self._stream(session, variable, request)
 
     async def _stream(
@@ -154,11 +149,3 @@ class Programs:
             async with aclosing(self._reads.stream(session, variable, request)) as deltas:
                 async for delta in deltas:
                     yield delta
-
-    def _require_room(self, session: Session) -> None:
-        """Before anything that may set work going. What one read sets going is queued all at once,
-        however much it is: it exists already, and refusing a part of it would fail the whole."""
-        limit = self._max_queue_size
-        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
-            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
-            require_share(session.tenant, limit, *queues)

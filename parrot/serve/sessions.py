@@ -1,17 +1,20 @@
 """Sessions: one user program's scope, and who may use it."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.config import CoreConfig
-from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.nodes import Task
+from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.quotas import Account, Usage, num_bytes
 from parrot.utils.clock import Clock
-from parrot.utils.ids import IdCounter, new_token, tokens_equal
+from parrot.utils.ids import new_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
 
 PUBLIC_TENANT = "public"
@@ -34,6 +37,7 @@ class Session:
     timed_reads: dict[object, float] = field(default_factory=dict)
     was_read: bool = False
     is_wake_due: bool = False
+    expiry: Timer | None = None
 
     def task_finished(self, task: Task, now: float) -> None:
         """Count the end of one of its tasks as activity, and the texts that it made as kept."""
@@ -50,15 +54,33 @@ class Session:
 
 
 class SessionRegistry:
-    """The live sessions. Ids only grow, so an id that was given out and is not live is gone."""
+    """The live sessions. Ids only grow, so an id that was given out and is not live is gone.
 
-    def __init__(self, config: CoreConfig, clock: Clock, first_id: int = 0) -> None:
+    A session ends when it has been idle for its life span. Activity moves no timer: a timer that
+    comes too early is set again for the time that holds by then."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Clock,
+        timers: TimerQueue,
+        runner: Runner,
+        predictor: Predictor,
+        expire: Callable[[Session], None],
+        first_id: int = 0,
+    ) -> None:
+        """`expire` ends a session, which includes `remove`."""
         self._config = config
         self._clock = clock
-        self._ids = IdCounter(first_id)
+        self._timers = timers
+        self._runner = runner
+        self._predictor = predictor
+        self._expire = expire
         self._first_id = self._next_id = first_id
+        self._graph_ids = GraphIds()
         self._sessions: dict[int, Session] = {}
-        self._tenants: dict[str, tuple[Account, set[int]]] = {}  # with their live sessions
+        # A tenant's account lives as long as one of its sessions, whose accounts refer to it.
+        self._tenants: WeakValueDictionary[str, Account] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -66,35 +88,32 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 
-    def create(
-        self, tenant: str, apps: Sequence[str], make_graph: Callable[[int], SessionGraph]
-    ) -> Session:
+    def create(self, tenant: str, apps: Sequence[str], *, on_demand: bool = False) -> Session:
         """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long."""
         limit = self._config.max_sessions_num
         if len(self._sessions) >= limit:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
-        known = self._tenants.get(tenant)
-        tenant_account, live_ids = known or (Account(self._config.tenant_quota), set())
+        tenant_account = self._tenants.get(tenant) or Account(self._config.tenant_quota)
         account = Account(self._config.session_quota, tenant_account)
         usage = Usage(text_bytes=num_bytes(apps))
         account.require(usage)
         account.add(usage)
-        session_id = self._ids.next()
-        self._next_id = session_id + 1
+        self._tenants[tenant] = tenant_account
+        session_id = self._next_id
+        self._next_id += 1
         now = self._clock.now()
-        self._tenants[tenant] = (tenant_account, live_ids)
-        live_ids.add(session_id)
-        session = Session(
+        graph = SessionGraph(
             session_id,
-            new_token(),
             tenant,
-            tuple(apps),
-            make_graph(session_id),
-            account,
-            now,
-            now,
+            on_demand=on_demand,
+            runner=self._runner,
+            predictor=self._predictor,
+            clock=self._clock,
+            ids=self._graph_ids,
         )
+        session = Session(session_id, new_token(), tenant, tuple(apps), graph, account, now, now)
         self._sessions[session_id] = session
+        self._watch(session)
         return session
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
@@ -113,60 +132,39 @@ class SessionRegistry:
     def find(self, session_id: int) -> Session | None:
         return self._sessions.get(session_id)
 
+    def remaining_s(self, session: Session) -> float:
+        """Seconds until it expires, if nothing happens in it."""
+        now = self._clock.now()
+        return session.expires_at(now, self._config.session_life_span) - now
+
     def remove(self, session: Session) -> None:
         del self._sessions[session.id]
+        if session.expiry is not None:
+            session.expiry.cancel()
         session.account.close()
-        _, live_ids = self._tenants[session.tenant]
-        live_ids.remove(session.id)
-        if not live_ids:
-            del self._tenants[session.tenant]
 
     def check_integrity(self) -> None:
         """Recount the graphs, and what tenants keep. Only between events of the loop."""
+        totals: defaultdict[str, Usage] = defaultdict(Usage)
         for session in self:
             session.graph.check_integrity()
-        for tenant, (account, live_ids) in self._tenants.items():
-            total = Usage()
-            for session_id in live_ids:
-                total = total.plus(self._sessions[session_id].account.usage)
-            assert account.usage == total, (tenant, account.usage, total)
-        assert len(self) == sum(len(live_ids) for _, live_ids in self._tenants.values())
+            totals[session.tenant] = totals[session.tenant].plus(session.account.usage)
+        for tenant, total in totals.items():
+            assert self._tenants[tenant].usage == total, (
+                tenant,
+                self._tenants[tenant].usage,
+                total,
+            )
 
-
-class SessionExpiry:
-    """Ends each watched session when it has been idle for its life span. Activity moves no timer:
-    a timer that comes too early is set again for the time that holds by then."""
-
-    def __init__(
-        self,
-        timers: TimerQueue,
-        clock: Clock,
-        life_span_s: float,
-        expire: Callable[[Session], None],
-    ) -> None:
-        self._timers = timers
-        self._clock = clock
-        self._life_span_s = life_span_s
-        self._expire = expire
-        self._pending: dict[int, Timer] = {}
-
-    def watch(self, session: Session) -> None:
-        when = session.expires_at(self._clock.now(), self._life_span_s)
-        self._pending[session.id] = self._timers.call_at(when, lambda: self._check(session))
-
-    def forget(self, session: Session) -> None:
-        self._pending.pop(session.id).cancel()
-
-    def remaining_s(self, session: Session) -> float:
-        now = self._clock.now()
-        return session.expires_at(now, self._life_span_s) - now
+    def _watch(self, session: Session) -> None:
+        when = self._clock.now() + self.remaining_s(session)
+        session.expiry = self._timers.call_at(when, lambda: self._check(session))
 
     def _check(self, session: Session) -> None:
-        now = self._clock.now()
-        if session.expires_at(now, self._life_span_s) <= now:
+        if self.remaining_s(session) <= 0:
             self._expire(session)
         else:
-            self.watch(session)
+            self._watch(session)
 
 
 def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:

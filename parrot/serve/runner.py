@@ -1,0 +1,75 @@
+"""Running tasks of both kinds: completions on engines, native functions in the sandbox."""
+
+from collections.abc import Callable
+
+from parrot.protocol.errors import ParrotError
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.nodes import Completion, Task
+from parrot.serve.metrics import CoreMetrics
+from parrot.serve.native import NativeRunner, Sandbox
+from parrot.serve.quotas import require_share
+from parrot.serve.sessions import Session
+from parrot.utils.clock import Clock
+
+
+class TaskRunner:
+    """Implements `graph.runner.Runner` for all sessions, and says how much more may be queued. A
+    task that ends is activity of its session."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Clock,
+        dispatcher: Dispatcher,
+        sandbox: Sandbox | None,
+        metrics: CoreMetrics,
+        find_session: Callable[[int], Session | None],
+    ) -> None:
+        self._max_queue_size = config.global_scheduler.max_queue_size
+        self._clock = clock
+        self._dispatcher = dispatcher
+        self._native = NativeRunner(config, clock, sandbox)
+        self._metrics = metrics
+        self._find_session = find_session
+        self.expect = dispatcher.expect
+        self.unexpect = dispatcher.unexpect
+        self.reprioritise = dispatcher.reprioritise
+        self.progressed = dispatcher.progressed
+
+    def require_room(self, tenant: str) -> None:
+        """Raise `QueueFull` if the queue is full and the tenant has its share of it. To be asked
+        before anything that may set work going. What one read sets going is queued all at once,
+        however much it is: it exists already, and refusing a part of it would fail the whole."""
+        limit = self._max_queue_size
+        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
+            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
+            require_share(tenant, limit, *queues)
+
+    def start(self, task: Task) -> None:
+        if isinstance(task, Completion):
+            self._dispatcher.submit(task)
+        else:
+            self._native.start(task)
+
+    def withdraw(self, task: Task) -> None:
+        if isinstance(task, Completion):
+            self._dispatcher.withdraw(task)
+        else:
+            self._native.stop(task)
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        if isinstance(task, Completion):
+            self._dispatcher.cancel(task, error)
+        else:
+            self._native.cancel(task, error)
+
+    def finished(self, task: Task) -> None:
+        session = self._find_session(task.session_id)
+        if session is not None:
+            session.task_finished(task, self._clock.now())
+            self._metrics.task_finished(task, session.tenant)
+
+    async def close(self) -> None:
+        await self._native.close()
+        await self._dispatcher.close()
