@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.execution.engines import EngineView
+from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import Session
@@ -146,13 +146,13 @@ class CoreCollector(Collector):
         queued = self._dispatcher.num_queued
         yield GaugeMetricFamily("parrot_num_requests_waiting", "Completions queued.", value=queued)
         yield from _engine_families(self._dispatcher.fleet.views())
-        yield from _kv_families(self._dispatcher.kv_counts())
+        yield from _kv_families(self._dispatcher.kv_counts)
         yield _counter(
             "parrot_eager_fill_tokens",
             "Prompt tokens computed while their calls waited for inputs, and what became of them.",
             {
                 (outcome,): count
-                for outcome, count in asdict(self._dispatcher.prefetch_counts()).items()
+                for outcome, count in asdict(self._dispatcher.prefetch_counts).items()
             },
             "outcome",
         )

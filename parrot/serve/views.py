@@ -11,7 +11,7 @@ from parrot.protocol.public import (
     VarGetResponse,
     VarInfo,
 )
-from parrot.serve.execution.engines import EngineView
+from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, RunStats, Task, Timeline
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.sessions import Session

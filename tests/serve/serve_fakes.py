@@ -14,7 +14,7 @@ from parrot.protocol.public import (
     SemanticCallRequest,
 )
 from parrot.serve.contexts.kv_log import KvCounts
-from parrot.serve.execution.engines import EngineView
+from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.nodes import (
@@ -229,6 +229,7 @@ class FakeDispatcher(FakeRunner):
         self.estimates = Estimates()
         self.released: list[int] = []
         self.fleet = FakeFleet()
+        self.kv_counts, self.prefetch_counts = KvCounts(), PrefetchCounts()
         if instant:
             self.on_start = lambda task: self.finish(task)
 
@@ -238,12 +239,6 @@ class FakeDispatcher(FakeRunner):
 
     def release_session(self, session_id: int) -> None:
         self.released.append(session_id)
-
-    def kv_counts(self) -> KvCounts:
-        return KvCounts()
-
-    def prefetch_counts(self) -> PrefetchCounts:
-        return PrefetchCounts()
 
     @property
     def num_queued(self) -> int:

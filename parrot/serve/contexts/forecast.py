@@ -146,8 +146,8 @@ class ReadyPrefixes:
     that continues another one that is not done has no prefix apart from that one's, so a long chain
     that waits costs nothing."""
 
-    def __init__(self, hasher: PrefixHasher, expectations: Expectations) -> None:
-        self._hasher = hasher
+    def __init__(self, expectations: Expectations, hasher: PrefixHasher | None = None) -> None:
+        self._hasher = hasher or PrefixHasher()
         self._expectations = expectations
         self._waiting: dict[Completion, ReadyPrefix] = {}
 

@@ -13,22 +13,17 @@ from contextlib import suppress
 from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.forecast import ReadyPrefixes
-from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
-from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.exchange import Exchange
-from parrot.serve.execution.fleet import Connect, Fleet, http_connect
-from parrot.serve.execution.frees import FreeSender
+from parrot.serve.execution.fleet import Connect, Engine, Fleet, http_connect
 from parrot.serve.execution.grace import Grace
-from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
+from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.result_cache import ResultCache, reused
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.execution.run_table import RunEvents, RunTable
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.segments import PrefixHasher
-from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -78,7 +73,7 @@ class Dispatcher:
             self._on_joined,
             self._on_lost,
         )
-        self._prefixes = ReadyPrefixes(PrefixHasher(), self._ledger.expectations)
+        self._prefixes = ReadyPrefixes(self._ledger.expectations)
         self.estimates = Estimates(self._scheduler.pace)
         self._prefetch = Prefetcher(
             clock,
@@ -95,8 +90,11 @@ class Dispatcher:
             self._scheduler,
             Exchange(self._ledger),
             self._prefetch,
-            RunEvents(self._on_queued, self._on_done, self._on_failed, self.fleet.liveness.answers),
+            RunEvents(self._on_queued, self._on_done, self._on_failed, self.fleet.answers),
         )
+        self.queued_by_tenant = self._runs.queued_by_tenant
+        self.kv_counts = self._ledger.log.total
+        self.prefetch_counts = self._prefetch.counts
         self._results = ResultCache(config.global_scheduler, clock)
         self._grace = Grace(
             self._timers,
@@ -104,7 +102,6 @@ class Dispatcher:
             self._scheduler,
             lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )
-        self._frees = FreeSender(clock)
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
         self._is_pump_due = False
 
@@ -113,10 +110,6 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return self._runs.num_queued
-
-    @property
-    def queued_by_tenant(self) -> QueuedByTenant:
-        return self._runs.queued_by_tenant
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
@@ -193,14 +186,6 @@ class Dispatcher:
         self._ledger.release_session(session_id)
         self._scheduler.forget_session(session_id)
 
-    # Counts
-
-    def kv_counts(self) -> KvCounts:
-        return self._ledger.log.total
-
-    def prefetch_counts(self) -> PrefetchCounts:
-        return self._prefetch.counts
-
     # Checks and the end
 
     def check_integrity(self) -> None:
@@ -223,7 +208,6 @@ class Dispatcher:
         await self._prefetch.close()
         await self._runs.close()
         await self._timers.close()
-        await self._frees.close()
         await self.fleet.close()
 
     # The pump: one for all that happened in a turn of the event loop
@@ -336,6 +320,5 @@ class Dispatcher:
             self._on_failed(run, EngineFailed("every engine that ran the completion was lost"))
 
     def _on_freed(self, engine_id: int, context_id: int) -> None:
-        if (engine := self.fleet.get(engine_id)) is not None:
-            self._frees.send(engine, context_id)
+        self.fleet.free(engine_id, context_id)
         self._wake()

@@ -1,27 +1,77 @@
-"""Engines joining, giving signs of life, and being lost."""
+"""The live engines: joining, giving signs of life, and being lost."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    EngineType,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RuntimeInfo,
+)
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NoEngine, NotFound, ParrotError, QuotaExceeded
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.engines import Address, Engine, EngineView, address
-from parrot.serve.execution.liveness import Liveness
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import TaskSet
-from parrot.utils.timers import TimerQueue
+from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
+_FREE_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
+_MAX_FREE_INTERVAL_S = 5.0  # between two that fail
+_MAX_FREED = 65536  # context ids that one request may have
+
 Connect = Callable[[EngineInfo], EngineClient]
+Address = tuple[str, str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
+    `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
+    `review`: when it is looked at next; `ping`: the one under way."""
+
+    id: int
+    info: EngineInfo
+    client: EngineClient
+    tokenizer: ModelTokenizer | None
+    last_seen: float
+    last_progress: float
+    runtime: RuntimeInfo | None = None
+    is_alive: bool = True
+    review: Timer | None = None
+    ping: "asyncio.Task[bool] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """State of an engine as shown to others. Tokens are characters for engines whose contexts are
+    text; `silent_s`: since its last sign of life."""
+
+    id: int
+    info: EngineInfo
+    runtime: RuntimeInfo | None
+    num_running: int
+    num_contexts: int
+    num_tokens: int
+    silent_s: float
+    kv: KvCounts
+
+
+def _address(info: EngineInfo) -> Address:
+    """The name and place by which an engine that registers again is known."""
+    return (info.engine_name, info.host, info.port)
 
 
 def http_connect(cluster_token: str | None) -> Connect:
@@ -37,7 +87,14 @@ def http_connect(cluster_token: str | None) -> Connect:
 
 class Fleet:
     """Owns the live engines; the id of one that was lost is never used again. Calls `on_joined` and
-    `on_lost` when the set has changed: then everything about a lost engine must be given up."""
+    `on_lost` when the set has changed: then everything about a lost engine must be given up.
+
+    An engine lives as long as
+
+    - its heartbeats are less than `engine_heartbeat_timeout` apart;
+    - it makes progress: while runs are placed on it, its count of steps changes within that time
+      (the heartbeats of a process with a stuck device go on);
+    - it answers a ping after a connection to it broke."""
 
     def __init__(
         self,
@@ -50,15 +107,10 @@ class Fleet:
         on_joined: Callable[[Engine], None],
         on_lost: Callable[[Engine], None],
     ) -> None:
-        self.liveness = Liveness(
-            config.engine_heartbeat_timeout,
-            clock,
-            timers,
-            lambda engine: scheduler.num_placed(engine.id) > 0,
-            self.lose,
-        )
         self._max_engines = config.max_engines_num
+        self._timeout_s = config.engine_heartbeat_timeout
         self._clock = clock
+        self._timers = timers
         self._connect = connect
         self._scheduler = scheduler
         self._ledger = ledger
@@ -69,7 +121,8 @@ class Fleet:
         self._engines: dict[int, Engine] = {}
         self._by_address: dict[Address, Engine] = {}
         self._known_models: set[str] = set()  # of lost engines, too
-        self._closing = TaskSet()
+        self._pings, self._closing = TaskSet(), TaskSet()
+        self._frees = FreeSender(clock)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(tuple(self._engines.values()))
@@ -88,25 +141,37 @@ class Fleet:
         except BaseException:
             await client.close()
             raise
-        if (old := self._by_address.get(address(info))) is not None:
+        if (old := self._by_address.get(_address(info))) is not None:
             self.lose(old, "it registered again")
         now = self._clock.now()
         engine = Engine(self._ids.next(), info, client, tokenizer, now, now)
-        self._engines[engine.id] = self._by_address[address(info)] = engine
+        self._engines[engine.id] = self._by_address[_address(info)] = engine
         self._known_models.add(info.model)
-        self.liveness.watch(engine)
+        self._watch(engine)
         self._on_joined(engine)
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
         return engine.id
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        engine = self._engines.get(request.engine_id)
+        engine, runtime = self.get(request.engine_id), request.runtime_info
         if engine is None or engine.info.engine_name != request.engine_name:
             return HeartbeatResponse(state="unknown")
-        self.liveness.heartbeat(engine, request.runtime_info)
-        if (costs := request.runtime_info.costs) is not None:
-            self._scheduler.set_costs(engine.id, costs)
+        now = self._clock.now()
+        if not self._is_stuck(engine, runtime):
+            engine.last_progress = now
+        engine.last_seen, engine.runtime = now, runtime
+        if runtime.costs is not None:
+            self._scheduler.set_costs(engine.id, runtime.costs)
         return HeartbeatResponse(state="ok")
+
+    async def answers(self, engine: Engine) -> bool:
+        """Ping an engine to which a connection broke, once for all who ask at the same time. If
+        there is no answer it is lost by the time that this returns False."""
+        if not engine.is_alive:
+            return False
+        if engine.ping is None:
+            engine.ping = self._pings.spawn(self._ping(engine), name=f"ping {engine.id}")
+        return await asyncio.shield(engine.ping)
 
     def lose(self, engine: Engine, reason: str) -> None:
         """Take the engine for dead from now on. If it is not, its next heartbeat is told so and it
@@ -115,13 +180,20 @@ class Fleet:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
         engine.is_alive = False
-        del self._engines[engine.id], self._by_address[address(engine.info)]
-        self.liveness.forget(engine)
+        del self._engines[engine.id], self._by_address[_address(engine.info)]
+        if engine.review is not None:
+            engine.review.cancel()
         self._on_lost(engine)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
+    def free(self, engine_id: int, context_id: int) -> None:
+        """Let the engine forget a context, soon. No effect if it is gone."""
+        if (engine := self.get(engine_id)) is not None:
+            self._frees.send(engine, context_id)
+
     async def close(self) -> None:
-        await self.liveness.close()
+        await self._pings.close()
+        await self._frees.close()
         for engine in self:
             await engine.client.close()
         await self._closing.close()
@@ -162,11 +234,47 @@ class Fleet:
             return NotFound(f"unknown model: {wanted}; there is {served}", param="models")
         return NoEngine(f"no live engine serves {wanted}")
 
-    # Inside
+    # Signs of life
+
+    def _watch(self, engine: Engine) -> None:
+        when = min(engine.last_seen, engine.last_progress) + self._timeout_s
+        engine.review = self._timers.call_at(when, lambda: self._review(engine))
+
+    def _review(self, engine: Engine) -> None:
+        """Heartbeats only move the deadline away, so the timer is set again when it fires."""
+        now = self._clock.now()
+        if engine.last_seen + self._timeout_s <= now:  # the same sum as in `_watch`
+            self.lose(engine, f"no heartbeat for {self._timeout_s:g} s")
+        elif engine.last_progress + self._timeout_s <= now:
+            self.lose(engine, f"its work made no progress for {self._timeout_s:g} s")
+        else:
+            self._watch(engine)
+
+    def _is_stuck(self, engine: Engine, runtime: RuntimeInfo) -> bool:
+        """Whether it has taken no step since the last heartbeat, though it had work."""
+        before = engine.runtime
+        return (
+            before is not None
+            and engine.info.engine_type is not EngineType.OPENAI  # the other server's steps
+            and runtime.num_steps is not None
+            and runtime.num_steps == before.num_steps
+            and self._scheduler.num_placed(engine.id) > 0
+        )
+
+    async def _ping(self, engine: Engine) -> bool:
+        try:
+            await engine.client.ping()
+        except ParrotError as error:
+            self.lose(engine, f"a connection broke, and a ping was not answered: {error}")
+        finally:
+            engine.ping = None
+        return engine.is_alive
+
+    # Joining
 
     def _require_room(self, info: EngineInfo) -> None:
         """Raise `QuotaExceeded` if `info` would be one engine too many."""
-        if address(info) not in self._by_address and len(self._engines) >= self._max_engines:
+        if _address(info) not in self._by_address and len(self._engines) >= self._max_engines:
             raise QuotaExceeded(f"already {self._max_engines} engines are registered")
 
     async def _tokenizer(self, info: EngineInfo, client: EngineClient) -> ModelTokenizer | None:
@@ -182,3 +290,42 @@ class Fleet:
             raise
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)
         return self._tokenizers.get(info.model, info.tokenizer_id)
+
+
+class FreeSender:
+    """Tells engines which contexts they may forget, in batches and never on anybody's path. At most
+    one request per engine is under way; what comes meanwhile goes with the next. Ids are sent until
+    the engine has acknowledged them or is lost: one that registers again has forgotten all."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tasks = TaskSet()
+        self._pending: dict[Engine, list[int]] = {}
+
+    def send(self, engine: Engine, context_id: int) -> None:
+        pending = self._pending.get(engine)
+        if pending is not None:
+            pending.append(context_id)
+        else:
+            self._pending[engine] = [context_id]
+            self._tasks.spawn(self._run(engine), name=f"frees of engine {engine.id}")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _run(self, engine: Engine) -> None:
+        delay_s = _FREE_INTERVAL_S
+        while engine.is_alive and (pending := self._pending[engine]):
+            batch = pending[:_MAX_FREED]
+            try:
+                await engine.client.free_contexts(batch)
+            except ParrotError as error:
+                if delay_s == _FREE_INTERVAL_S:  # not at each attempt
+                    name = engine.info.engine_name
+                    logger.warning("engine %s did not free, trying on: %s", name, error.message)
+                delay_s = min(2 * delay_s, _MAX_FREE_INTERVAL_S)
+            else:
+                delay_s = _FREE_INTERVAL_S
+                del pending[: len(batch)]
+            await self._clock.sleep(delay_s)
+        del self._pending[engine]

@@ -27,7 +27,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.contexts.index import Context, Owner
-from parrot.serve.execution.engines import Engine
+from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats
 from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.prompts.encode import Units

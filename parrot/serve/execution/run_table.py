@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from parrot.protocol.errors import InternalError, ParrotError
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.engines import Engine
 from parrot.serve.execution.exchange import Exchange
+from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.run import (
     Attempt,

@@ -63,7 +63,7 @@ class ForecastingRunner(FakeRunner):
     def __init__(self) -> None:
         super().__init__()
         self.uses = Uses()
-        self.prefixes = ReadyPrefixes(HASHER, self.uses)
+        self.prefixes = ReadyPrefixes(self.uses, HASHER)
         self.texts: dict[Completion, list[str]] = {}
         self.num_grown = 0
 

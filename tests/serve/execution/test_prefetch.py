@@ -66,7 +66,7 @@ class Program:
 
     @property
     def counts(self) -> PrefetchCounts:
-        return self.cluster.core._dispatcher.prefetch_counts()
+        return self.cluster.core._dispatcher.prefetch_counts
 
 
 def core(**scheduler: Any) -> CoreConfig:
