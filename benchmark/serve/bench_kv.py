@@ -138,7 +138,7 @@ class Chats(Load):
         """A stateful call, which continues the chat so far."""
         prompt = [Data(message)] if previous else [self._system, Data(message)]
         continued = previous.request_id if previous else None
-        options = {"func_name": tool, "successor_of": continued}
+        options: dict[str, Any] = {"func_name": tool, "successor_of": continued}
         out = await session.call(prompt, OUTPUT, sampling=EXACT, **options)
         await session.read(out, PerformanceCriteria.THROUGHPUT)
         return out

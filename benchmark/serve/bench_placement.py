@@ -13,8 +13,8 @@ whole prompts into a step. "fixed" placements are chosen by hand, with all known
 
 import argparse
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -23,66 +23,55 @@ from benchmark.results import Report, run
 from benchmark.serve.placement_programs import (
     GPTS_FIXED,
     NUM_ENGINES,
-    Fanout,
-    Gpts,
     Mixed,
     Site,
+    fanout,
+    gpts,
     least_mixed_jct_s,
 )
-from benchmark.simulated import ENGINES, sim_engine
+from benchmark.simulated import ENGINES, changed, sim_engine
 from parrot.engine.config import SimConfig
 from parrot.simulation.report import percentile
 
 Result = dict[str, Any]
-UNSHARED, AS_VLLM = ", unshared", ", as vLLM"
+Curve = list[tuple[float, float]]
+"""Milliseconds per token by request rate."""
+
 PLACEMENTS = ("predicted", "prefix_aware", "round_robin")
-
-
-def unshared(engine: SimConfig) -> SimConfig:
-    flat = engine.instance.model_copy(update={"shared_prefix": False})
-    return engine.model_copy(update={"instance": flat})
+UNSHARED: dict[str, Any] = {"instance.shared_prefix": False}
 
 
 def as_vllm(engine: SimConfig, tokens: int) -> SimConfig:
     """Prompts come by arrival, as much of them in a step as fits its budget, whoever generates."""
-    limits = {"policy": "fcfs", "max_num_batched_tokens": tokens, "mixed_fill_tokens": tokens}
-    scheduler = engine.scheduler.model_copy(update=limits)
-    return unshared(engine).model_copy(update={"scheduler": scheduler})
+    scheduler = {"policy": "fcfs", "max_num_batched_tokens": tokens, "mixed_fill_tokens": tokens}
+    keys = {f"scheduler.{key}": value for key, value in scheduler.items()}
+    return changed(engine, **UNSHARED, **keys)
 
 
-def gpts(args: argparse.Namespace, engine: SimConfig) -> Result:
+def compare_gpts(args: argparse.Namespace, engine: SimConfig, report: Report) -> None:
+    flat = changed(engine, **UNSHARED)
     sites = {name: Site(engine, {"placement": name}) for name in PLACEMENTS}
-    sites |= {
-        f"{name}{UNSHARED}": Site(unshared(engine), {"placement": name}) for name in PLACEMENTS[1:]
-    }
+    sites |= {f"{name}, unshared": Site(flat, {"placement": name}) for name in PLACEMENTS[1:]}
     sites |= {name: Site(engine, named=True) for name in GPTS_FIXED}
-    curves: list[dict[str, list[tuple[float, float]]]] = [{} for _ in args.seeds]
-    rows = []
+    curves: list[dict[str, Curve]] = [{name: [] for name in sites} for _ in args.seeds]
     for name, site in sites.items():
         for rate in args.rates:
-            runs = []
+            ms_per_token, mean_s = [], []
             for seed, by_name in zip(args.seeds, curves, strict=True):
-                fixed = GPTS_FIXED.get(name)
-                programs = site.run(Gpts(rate, args.seconds, args.seconds / 4, seed, fixed))
-                ms = fmean(programs.s_per_token) * 1e3
-                by_name.setdefault(name, []).append((rate, ms))
-                runs.append((ms, fmean(programs.seconds_each)))
-            row = {
-                "placement": name,
-                "rate": rate,
-                "ms_per_token": [round(ms, 3) for ms, _ in runs],
-                "mean_s": [round(seconds, 3) for _, seconds in runs],
-            }
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
-            if fmean(ms for ms, _ in runs) > args.give_up_ms:
+                load = {"seconds": args.seconds, "fixed": GPTS_FIXED.get(name, {})}
+                requests = site.run(partial(gpts, rate=rate, seed=seed, **load))
+                ms_per_token.append(fmean(s / tokens for s, tokens in requests) * 1e3)
+                mean_s.append(fmean(s for s, _ in requests))
+                by_name[name].append((rate, ms_per_token[-1]))
+            rows = {"ms_per_token": ms_per_token, "mean_s": mean_s}
+            rounded = {key: [round(value, 3) for value in row] for key, row in rows.items()}
+            report.add("runs", {"placement": name, "rate": rate, **rounded})
+            if fmean(ms_per_token) > args.give_up_ms:
                 break
-    return {"runs": rows, "rate_at_equal_ms_per_token": sustained(curves, args.levels)}
+    report["rate_at_equal_ms_per_token"] = sustained(curves, args.levels)
 
 
-def sustained(
-    curves: Sequence[dict[str, list[tuple[float, float]]]], levels: list[float]
-) -> list[Result]:
+def sustained(curves: Sequence[Mapping[str, Curve]], levels: Sequence[float]) -> list[Result]:
     """The request rate at which each curve crosses so many ms per token: the mean of the seeds, and
     the ratios with their spread."""
     rows = []
@@ -105,7 +94,7 @@ def spread(ratios: Sequence[float]) -> Result:
     return {k: round(f(ratios), 2) for k, f in (("mean", fmean), ("least", min), ("most", max))}
 
 
-def crossing(curve: list[tuple[float, float]], level: float) -> float | None:
+def crossing(curve: Curve, level: float) -> float | None:
     """The highest rate at which it is crossed."""
     found = None
     for (rate0, ms0), (rate1, ms1) in pairwise(curve):
@@ -127,15 +116,15 @@ def partitions(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
             yield from ((size, *rest) for rest in partitions(total - size, parts - 1, size))
 
 
-def fanout_cold(args: argparse.Namespace, engine: SimConfig) -> Result:
+def compare_fanout(args: argparse.Namespace, engine: SimConfig, report: Report) -> None:
     by_hand = Site(engine, named=True)
     spans = {
-        parts: by_hand.run(Fanout(args, parts=parts)).makespan
+        parts: by_hand.run(partial(fanout, args=args, parts=parts))
         for parts in partitions(args.siblings, NUM_ENGINES, args.siblings)
     }
     best = min(spans, key=spans.__getitem__)
-    joined_s = by_hand.run(Fanout(args, join=True, parts=best)).makespan
-    result: Result = {
+    joined_s = by_hand.run(partial(fanout, args=args, join=True, parts=best))
+    report |= {
         "splits_tried": len(spans),
         "best_split": best,
         "best_s": round(spans[best], 4),
@@ -145,37 +134,29 @@ def fanout_cold(args: argparse.Namespace, engine: SimConfig) -> Result:
     for reads, least_s in (("each", spans[best]), ("join", joined_s)):
         for placement in PLACEMENTS:
             site = Site(engine, {"placement": placement})
-            makespan = site.run(Fanout(args, join=reads == "join")).makespan
-            result[f"{placement} read={reads}"] = {
-                "makespan_s": round(makespan, 4),
-                "over_best": round(makespan / least_s, 3),
+            makespan_s = site.run(partial(fanout, args=args, join=reads == "join"))
+            report[f"{placement} read={reads}"] = {
+                "makespan_s": round(makespan_s, 4),
+                "over_best": round(makespan_s / least_s, 3),
             }
-    return result
 
 
-def mixed(args: argparse.Namespace, engine: SimConfig) -> Result:
+def compare_mixed(args: argparse.Namespace, engine: SimConfig, report: Report) -> None:
     sites = {name: (Site(engine, {"placement": name}), None) for name in PLACEMENTS}
     for name in PLACEMENTS[1:]:
         settings = {"placement": name, "policy": "fcfs"}
         sites |= {
-            f"{name}{AS_VLLM} {tokens}": (Site(as_vllm(engine, tokens), settings), None)
+            f"{name}, as vLLM {tokens}": (Site(as_vllm(engine, tokens), settings), None)
             for tokens in (2048, 8192)
         }
-    for share in args.fixed:
-        sites[f"fixed, {share:g}"] = (Site(engine, named=True), share)
-    result: Result = {}
+    sites |= {f"fixed, {share:g}": (Site(engine, named=True), share) for share in args.fixed}
     for name, (site, share) in sites.items():
-        runs = [site.run(Mixed(args, seed, share)) for seed in args.seeds]
-        result[name] = {
-            "chat_tpot_ms": summary([run.tpot_s for run in runs]),
-            "chat_ttft_ms": summary([run.ttft_s for run in runs]),
-            "map_reduce_jct_ms": summary([run.jct_s for run in runs]),
-        }
-        print(name, result[name], file=sys.stderr, flush=True)
-    ours = result["predicted"]
-    gains = {f"over_{name}": gain(ours, theirs) for name, theirs in result.items()}
-    del gains["over_predicted"]
-    return result | gains | {"least_jct_ms": round(least_mixed_jct_s(args, engine) * 1e3, 2)}
+        runs = [site.run(Mixed(args, seed, share).run) for seed in args.seeds]
+        report[name] = {key: summary([run[key] for run in runs]) for key in runs[0]}
+        print(name, report[name], flush=True)
+    for name in list(sites)[1:]:
+        report[f"over_{name}"] = gain(report["predicted"], report[name])
+    report["least_jct_ms"] = round(least_mixed_jct_s(args, engine) * 1e3, 2)
 
 
 def gain(ours: Result, theirs: Result) -> Result:
@@ -194,11 +175,8 @@ def gain(ours: Result, theirs: Result) -> Result:
 
 def summary(runs: Sequence[list[float]]) -> Result:
     """Of each seed."""
-    return {
-        "mean": [round(fmean(seconds) * 1e3, 2) for seconds in runs],
-        "p50": [round(percentile(seconds, 50) * 1e3, 2) for seconds in runs],
-        "p99": [round(percentile(seconds, 99) * 1e3, 2) for seconds in runs],
-    }
+    found = {f"p{p}": [round(percentile(ms, p), 2) for ms in runs] for p in (50, 99)}
+    return {"mean": [round(fmean(ms), 2) for ms in runs]} | found
 
 
 FIXED_HELP = "of mixed: maps of each application on the engine of all chats, placed by hand"
@@ -209,15 +187,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="llama_2_7b", help="sample_configs/engine/sim_*.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--answer", type=int, help="output tokens; 100 of siblings, 50 of maps")
-    gpts = parser.add_argument_group("gpts")
-    gpts.add_argument("--rates", type=float, nargs="+", default=[1, 4, 8, 16, 32, 48, 64])
-    gpts.add_argument("--levels", type=float, nargs="+", default=[5, 6, 7], help="ms/token")
-    gpts.add_argument("--seconds", type=float, default=24.0, help="of arrivals; 1/4 are warm-up")
-    gpts.add_argument("--give-up-ms", type=float, default=20.0)
-    fanout = parser.add_argument_group("fanout_cold")
-    fanout.add_argument("--siblings", type=int, default=32)
-    fanout.add_argument("--prefix", type=int, default=8192)
-    fanout.add_argument("--query", type=int, default=50)
+    stream = parser.add_argument_group("gpts")
+    stream.add_argument("--rates", type=float, nargs="+", default=[1, 4, 8, 16, 32, 48, 64])
+    stream.add_argument("--levels", type=float, nargs="+", default=[5, 6, 7], help="ms/token")
+    stream.add_argument("--seconds", type=float, default=24.0, help="of arrivals; 1/4 are warm-up")
+    stream.add_argument("--give-up-ms", type=float, default=20.0)
+    siblings = parser.add_argument_group("fanout_cold")
+    siblings.add_argument("--siblings", type=int, default=32)
+    siblings.add_argument("--prefix", type=int, default=8192)
+    siblings.add_argument("--query", type=int, default=50)
     mixed = parser.add_argument_group("mixed")
     mixed.add_argument("--chats", type=int, default=40)
     mixed.add_argument("--chat-rate", type=float, default=1.0)
@@ -228,7 +206,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     mixed.add_argument("--chunk", type=int, default=1024)
 
 
-CASES = {"gpts": gpts, "fanout_cold": fanout_cold, "mixed": mixed}
+CASES = {"gpts": compare_gpts, "fanout_cold": compare_fanout, "mixed": compare_mixed}
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -237,7 +215,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     engine = sim_engine(path)
     args.answer = args.answer or (50 if args.case == "mixed" else 100)
     report |= {"engine": engine.instance.model_dump(), "num_engines": NUM_ENGINES}
-    report |= CASES[args.case](args, engine)
+    CASES[args.case](args, engine, report)
 
 
 if __name__ == "__main__":
