@@ -12,50 +12,49 @@ Contexts of `decode` begin with random KV.
 import argparse
 import asyncio
 import gc
-import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmark.apps.workloads.shared_prompts import requests_256
 from benchmark.engine import gpu_http
+from benchmark.engine.core_load import serve_all
 from benchmark.engine.gpu_cases import (
     CROWD,
     DECODES,
+    LONG_MODELS,
     MIXED,
+    MODELS,
     PREFILLS,
     Decode,
+    Row,
     Sequences,
     Shape,
+    spread_ms,
 )
 from benchmark.engine.vllm import vllm_ms
+from benchmark.kernels.timing import replay_us
 from benchmark.results import Report, run
+from parrot.cluster import Cluster
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import TokenizerResponse
-from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.answer import Answer
 from parrot.utils.clock import MonotonicClock
 
-MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
-LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
 PARTS = ("decode", "prefill", "mixed", "load256", "http")
 WARM_STEPS, STEPS = 10, 60
-Row = dict[str, Any]
+LOAD_TIMEOUT_S = 240.0
 
 
 def config_of(model: str, *, shares: bool = True) -> BuiltinConfig:
@@ -65,11 +64,7 @@ def config_of(model: str, *, shares: bool = True) -> BuiltinConfig:
             "device": "cuda",
             "dtype": "bfloat16",
             "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
-            "instance": {
-                "load_format": "dummy",
-                "max_seq_len": 16384,
-                "shared_prefix": shares,
-            },
+            "instance": {"load_format": "dummy", "max_seq_len": 16384, "shared_prefix": shares},
         }
     )
 
@@ -83,20 +78,27 @@ def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
     return runner, tokenizer
 
 
-def bench_decode(runner: CudaRunner, case: Decode) -> Row:
-    """`ms`: a step as the engine core sees it, plan in, tokens out. `gpu_ms`: its graph alone."""
-    sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
+def run_ms(runner: CudaRunner, plans: Iterable[StepPlan]) -> list[float]:
+    """Milliseconds of each step, plan in, tokens out."""
     times = []
-    shared = runner.num_shared_steps
-    for _ in range(WARM_STEPS + STEPS):
-        plan = StepPlan(sequences.next_step())
+    for plan in plans:
         began = time.perf_counter()
         result = runner.run(plan)
         times.append((time.perf_counter() - began) * 1e3)
-        assert len(result.tokens) == case.batch, result.errors
+        assert not result.errors, result.errors
+        assert not result.broken, result.broken
+    return times
+
+
+def bench_decode(runner: CudaRunner, case: Decode) -> Row:
+    """`ms`: a step as the engine core sees it. `gpu_ms`: its graph alone."""
+    sequences = Sequences(case, runner.info)
+    shared = runner.num_shared_steps
+    plans = (sequences.next_plan() for _ in range(WARM_STEPS + STEPS))
+    times = run_ms(runner, plans)[WARM_STEPS:]
     return {
-        "ms": statistics.median(times[WARM_STEPS:]),
-        "p90_ms": sorted(times[WARM_STEPS:])[int(STEPS * 0.9)],
+        "ms": statistics.median(times),
+        "p90_ms": sorted(times)[int(STEPS * 0.9)],
         "gpu_ms": _graph_ms(runner),
         "shared_steps": runner.num_shared_steps - shared,
     }
@@ -107,120 +109,77 @@ def _graph_ms(runner: CudaRunner) -> float | None:
     assert graphs is not None
     assert work is not None
     captured = (graph for rooms in graphs._graphs.values() for graph in rooms.values())
-    used = [graph for graph in captured if graph.work is work]
-    if not used:
-        return None
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
-    marks[0].record()
-    for mark in marks[1:]:
-        used[0].graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    used = next((graph for graph in captured if graph.work is work), None)
+    return None if used is None else replay_us(used.graph, 20) / 1e3
 
 
 def bench_prefill(runner: CudaRunner, tokens: int, chunk: int) -> Row:
     times = []
     for _ in range(2 + gpu_http.PREFILL_RUNS):
-        case = Decode(f"prefill {tokens}", 1, 0)
-        sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
-        steps = sequences.fill(tokens, chunk)
+        sequences = Sequences(Decode(f"prefill {tokens}", 1, 0), runner.info)
+        parts = sequences.fill(tokens, chunk)
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        for step in steps:
-            runner.run(StepPlan((step,)))
-        times.append((time.perf_counter() - began) * 1e3)
-    measured = sorted(times[2:])
-    return {"ms": statistics.median(measured), "least_ms": measured[0], "most_ms": measured[-1]}
+        times.append(sum(run_ms(runner, (StepPlan((part,)) for part in parts))))
+    return spread_ms(times[2:])
 
 
 def bench_mixed(runner: CudaRunner, chunk: int) -> Row:
-    sequences = Sequences(CROWD, runner.info.block_size, runner.info.num_blocks)
-    times = []
-    for part in sequences.fill(8192, chunk):
-        plan = StepPlan((*sequences.next_step(), part))
-        began = time.perf_counter()
-        runner.run(plan)
-        times.append((time.perf_counter() - began) * 1e3)
-    return {"ms": statistics.median(times)}
+    sequences = Sequences(CROWD, runner.info)
+    plans = (sequences.next_plan(part) for part in sequences.fill(8192, chunk))
+    return {"ms": statistics.median(run_ms(runner, plans))}
 
 
 def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerResponse) -> Row:
     """All requests at once, greedy, through the engine core in this thread."""
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
-    requests, best = requests_256(), None
-    for attempt in range(2):
-        sinks = [Answer() for _ in requests]
-        began = time.perf_counter()
-        for number, ((prompt, output), sink) in enumerate(zip(requests, sinks, strict=True)):
-            sampling = SamplingConfig(
-                temperature=0.0, max_gen_length=output, ignore_tokenizer_eos=True
-            )
-            key = attempt * len(requests) + number
-            fresh = array("i", [token + attempt for token in prompt])  # nothing cached
-            core.requests.submit(EngineRequest(key, (Piece(key, fresh),), sampling=sampling), sink)
-        while core.has_work and core.step():
-            pass
-        seconds = time.perf_counter() - began
-        for call, argument in core.requests.outbox.take():
-            call(argument)
-        assert all(sink.response is not None for sink in sinks)
-        core.requests.free(range(attempt * len(requests), (attempt + 1) * len(requests)))
-        best = min(best or seconds, seconds)
-    assert best is not None
-    tokens = sum(output for _, output in requests)
+    times = []
+    for attempt in range(2):  # other tokens: nothing is cached
+        requests = [
+            (array("i", [token + attempt for token in prompt]), output)
+            for prompt, output in requests_256()
+        ]
+        times.append(serve_all(core, requests).seconds)
+    tokens, best = sum(output for _, output in requests), min(times)
     return {"seconds": best, "tokens_per_s": tokens / best, "steps": core.runtime_info().num_steps}
 
 
-def show(rows: list[Row], row: Row) -> None:
-    rows.append(row)
-    texts = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()]
-    print("  ".join(texts), flush=True)
-
-
-def bench_model(model: str, parts: list[str], shares: bool, rows: list[Row]) -> None:
+def bench_model(model: str, parts: list[str], shares: bool) -> Iterator[Row]:
     config = config_of(model, shares=shares)
     shape = Shape.of(model)
     began = time.perf_counter()
     loaded, tokenizer = load_cuda(config)
-    show(rows, {"model": model, "case": "load", "seconds": time.perf_counter() - began})
+    yield {"case": "load", "seconds": time.perf_counter() - began}
     if "decode" in parts:
         for case in DECODES[model]:
-            row = {"model": model, "case": case.name, "floor_ms": shape.decode_floor_ms(case)}
+            row: Row = {"case": case.name, "floor_ms": shape.decode_floor_ms(case)}
             row |= {"vllm_ms": vllm_ms(model, case.name)} | bench_decode(loaded, case)
-            show(rows, row | {"over_floor": row["ms"] / row["floor_ms"]})
+            yield row | {"over_floor": row["ms"] / row["floor_ms"]}
     if "prefill" in parts:
         for tokens, chunk in PREFILLS[model]:
-            row = {"model": model, "case": f"prefill {tokens}", "chunk": chunk}
+            row = {"case": f"prefill {tokens}", "chunk": chunk}
             row |= {"floor_ms": shape.prefill_floor_ms(tokens)}
             row |= bench_prefill(loaded, tokens, chunk)
-            show(rows, row | {"vllm_ms": vllm_ms(model, f"prefill {tokens}")})
+            yield row | {"vllm_ms": vllm_ms(model, f"prefill {tokens}")}
     if "mixed" in parts and CROWD in DECODES[model]:
         for chunk in MIXED:
-            row = {"model": model, "case": f"{CROWD.name} + {chunk}"}
-            show(rows, row | bench_mixed(loaded, chunk))
+            yield {"case": f"{CROWD.name} + {chunk}"} | bench_mixed(loaded, chunk)
     if "load256" in parts and model not in LONG_MODELS:
-        row = bench_256(config, loaded, tokenizer)
-        show(rows, {"model": model, "case": "256, no HTTP"} | row)
+        yield {"case": "256, no HTTP"} | bench_256(config, loaded, tokenizer)
 
 
-def bench_http(model: str, shares: bool, rows: list[Row]) -> None:
+async def bench_http(model: str, shares: bool, report: Report) -> None:
     """A server in a process of its own."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{model}_"))
-    (folder / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))
-    path = folder / "engine.json"
-    config = config_of(str(folder), shares=shares)
-    path.write_text(config.model_dump_json(exclude={"engine_name"}))
-    command = [sys.executable, "-m", "parrot.engine.http_server", "--without_core"]
-    server = subprocess.Popen([*command, "--config_path", str(path), "--release_mode"])
-    try:
-        url = "http://localhost:9001"
-        cases = DECODES[model]
-        for row in asyncio.run(gpu_http.measure(model, url, lambda: server.poll() is None, cases)):
-            show(rows, {"model": model, **row})
-    finally:
-        server.terminate()
-        server.wait(30)
+    with tempfile.TemporaryDirectory(prefix=f"{model}_") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))
+        config = config_of(folder, shares=shares)
+        engine = config.model_dump(mode="json", exclude={"engine_name", "port"})
+        began = time.perf_counter()
+        cluster = Cluster(engines=[engine], with_core=False, ready_timeout_s=LOAD_TIMEOUT_S)
+        with cluster:
+            ready = {"case": "HTTP ready", "seconds": time.perf_counter() - began}
+            report.add("rows", {"model": model} | ready)
+            async for row in gpu_http.measure(model, cluster.url(cluster.engine_names[0])):
+                report.add("rows", {"model": model} | row)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,15 +191,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     for model in LONG_MODELS:
         KNOWN_SHAPES[model]["max_position_embeddings"] = 16384
-    rows: list[Row] = []
-    report["rows"] = rows
     for model in args.models:
         config = config_of(model, shares=args.shares).model_dump(mode="json")
         report.uses(model, {"config": config, "shape": KNOWN_SHAPES[model]})
         if "http" in args.parts:
-            bench_http(model, args.shares, rows)
+            asyncio.run(bench_http(model, args.shares, report))
         if set(args.parts) - {"http"}:
-            bench_model(model, args.parts, args.shares, rows)
+            for row in bench_model(model, args.parts, args.shares):
+                report.add("rows", {"model": model} | row)
             gc.collect()
             torch.cuda.empty_cache()
 

@@ -8,20 +8,17 @@ model: a step takes no time but the control half's own.
 
 import argparse
 import random
-import time
 from array import array
 from statistics import median
 from typing import Any
 
+from benchmark.engine.core_load import serve_all
 from benchmark.results import Report, run
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.answer import Answer
 from parrot.utils.clock import MonotonicClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())
@@ -37,23 +34,11 @@ def time_steps(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, f
         }
     )
     core = EngineCore(config, SimRunner(config.instance), LANGUAGE, MonotonicClock())
-    sampling = SamplingConfig(max_gen_length=OUTPUT, ignore_tokenizer_eos=True)
-    sinks = [Answer() for _ in prompts]
-    began = time.perf_counter()
-    for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        core.requests.submit(EngineRequest(i, (Piece(i, prompt),), 0, sampling), sink)
-    num_steps = 0
-    while core.step():
-        num_steps += 1
-    core.requests.free(range(len(prompts)))
-    seconds = time.perf_counter() - began
-    for call, argument in core.requests.outbox.take():
-        call(argument)
-    usages = [sink.response.usage for sink in sinks if sink.response is not None]  # type: ignore[union-attr]
+    served = serve_all(core, [(prompt, OUTPUT) for prompt in prompts])
     return {
-        "seconds": seconds,
-        "num_steps": num_steps,
-        "computed_tokens": sum(usage.computed_tokens for usage in usages),
+        "seconds": served.seconds,
+        "num_steps": core.runtime_info().num_steps or 0,
+        "computed_tokens": sum(usage.computed_tokens for usage in served.usages),
     }
 
 
@@ -65,13 +50,12 @@ def compare(shared: int, own: int) -> dict[str, Any]:
         array("i", beginning + numbers.choices(range(VOCAB_SIZE), k=own))
         for _ in range(NUM_REQUESTS)
     ]
-    row: dict[str, Any] = {"shared": shared, "own": own}
-    runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    runs: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
     for _ in range(REPEATS):
-        for is_on, found in runs.items():
-            found.append(time_steps(prompts, is_on))
-    for is_on, found in runs.items():
-        name = "on" if is_on else "off"
+        for name, found in runs.items():
+            found.append(time_steps(prompts, name == "on"))
+    row: dict[str, Any] = {"shared": shared, "own": own}
+    for name, found in runs.items():
         row[name] = found[0] | {"seconds": median(run["seconds"] for run in found)}
     extra_s = row["on"]["seconds"] - row["off"]["seconds"]
     return row | {"extra_us_per_request": extra_s / NUM_REQUESTS * 1e6}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmark.engine.bench_gpu import config_of, load_cuda
+from benchmark.engine.bench_gpu import config_of, load_cuda, run_ms
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
 from parrot.engine.core.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
@@ -52,9 +52,8 @@ def drawn(step: SequenceStep, sampling: SamplingConfig, *, is_first: bool) -> Se
 def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, sampling in CHOICES.items():
-        case = Decode(f"B={batch}", batch, CONTEXT)
-        sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
-        runner.run(StepPlan(sequences.next_step()))  # gives the contexts their rows
+        sequences = Sequences(Decode(f"B={batch}", batch, CONTEXT), runner.info)
+        runner.run(sequences.next_plan())  # gives the contexts their rows
         plans = [
             StepPlan(tuple(drawn(s, sampling, is_first=not n) for s in sequences.next_step()))
             for n in range(STEPS + 5)
@@ -79,19 +78,13 @@ def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
 
 
 def bench_mixed(runner: CudaRunner, prompt: int) -> dict[str, float]:
-    case = Decode("mixed", 32, 1024)
-    sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
-    fill = sequences.fill(prompt, prompt)[0]
+    sequences = Sequences(Decode("mixed", 32, 1024), runner.info)
+    (fill,) = sequences.fill(prompt, prompt)
     found = {}
     graphs = runner.computer.graphs
     for name in ("graph", "eager"):
         runner.computer.graphs = graphs if name == "graph" else None
-        times = []
-        for _ in range(15):
-            plan = StepPlan((*sequences.next_step(), fill))
-            start = time.perf_counter()
-            runner.run(plan)
-            times.append((time.perf_counter() - start) * 1e3)
+        times = run_ms(runner, (sequences.next_plan(fill) for _ in range(15)))
         found[name] = round(statistics.median(times[3:]), 3)
     runner.computer.graphs = graphs
     return found

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from benchmark.engine.gpu_cases import (
     DECODES,
     MEMORY_RATE,
     MIXED,
+    MODELS,
     PREFILLS,
     Decode,
+    Row,
     Shape,
 )
 from benchmark.results import ROOT, Report, load, run
@@ -42,9 +43,7 @@ MEAN_OUTPUT = 64  # tokens that a context has grown by, on the average of a meas
 MAX_SEQ_LEN = 32768  # also of Llama-2, which stops at 4096: loads are of its shape, not its text
 SHARED_STEP = Decode("B=64, 6144 shared + 500", 64, 500, shared=6144)  # of the kernels alone
 PAIRS_OF = {"llama-2-7b": "llama-3.1-8b"}  # one prompt length was measured; same heads and layers
-MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
 MIXED_PROMPT = 8192
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,25 @@
 """The loads of `bench_gpu`, and their floors on an H200."""
 
+import math
 import random
+import statistics
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from parrot.engine.core.plan import SampleSpec, SequenceStep
+from parrot.engine.core.plan import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.protocol.sampling import SamplingConfig
 
+Row = dict[str, Any]
+
 MEMORY_RATE = 4.3e12
 MATRIX_RATE = 790e12
 GREEDY = SamplingConfig(temperature=0.0)
+MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
+LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Shape:
     @classmethod
     def of(cls, model: str) -> "Shape":
         spec = spec_from_config(KNOWN_SHAPES[model], model)
-        sizes = {name: _product(shape) for name, shape in spec.tensor_shapes().items()}
+        sizes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
         embed = sizes[f"{spec.names.embed}.weight"]
         head = 0 if spec.tie_embeddings else embed
         return cls(
@@ -87,23 +94,20 @@ class Shape:
         return (2 * self.layer_weights * tokens + attention) / MATRIX_RATE * 1e3
 
 
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def spread_ms(times: Sequence[float]) -> Row:
+    return {"ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times)}
 
 
 class Sequences:
     """The contexts of a case, in blocks in random order at the beginning of the pool, where the
     engine's are too; and their steps one after the other."""
 
-    def __init__(self, case: Decode, block_size: int, num_blocks: int, steps: int = 128) -> None:
-        self._size = block_size
+    def __init__(self, case: Decode, info: RunnerInfo, steps: int = 128) -> None:
+        self._size = block_size = info.block_size
         rng = random.Random(1)
         full = case.shared // block_size
         own = [-(-(case.shared + n + steps) // block_size) - full for n in case.own_lengths()]
-        needed = min(num_blocks, case.roots * full + sum(own) + 8192 // block_size)
+        needed = min(info.num_blocks, case.roots * full + sum(own) + 8192 // block_size)
         free = iter(rng.sample(range(needed), needed))
         roots = [[next(free) for _ in range(full)] for _ in range(case.roots)]
         self._ends = [case.shared + own for own in case.own_lengths()]
@@ -111,6 +115,9 @@ class Sequences:
         for i, count in enumerate(own):
             self._tables.append(roots[i % case.roots] + [next(free) for _ in range(count)])
         self._free = free
+
+    def next_plan(self, *beside: SequenceStep) -> StepPlan:
+        return StepPlan((*self.next_step(), *beside))
 
     def next_step(self) -> tuple[SequenceStep, ...]:
         sequences = []

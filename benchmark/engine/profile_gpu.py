@@ -57,14 +57,11 @@ def profile_steps(runner: CudaRunner, next_plan: Callable[[], StepPlan]) -> dict
 
 
 def decoding(runner: CudaRunner, batch: int) -> Callable[[], StepPlan]:
-    case = Decode(f"decode B={batch} ctx 2k", batch, 2048)
-    sequences = Sequences(case, runner.info.block_size, runner.info.num_blocks)
-    return lambda: StepPlan(sequences.next_step())
+    return Sequences(Decode(f"decode B={batch} ctx 2k", batch, 2048), runner.info).next_plan
 
 
 def filling(runner: CudaRunner, num_tokens: int) -> Callable[[], StepPlan]:
-    sequences = Sequences(Decode("prefill", 1, 0), runner.info.block_size, runner.info.num_blocks)
-    step = sequences.fill(num_tokens, num_tokens)[0]
+    (step,) = Sequences(Decode("prefill", 1, 0), runner.info).fill(num_tokens, num_tokens)
     return lambda: StepPlan((step,))
 
 

@@ -20,6 +20,11 @@ def time_graph(run: Callable[[], object], *, replays: int = 20, per_run: int = 1
     with torch.cuda.graph(graph):
         run()
     graph.replay()
+    return replay_us(graph, replays) / per_run
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Microseconds of one replay, the median."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     marks[0].record()
@@ -28,7 +33,7 @@ def time_graph(run: Callable[[], object], *, replays: int = 20, per_run: int = 1
         mark.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    return statistics.median(times) * 1e3 / per_run
+    return statistics.median(times) * 1e3
 
 
 def ceilings() -> dict[str, float]:
