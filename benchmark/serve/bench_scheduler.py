@@ -19,9 +19,9 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import Boundary, Context, PrefixIndex
-from parrot.serve.graph.nodes import CallOptions, Completion, Objective
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prompts.segments import PrefixHasher, Segment, SegmentKind
+from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import MonotonicClock
@@ -51,9 +51,9 @@ def make_task(number: int, rng: random.Random, hasher: PrefixHasher) -> Completi
     )
     template = f"template {rng.randrange(NUM_TEMPLATES)} " * 250
     segments = [
-        Segment(SegmentKind.CONSTANT, template),
-        Segment(SegmentKind.VALUE, f"value {number} " * 20),
-        Segment(SegmentKind.CONSTANT, "Answer:", None, True),
+        Segment(PieceKind.CONSTANT, template),
+        Segment(PieceKind.VALUE, f"value {number} " * 20),
+        Segment(PieceKind.CONSTANT, "Answer:", None, True),
     ]
     keys = hasher.keys(completion.options.tenant, False, segments)
     return CompletionTask(completion, segments, keys, number * 1e-4, expected_output=64)
