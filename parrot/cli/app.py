@@ -77,7 +77,7 @@ def run(
 @app.command()
 def ping(core: CoreOption = DEFAULT_CORE) -> None:
     """Show whether ServeCore and its engines are up, and what they serve."""
-    from parrot.cli.ping import show_health
+    from parrot.cli.run import show_health
 
     show_health(core)
 
@@ -139,11 +139,10 @@ def simulate(
     """Replay a recorded trace on virtual time, and show what other settings would change."""
     from parrot.cli.simulate import simulate as run_simulation
 
-    options = {
+    settings = {
         "policy": policy,
         "engines": engines,
         "kv_tokens": kv_tokens,
         "engine_config": engine_config,
     }
-    settings = {key: value for key, value in options.items() if value is not None}
     run_simulation(trace, settings, core_config, against or [], output)

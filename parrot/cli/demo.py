@@ -14,8 +14,8 @@ from parrot.cli.calls import calls_table, watching
 from parrot.cli.console import OUT, fail, orderly_exit
 from parrot.cli.demo_program import split_text, summarize
 from parrot.cli.graph_picture import can_draw, draw_session
-from parrot.cli.launch import start_visibly
-from parrot.cluster import Cluster, ClusterError
+from parrot.cli.launch import running
+from parrot.cluster import Cluster
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import SessionInfo
 
@@ -37,18 +37,16 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
         if can_draw():
             _in_background(importlib.import_module, "matplotlib.figure")
         cluster = Cluster(_CORE, [_ENGINE])
-        try:
-            start_visibly(cluster)
+        with running(cluster):
             of = "" if len(chosen) == len(parts) else f" of {len(parts)}"
             OUT.print(
                 f"Summarizing [bold]{document.name}[/]: {len(chosen)}{of} parts, then all together"
             )
-            info, seconds = _summarize(cluster, chosen, begin)
-        except (ClusterError, ParrotError) as error:
-            dead = cluster.dead() if isinstance(error, ParrotError) else None
-            fail(str(error) if dead is None else dead.death_message())
-        finally:
-            cluster.stop()
+            try:
+                info, seconds = _summarize(cluster, chosen, begin)
+            except ParrotError as error:
+                dead = cluster.dead()
+                fail(str(error) if dead is None else dead.death_message())
         OUT.print(calls_table(info, seconds))
         _draw(info, f"Map-reduce summary of {document.name}, {seconds:.1f} s", output_dir)
 

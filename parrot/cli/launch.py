@@ -1,5 +1,7 @@
 """`parrot launch`: a cluster from config files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.markup import escape
@@ -18,25 +20,27 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
         core, engines = read_configs(paths)
     except ConfigError as error:
         fail(str(error))
-    with orderly_exit():
-        cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
-        try:
-            start_visibly(cluster)
-            OUT.print(_table(cluster))
-            OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
-            fail(cluster.supervise(warn).death_message())
-        except ClusterError as error:
-            fail(str(error))
-        finally:
-            cluster.stop()
+    cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
+    with orderly_exit(), running(cluster):
+        OUT.print(_table(cluster))
+        OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
+        fail(cluster.supervise(warn).death_message())
 
 
-def start_visibly(cluster: Cluster) -> None:
-    """Start and wait until all is ready, showing meanwhile what each process does."""
-    with ERR.status("") as status:
-        status.update(_Progress(cluster))
-        cluster.start()
-        cluster.wait_ready()
+@contextmanager
+def running(cluster: Cluster) -> Iterator[None]:
+    """Enter when all is ready, showing meanwhile what each process does; leaving stops all. Ends
+    the command when the cluster fails."""
+    try:
+        with ERR.status("") as status:
+            status.update(_Progress(cluster))
+            cluster.start()
+            cluster.wait_ready()
+        yield
+    except ClusterError as error:
+        fail(str(error))
+    finally:
+        cluster.stop()
 
 
 class _Progress:

@@ -1,34 +1,71 @@
-"""`parrot run`: a program against a ServeCore, if need be one started for it."""
+"""`parrot run` and `parrot ping`: with a ServeCore at an address."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import typer
+from pydantic import ValidationError
+from rich.table import Column, Table
 
-from parrot.cli.console import fail, orderly_exit
-from parrot.cli.launch import start_visibly
-from parrot.cluster import Cluster, ClusterError
+from parrot.cli.console import OUT, fail, orderly_exit
+from parrot.cli.launch import running
+from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
+from parrot.protocol.public import EngineStatus, ReadyResponse
 
 
 def run_program(program: Path, args: list[str], core: str, embedded: bool) -> None:
     """Ends by `SystemExit` with the program's exit code."""
     if not program.is_file():
         fail(f"no such file: {program}")
+    host, port = host_and_port(core)
     with ExitStack() as stack:
         stack.enter_context(orderly_exit())
-        if not _answers(core):
+        if ask(host, port, "/health") is None:
             _agree_to_start(core, embedded)
-            stack.enter_context(_temporary_cluster(*host_and_port(core)))
+            cluster = Cluster({"host": host, "port": port}, [{"engine_type": "builtin"}])
+            stack.enter_context(running(cluster))
         child = subprocess.Popen([sys.executable, str(program), *args])
         stack.callback(child.wait)
         stack.callback(child.terminate)  # does nothing after the normal end
         code = child.wait()
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def show_health(core: str) -> None:
+    """Exit code 0: ready; 1: nobody answers, or no engine is up."""
+    address = host_and_port(core)
+    begin = time.perf_counter()
+    if ask(*address, "/health", timeout_s=5.0) is None:
+        fail(f"no ServeCore answers at {core}")
+    milliseconds = 1e3 * (time.perf_counter() - begin)
+    status, answer = ask(*address, "/ready", timeout_s=5.0) or (None, None)
+    try:
+        ready = ReadyResponse.model_validate({"engines": []} if status == 503 else answer)
+    except ValidationError:
+        fail(f"{core} answers, but it is not a ServeCore")
+    OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms; {ready.num_queued} queued")
+    OUT.print(engine_table(ready.engines) if ready.engines else "no engine is registered")
+    sys.exit(0 if ready.engines else 1)
+
+
+def engine_table(engines: list[EngineStatus]) -> Table:
+    right = (Column(name, justify="right") for name in ("running", "KV tokens used"))
+    table = Table("engine", "type", "model", "address", *right)
+    for engine in engines:
+        table.add_row(
+            engine.engine_name,
+            engine.engine_type,
+            engine.model,
+            f"{engine.host}:{engine.port}",
+            str(engine.num_running),
+            f"{engine.used_tokens} / {engine.tokens_capacity}",
+        )
+    return table
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -42,10 +79,6 @@ def host_and_port(url: str) -> tuple[str, int]:
     return host, 80 if port is None else port
 
 
-def _answers(core: str) -> bool:
-    return ask(*host_and_port(core), "/health") is not None
-
-
 def _agree_to_start(core: str, embedded: bool) -> None:
     """Ends the command unless the user wants a cluster, by the flag or by answering."""
     if embedded:
@@ -54,16 +87,3 @@ def _agree_to_start(core: str, embedded: bool) -> None:
         fail(f"no ServeCore answers at {core}; --embedded starts one for this program")
     question = f"No ServeCore answers at {core}. Start one with the embedded model?"
     typer.confirm(question, default=True, err=True, abort=True)
-
-
-@contextmanager
-def _temporary_cluster(host: str, port: int) -> Iterator[None]:
-    """Listens where the program expects it."""
-    cluster = Cluster({"host": host, "port": port}, [{"engine_type": "builtin"}])
-    try:
-        start_visibly(cluster)
-        yield
-    except ClusterError as error:
-        fail(str(error))
-    finally:
-        cluster.stop()

@@ -15,7 +15,7 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.simulation.cluster import PATIENT
 from parrot.simulation.replay import Replay
 from parrot.simulation.report import Change, Summary, changes, summarize
-from parrot.simulation.trace import Trace, load_trace
+from parrot.simulation.trace import load_trace
 from parrot.utils.config import ConfigError, load_config, parse_config
 
 _NUM_CHANGES = 5  # sessions that are shown at either end
@@ -48,7 +48,8 @@ def simulate(
     try:
         recorded = load_trace(path)
         core = _load_core(core_config)
-        base = _apply(Replay(core=core), settings)
+        given = {key: value for key, value in settings.items() if value is not None}
+        base = _apply(Replay(core=core), given)
         replays = {"simulated": base}
         for text in against:
             replays[text] = _apply(base, _parse(text))
@@ -64,7 +65,11 @@ def simulate(
     for name in list(replays)[1:]:
         _print_changes(name, changes(traces["simulated"], traces[name]))
     if output is not None:
-        output.write_text(json.dumps(_as_json(summaries, traces), indent=1) + "\n")
+        figures = {
+            name: asdict(summary) | {"jct_s": [session.jct_s for session in traces[name].sessions]}
+            for name, summary in summaries.items()
+        }
+        output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _load_core(path: Path | None) -> CoreConfig:
@@ -139,10 +144,3 @@ def _print_changes(name: str, found: Sequence[Change]) -> None:
             f"{change.ratio:.2f}x",
         )
     OUT.print(table)
-
-
-def _as_json(summaries: Mapping[str, Summary], traces: Mapping[str, Trace]) -> dict[str, Any]:
-    return {
-        name: asdict(summary) | {"jct_s": [session.jct_s for session in traces[name].sessions]}
-        for name, summary in summaries.items()
-    }

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from parrot.cli.calls import calls_table, queue_seconds, run_seconds, watching
 from parrot.cli.graph_picture import call_label, draw_session
-from parrot.cli.ping import engine_table
+from parrot.cli.run import engine_table
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.public import CompletionInfo, EngineStatus, GraphEdge, SessionInfo
 
