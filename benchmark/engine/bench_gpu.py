@@ -109,7 +109,7 @@ def _graph_ms(runner: CudaRunner) -> float | None:
     assert graphs is not None
     assert work is not None
     captured = (graph for rooms in graphs._graphs.values() for graph in rooms.values())
-    used = next((graph for graph in captured if graph.work is work), None)
+    used = next((graph for graph in captured if graph.plan.work is work), None)
     return None if used is None else replay_us(used.graph, 20) / 1e3
 
 

@@ -8,7 +8,6 @@ import torch
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
-    Capacity,
     KernelConfig,
     PlanBuffers,
     TreeAttention,
@@ -119,8 +118,7 @@ class Bench:
     def prepare(
         self, work: WorkList, config: KernelConfig, *, overlap: bool = True
     ) -> tuple[TreeAttention, PlanBuffers]:
-        buffers = PlanBuffers(Capacity.of(work), torch.device("cuda"))
-        buffers.upload(work)
+        buffers = PlanBuffers(work, torch.device("cuda"))
         attention = TreeAttention(
             self.shape, work.num_slots, torch.device("cuda"), config, overlap=overlap
         )

@@ -32,7 +32,6 @@ from benchmark.kernels.timing import ceilings, time_graph
 from benchmark.results import Report, load, run
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
-    Capacity,
     KernelConfig,
     PlanBuffers,
     TreeAttention,
@@ -176,8 +175,7 @@ def bench_fills() -> Rows:
         }
         for name, gate in (("us", GateConfig()), ("unshared_us", None)):
             work = plan_work(step, shape, gate, SplitConfig())
-            plan = PlanBuffers(Capacity.of(work), q.device)
-            plan.upload(work)
+            plan = PlanBuffers(work, q.device)
             attention = TreeAttention(shape, work.num_slots, q.device)
             out = torch.empty_like(q)
             row[name] = time_graph(partial(attention.run, q, layer, plan, out), replays=10)

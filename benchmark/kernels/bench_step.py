@@ -16,7 +16,7 @@ from benchmark.kernels.attention_cases import MEMORY_RATE, Workload, step_rows
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
+from parrot.engine.attention.tree_attention import PlanBuffers, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import (
@@ -134,8 +134,7 @@ class Step:
         model, batch = self.model, work.batch
         step, pages = step_rows(work, PAGE)
         plan_value = plan_work(step, model.shape, gate, SplitConfig())
-        plan = PlanBuffers(Capacity.of(plan_value), torch.device("cuda"))
-        plan.upload(plan_value)
+        plan = PlanBuffers(plan_value, torch.device("cuda"))
         attention = TreeAttention(model.shape, plan_value.num_slots, torch.device("cuda"))
         tables = torch.from_numpy(step.tables).cuda()
         positions = torch.from_numpy(step.starts).cuda()

@@ -167,7 +167,7 @@ def test_a_long_prompt_at_once_gives_the_logits_of_its_chunks(
 
     def watched(token_ids: Any, attention: Any, plan: Any, rows: Any) -> torch.Tensor:
         logits = forward(token_ids, attention, plan, rows)
-        seen.append((plan.work.dense, logits))
+        seen.append((plan.buffers.work.dense, logits))
         return logits
 
     monkeypatch.setattr(runner.computer, "_forward", watched)

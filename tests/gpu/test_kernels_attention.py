@@ -52,24 +52,20 @@ class Run:
         device = torch.device("cuda")
         work = plan_work(case.step, shape, gate, split or SplitConfig(min_span=(64,) * 3))
         self.case = case
-        self.plan = PlanBuffers(capacity or Capacity.of(work), device)
-        self.plan.upload(work)
+        self.plan = PlanBuffers(work, device, capacity)
         self.kv = KVView(case.k_cache, case.v_cache, case.tables, case.positions)
         self.attention = TreeAttention(shape, self.plan.capacity.slots, device)
         self.attention.partial_out.fill_(float("nan"))
         self.attention.partial_lse.fill_(float("nan"))
         self.out = torch.full_like(case.q, float("nan"))
-        self.lse = torch.full(case.q.shape[:2], float("nan"), device="cuda")
 
     def launch(self) -> None:
         new = NewKV(self.case.k_new, self.case.v_new)
-        self.attention.run(self.case.q, self.kv, self.plan, self.out, self.lse, new=new)
+        self.attention.run(self.case.q, self.kv, self.plan, self.out, new)
 
     def check(self) -> torch.Tensor:
         torch.cuda.synchronize()
         assert relative_error(self.out, self.case.expected) < TOLERANCE[self.case.q.dtype]
-        difference = self.lse.double().cpu() - self.case.expected_lse
-        assert float(difference.abs().max()) < 1e-3
         return self.out.clone()
 
 

@@ -11,10 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig, WorkList
-from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
+from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, merge_partials
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
-from parrot.engine.kernels.merge_kernels import merge_partials
 
 _HOPPER = 9
 _DENSE_TOKENS = 1024
@@ -93,13 +92,17 @@ class Capacity:
 
 
 class PlanBuffers:
-    """A work list on the device, at fixed addresses: one int32 buffer, one copy per plan.
+    """`work` on the device, at fixed addresses: one int32 buffer, one copy per plan.
 
         [ narrow | shared | fills | token_order | slot_indptr | slot_of ]
 
     A smaller plan leaves zeros behind: items without tokens, tokens without slots."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(
+        self, work: WorkList, device: torch.device, capacity: Capacity | None = None
+    ) -> None:
+        """`capacity`: by default just enough for this plan."""
+        capacity = capacity or Capacity.of(work)
         sizes = (
             capacity.narrow * ITEM_FIELDS,
             capacity.shared * ITEM_FIELDS,
@@ -111,10 +114,6 @@ class PlanBuffers:
         # Items are read as 32-byte rows: keep every part aligned.
         starts = np.cumsum([0, *(-(-size // 32) * 32 for size in sizes)]).tolist()
         self.capacity = capacity
-        self.shared_rows = 0
-        self.fill_rows = 0
-        self.num_slots = 0
-        self.dense: tuple[tuple[int, int], ...] = ()
         pinned = device.type == "cuda"
         self._host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(starts[-1], dtype=torch.int32, device=device)
@@ -123,9 +122,10 @@ class PlanBuffers:
         views = [self._device[a : a + n] for a, n in parts]
         self.narrow, self.shared, self.fills = views[:3]
         self.token_order, self.slot_indptr, self.slot_of = views[3:]
+        self.upload(work)
 
     def upload(self, work: WorkList) -> None:
-        """Copy a plan in, on the current stream. The previous copy must have been done."""
+        """Replace the plan, on the current stream. The previous copy must have been done."""
         assert self.capacity.holds(work), (self.capacity, Capacity.of(work))
         items = (work.narrow, work.shared, work.fills)
         sources = (*items, work.token_order, work.slot_indptr, work.slot_of)
@@ -135,9 +135,7 @@ class PlanBuffers:
             target[len(flat) :] = 0
         self._host_parts[4][len(work.slot_indptr) :] = work.num_slots
         self._device.copy_(self._host, non_blocking=True)
-        self.shared_rows, self.fill_rows = work.shared_rows, work.fill_rows
-        self.num_slots = work.num_slots
-        self.dense = work.dense
+        self.work = work
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +146,6 @@ class _Step:
     kv: KVView
     plan: PlanBuffers
     out: torch.Tensor
-    lse: torch.Tensor | None
-    scale_log2: float
     early: bool
 
 
@@ -173,6 +169,7 @@ class TreeAttention:
         self.shape = shape
         self.config = config or KernelConfig()
         self.upcast = upcast
+        self._scale = shape.head_dim**-0.5
         overlap = overlap and device.type == "cuda"
         self._side = torch.cuda.Stream(device) if overlap else None  # type: ignore[no-untyped-call]
         size = (max(max_slots, 1), shape.num_heads)
@@ -185,8 +182,6 @@ class TreeAttention:
         kv: KVView,
         plan: PlanBuffers,
         out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-        scale: float | None = None,
         new: NewKV | None = None,
         *,
         only_last: bool = False,
@@ -195,21 +190,18 @@ class TreeAttention:
 
         q      [tokens, heads, head_dim]; heads contiguous, tokens at any stride
         out    [tokens, heads, head_dim], contiguous
-        lse    float32 [tokens, heads] if wanted: log2 of the sum of exponentials
-        scale  of the scores, positive; default head_dim ** -0.5
-        new    needed where the plan has dense spans, whose log-sum-exp is not given
+        new    needed where the plan has dense spans
         only_last  of a request's tokens, none but the last one's output is wanted"""
-        scale = self.shape.head_dim**-0.5 if scale is None else scale
         side = self._side if len(plan.narrow) and len(plan.shared) + len(plan.fills) else None
         early = side is None and starts_early(q.device)
-        step = _Step(q, kv, plan, out, lse, scale * math.log2(math.e), early)
+        step = _Step(q, kv, plan, out, early)
         self._check(step)
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
         if len(plan.shared):
-            self._wide(step, plan.shared, plan.shared_rows, own=False)
+            self._wide(step, plan.shared, plan.work.shared_rows, own=False)
         if len(plan.fills):
-            self._wide(step, plan.fills, plan.fill_rows, own=True)
+            self._wide(step, plan.fills, plan.work.fill_rows, own=True)
         with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
             if len(plan.narrow):
                 programs = len(plan.narrow) // ITEM_FIELDS * self.shape.num_kv_heads
@@ -219,11 +211,11 @@ class TreeAttention:
             torch.cuda.current_stream().wait_stream(side)
         if plan.capacity.slots:
             self._merge(step)
-        for first, count in plan.dense:
+        for first, count in plan.work.dense:
             assert new is not None
             span = slice(first, first + count)
             last = slice(first + count - 1, first + count) if only_last else span
-            out[last] = dense_attention(q[last], new.k[span], new.v[span], scale)
+            out[last] = dense_attention(q[last], new.k[span], new.v[span])
         return out
 
     def _check(self, step: _Step) -> None:
@@ -235,8 +227,8 @@ class TreeAttention:
         assert step.q.stride()[1:] == (shape.head_dim, 1), step.q.stride()
         assert step.out.is_contiguous()
         assert len(step.q) <= plan.capacity.num_tokens, (len(step.q), plan.capacity)
-        assert plan.num_slots <= len(self.partial_out), (plan.num_slots, len(self.partial_out))
-        assert step.scale_log2 > 0.0, step.scale_log2
+        num_slots = plan.work.num_slots
+        assert num_slots <= len(self.partial_out), (num_slots, len(self.partial_out))
 
     def _wide(self, step: _Step, items: torch.Tensor, rows: int, *, own: bool) -> None:
         tile = self.config.wide[rows]
@@ -254,10 +246,9 @@ class TreeAttention:
             items,
             step.plan.slot_of,
             step.out,
-            step.lse,
             self.partial_out,
             self.partial_lse,
-            step.scale_log2,
+            self._scale * math.log2(math.e),
             step.q.stride(0),
         )
 
@@ -274,7 +265,7 @@ class TreeAttention:
             STRIDE_TOKEN=kv.k.stride(2),
             ALL_MASKED=rows == 16,
             **early_launch(step.early),
-            **self._constants(step, rows, tile),
+            **self._constants(rows, tile),
         )
 
     def _tiles(
@@ -293,10 +284,10 @@ class TreeAttention:
             *self._arguments(step, items),
             kv.tables.stride(0),
             OWN=own,
-            **self._constants(step, rows, tile),
+            **self._constants(rows, tile),
         )
 
-    def _constants(self, step: _Step, rows: int, tile: TileConfig) -> dict[str, int | bool | None]:
+    def _constants(self, rows: int, tile: TileConfig) -> dict[str, int | bool | None]:
         return {
             "G": self.shape.group,
             "H": self.shape.num_heads,
@@ -306,7 +297,6 @@ class TreeAttention:
             "BN": tile.block_keys,
             "STAGES": tile.num_stages,
             "UPCAST": self.upcast,
-            "WITH_LSE": step.lse is not None,
             "num_warps": tile.num_warps,
             "maxnreg": tile.max_registers,
         }
@@ -317,11 +307,9 @@ class TreeAttention:
             self.partial_lse,
             step.plan.slot_indptr,
             step.out,
-            step.lse,
             H=self.shape.num_heads,
             D=self.shape.head_dim,
             SLOTS=self.config.merge_slots,
-            WITH_LSE=step.lse is not None,
             num_warps=self.config.merge_warps,
             **early_launch(step.early),
         )
@@ -347,9 +335,7 @@ def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> torch.Tensor:
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of tokens to themselves and those before: q [tokens, heads, head_dim], k and v
     [tokens, kv_heads, head_dim]; or only that of the last token, if q has only one.
 
@@ -360,6 +346,6 @@ def dense_attention(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
+            q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, enable_gqa=True
         )
     return out[0].transpose(0, 1)

@@ -15,7 +15,7 @@ class TritonPlan:
     row's row of `tables`; negative for padding, whose KV goes nowhere and whose result is not
     defined."""
 
-    work: PlanBuffers
+    buffers: PlanBuffers
     tables: torch.Tensor
     positions: torch.Tensor
     table_rows: torch.Tensor
@@ -71,12 +71,13 @@ class TritonAttention:
         """q [rows, heads, head_dim], whose KV is in the pool too -> [rows, heads * head_dim].
         `new` may be None for a plan without dense spans. `only_last`: of each sequence only the
         last row's result is defined."""
-        if plan.work.dense == ((0, len(q)),) and not only_last:
+        if plan.buffers.work.dense == ((0, len(q)),) and not only_last:
             assert new is not None
-            return dense_attention(q, new.k, new.v, self.shape.head_dim**-0.5).flatten(1)
+            return dense_attention(q, new.k, new.v).flatten(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         view = self.view(layer, plan)
-        return self._kernels.run(q, view, plan.work, out, new=new, only_last=only_last).flatten(1)
+        self._kernels.run(q, view, plan.buffers, out, new, only_last=only_last)
+        return out.flatten(1)
 
     def prepare_dense(self, num_tokens: int) -> None:
         """Let the library prepare itself for a length, so that no prompt waits for that."""
@@ -85,7 +86,7 @@ class TritonAttention:
         size = (num_tokens, sum(heads), shape.head_dim)
         qkv = torch.zeros(size, dtype=self._layers[0][0].dtype, device=self.device)
         q, k, v = torch.split(qkv, heads, dim=1)
-        dense_attention(q, k, v, shape.head_dim**-0.5)
+        dense_attention(q, k, v)
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan

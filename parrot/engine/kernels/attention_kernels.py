@@ -2,7 +2,7 @@
 
 `attend_items` reads KV through pointers and does everything: short own spans, any page size.
 `attend_tiles` reads whole pages with the bulk copy engine, for spans that many query rows share
-and for fills. `merge_kernels` combines what several items found for one token."""
+and for fills. `merge_partials` combines what several items found for one token."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -11,9 +11,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Finite stand-ins for minus infinity. A masked score lies far under the running maximum's start,
 # so a row with no visible key sums to zero instead of NaN.
-NO_SCORE = tl.constexpr(-1.0e30)
-NO_MAXIMUM = tl.constexpr(-1.0e20)
+_NO_SCORE = tl.constexpr(-1.0e30)
+_NO_MAXIMUM = tl.constexpr(-1.0e20)
 _NO_POSITION = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _load_item(item):
+    """The columns of an item (`work_list`) but for the last."""
+    return (
+        tl.load(item),
+        tl.load(item + 1),
+        tl.load(item + 2),
+        tl.load(item + 3),
+        tl.load(item + 4),
+        tl.load(item + 5),
+    )
 
 
 @triton.jit
@@ -45,7 +58,7 @@ def _attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MA
     """One step of online softmax in base 2, over a tile of keys."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
-        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, NO_SCORE)
+        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, _NO_SCORE)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
@@ -69,7 +82,7 @@ def _store_partials(
     D: tl.constexpr,
 ):
     safe_total = tl.where(total > 0.0, total, 1.0)
-    lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), NO_SCORE)
+    lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), _NO_SCORE)
     row = slot.to(tl.int64) * H + head
     partial_at = partial_out + row[:, None] * D + offs_d[None, :]
     tl.store(partial_at, acc / safe_total[:, None], mask=live[:, None])
@@ -88,12 +101,10 @@ def _store_rows(
     live,
     offs_d,
     out_ptr,
-    lse_ptr,
     partial_out,
     partial_lse,
     H: tl.constexpr,
     D: tl.constexpr,
-    WITH_LSE: tl.constexpr,
 ):
     """Straight to the output if no other item covers these tokens, else to their slots."""
     if slot_first < 0:
@@ -101,8 +112,6 @@ def _store_rows(
         out_at = out_ptr + out_row[:, None] * D + offs_d[None, :]
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_at, result, mask=live[:, None])
-        if WITH_LSE:
-            tl.store(lse_ptr + out_row, maximum + tl.log2(total), mask=live)
     else:
         _store_partials(acc, maximum, total, slot, head, live, offs_d,
                         partial_out, partial_lse, H, D)  # fmt: skip
@@ -161,7 +170,6 @@ def attend_items(
     items,
     slot_of,
     out_ptr,
-    lse_ptr,
     partial_out,
     partial_lse,
     scale_log2,
@@ -179,7 +187,6 @@ def attend_items(
     STAGES: tl.constexpr,
     ALL_MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
-    WITH_LSE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (kv head, item): softmax(q k^T) v over the item's span, for its tokens' heads.
@@ -192,12 +199,7 @@ def attend_items(
     DEPENDENT: the kernel before, which wrote q and the newest KV, may still run."""
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
-    q_first = tl.load(item)
-    q_count = tl.load(item + 1)
-    table_row = tl.load(item + 2)
-    kv_first = tl.load(item + 3)
-    kv_end = tl.load(item + 4)
-    slot_first = tl.load(item + 5)
+    q_first, q_count, table_row, kv_first, kv_end, slot_first = _load_item(item)
     own = tl.load(item + 6) != 0
     if q_count == 0:  # padding of a captured grid
         if DEPENDENT:
@@ -223,7 +225,7 @@ def attend_items(
     values = v_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
 
     acc = tl.zeros([BM, D], dtype=tl.float32)
-    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
+    maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
     total = tl.zeros([BM], dtype=tl.float32)
     whole = kv_first
     if not ALL_MASKED:
@@ -252,7 +254,7 @@ def attend_items(
     if DEPENDENT:
         gdc_launch_dependents()
     _store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
-                out_ptr, lse_ptr, partial_out, partial_lse, H, D, WITH_LSE)  # fmt: skip
+                out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
 
 
 @triton.jit
@@ -266,7 +268,6 @@ def attend_tiles(
     items,
     slot_of,
     out_ptr,
-    lse_ptr,
     partial_out,
     partial_lse,
     scale_log2,
@@ -281,7 +282,6 @@ def attend_tiles(
     STAGES: tl.constexpr,
     OWN: tl.constexpr,
     UPCAST: tl.constexpr,
-    WITH_LSE: tl.constexpr,
 ):
     """The work of `attend_items` for tall tiles over whole pages; BN divides PAGE.
 
@@ -291,12 +291,7 @@ def attend_tiles(
     tiles need the causal mask; else all rows see all keys, which end with a page."""
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
-    q_first = tl.load(item)
-    q_count = tl.load(item + 1)
-    table_row = tl.load(item + 2)
-    kv_first = tl.load(item + 3)
-    kv_end = tl.load(item + 4)
-    slot_first = tl.load(item + 5)
+    q_first, q_count, table_row, kv_first, kv_end, slot_first = _load_item(item)
     if q_count == 0:  # padding of a captured grid
         return
     table = tables + table_row * stride_table
@@ -310,7 +305,7 @@ def attend_tiles(
     token = _row_tokens(token_order, q_first, OWN, member, live, q_count)
     q = _load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     acc = tl.zeros([BM, D], dtype=tl.float32)
-    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
+    maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
     total = tl.zeros([BM], dtype=tl.float32)
     row_end = kv_end + member * 0
     whole = kv_end
@@ -350,7 +345,52 @@ def attend_tiles(
     slot = _row_slots(slot_of, slot_first, member, live, q_count)
     if OWN:
         _store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
-                    out_ptr, lse_ptr, partial_out, partial_lse, H, D, WITH_LSE)  # fmt: skip
+                    out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
     else:
         _store_partials(acc, maximum, total, slot, head, live, offs_d,
                         partial_out, partial_lse, H, D)  # fmt: skip
+
+
+@triton.jit
+def merge_partials(
+    partial_out,
+    partial_lse,
+    slot_indptr,
+    out_ptr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, head): the log-sum-exp weighted mean of the token's partial results, which
+    lie in a row, SLOTS at a time. Tokens without slots were written directly and are left alone.
+    DEPENDENT: the kernel before, which wrote the partial results, may still run."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(slot_indptr + token)
+    end = tl.load(slot_indptr + token + 1)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if start >= end:
+        return
+    offs_d = tl.arange(0, D)
+    acc = tl.zeros([D], dtype=tl.float32)
+    maximum = tl.full([], _NO_MAXIMUM, dtype=tl.float32)
+    total = tl.full([], 0.0, dtype=tl.float32)
+    for first in tl.range(start, end, SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        live = slot < end
+        row = slot.to(tl.int64) * H + head
+        lse = tl.load(partial_lse + row, mask=live, other=_NO_SCORE)
+        part = tl.load(
+            partial_out + row[:, None] * D + offs_d[None, :], mask=live[:, None], other=0.0
+        )
+        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_maximum)
+        decay = tl.exp2(maximum - new_maximum)
+        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
+        total = total * decay + tl.sum(weights, 0)
+        maximum = new_maximum
+    row = token.to(tl.int64) * H + head
+    tl.store(out_ptr + row * D + offs_d, (acc / total).to(out_ptr.dtype.element_ty))

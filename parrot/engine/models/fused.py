@@ -191,6 +191,6 @@ class FusedDecoder:
         if layer.head_norm is None and can_rotate(shape, len(_rows(x))):
             q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
         else:
-            keep_k = bool(plan.work.dense)
+            keep_k = bool(plan.buffers.work.dense)
             q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)
         return attention.attend(index, q, new, plan, only_last=only_last)

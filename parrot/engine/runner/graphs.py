@@ -53,7 +53,6 @@ class Graph:
     graph: torch.cuda.CUDAGraph
     plan: PlanBuffers
     decoded: Decoded
-    work: WorkList | None
 
 
 def bucket_list(max_rows: int) -> tuple[int, ...]:
@@ -159,9 +158,8 @@ class StepGraphs:
                 graph = next(
                     (graphs[r] for r in sorted(graphs, key=_launched) if r.holds(work)), None
                 )
-        if graph is not None and graph.work is not work:
+        if graph is not None and graph.plan.work is not work:
             graph.plan.upload(work)
-            graph.work = work
         return graph
 
     def replay(self, graph: Graph) -> Decoded:
@@ -176,8 +174,7 @@ class StepGraphs:
             self._capture(size, room, work)
 
     def _capture(self, size: StepSize, room: Capacity, work: WorkList) -> Graph:
-        plan = PlanBuffers(room, self._attention.device)
-        plan.upload(work)
+        plan = PlanBuffers(work, self._attention.device, room)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -189,7 +186,7 @@ class StepGraphs:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         logger.debug("captured a graph for %s in %s", size, room)
-        captured = self._graphs[size][room] = Graph(graph, plan, decoded, work)
+        captured = self._graphs[size][room] = Graph(graph, plan, decoded)
         return captured
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.attention.tree_attention import Capacity, PlanBuffers
+from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
 from parrot.engine.kernels.linear import FEW_ROWS
@@ -104,8 +104,7 @@ class StepComputer:
         return self._forward_eagerly(sent.parts, step.work), sent
 
     def _forward_eagerly(self, sent: Sequence[torch.Tensor], work: WorkList) -> Decoded:
-        buffers = PlanBuffers(Capacity.of(work), self._device)
-        buffers.upload(work)
+        buffers = PlanBuffers(work, self._device)
         self._stage.sent()
         self._attention.ensure_slots(work.num_slots)
         self._attention.expect(len(sent[0]))

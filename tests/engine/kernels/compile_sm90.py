@@ -88,7 +88,6 @@ def attention_variant(
     types = {"scale_log2": "fp32", "stride_q": "i32", "stride_table": "i32"}
     divisible = {*pointers, "stride_q"}
     constants = {
-        "lse_ptr": None,
         "G": group,
         "H": 8 * group,
         "D": dim,
@@ -97,7 +96,6 @@ def attention_variant(
         "BN": keys,
         "STAGES": stages,
         "UPCAST": False,
-        "WITH_LSE": False,
     }
     if tiles:
         types |= dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<bf16[{keys},{dim}]>")
@@ -124,7 +122,7 @@ def attention_variant(
 
 
 def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str, Any]:
-    from parrot.engine.kernels.merge_kernels import merge_partials
+    from parrot.engine.kernels.attention_kernels import merge_partials
 
     pointers = {
         "partial_out": "*fp32",
@@ -135,7 +133,7 @@ def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str
     return compile_kernel(
         merge_partials,
         pointers,
-        {"lse_ptr": None, "H": 32, "D": dim, "SLOTS": slots, "WITH_LSE": False, "DEPENDENT": True},
+        {"H": 32, "D": dim, "SLOTS": slots, "DEPENDENT": True},
         divisible=tuple(pointers),
         num_warps=warps,
     )
