@@ -113,9 +113,6 @@ class TextContexts:
         self.num_chars = 0
         self._contexts: dict[int, TextContext] = {}
 
-    def __len__(self) -> int:
-        return len(self._contexts)
-
     def __iter__(self) -> Iterator[TextContext]:
         return iter(self._contexts.values())
 

@@ -17,18 +17,8 @@ from parrot.protocol.sampling import SamplingConfig
 
 DONE = b"[DONE]"
 
-_STANDARD = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "max_gen_length",
-        "stop_str",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "seed",
-    }
-)
+_SAME_NAMES = frozenset({"top_p", "presence_penalty", "frequency_penalty", "seed"})
+_STANDARD = _SAME_NAMES | {"temperature", "max_gen_length", "stop_str", "logit_bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +97,9 @@ def request_body(
 
 def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, Any]:
     """Only what differs from OpenAI's own defaults, for servers and models that know few fields."""
-    fields: dict[str, Any] = {}
-    if sampling.top_p != 1.0:
-        fields["top_p"] = sampling.top_p
+    fields = sampling.model_dump(include=set(_SAME_NAMES), exclude_defaults=True)
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
-    if sampling.presence_penalty:
-        fields["presence_penalty"] = sampling.presence_penalty
-    if sampling.frequency_penalty:
-        fields["frequency_penalty"] = sampling.frequency_penalty
-    if sampling.seed is not None:
-        fields["seed"] = sampling.seed
     if sampling.logit_bias:
         fields["logit_bias"] = {str(i): bias for i, bias in sampling.logit_bias.items()}
     if sampling.json_schema is not None:
