@@ -3,14 +3,13 @@ from collections.abc import Iterator
 import pytest
 
 from parrot import P
-from tests.support.fake_serve import FakeServe, create_fake_app, running_in_thread
+from tests.support.fake_serve import FakeServe, running_fake_serve
 
 
 @pytest.fixture(scope="session")
 def running() -> Iterator[tuple[FakeServe, str]]:
-    serve = FakeServe()
-    with running_in_thread(create_fake_app(serve)) as base_url:
-        yield serve, base_url
+    with running_fake_serve() as running:
+        yield running
 
 
 @pytest.fixture

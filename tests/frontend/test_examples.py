@@ -1,4 +1,4 @@
-"""Every example runs to its end against a fake ServeCore."""
+"""Every example runs to its end against ServeCore, before an engine that tells its prompts."""
 
 import runpy
 import subprocess

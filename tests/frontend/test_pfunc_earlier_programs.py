@@ -63,13 +63,13 @@ def test_define_function(vm: P.VirtualMachine) -> None:
                 sampling_config=P.SamplingConfig(max_gen_length=5),
             ),
         ],
-        models=["m"],
+        models=["tiny"],
     )
     assert func.name == "test"
     assert func.to_template_str() == "Given {{input}}:  {{output}}"
-    assert func.metadata.models == ("m",)
+    assert func.metadata.models == ("tiny",)
     with vm.running_scope():
-        assert func("x", n=3).get() == "<output: Given x:  >"
+        assert func("x", n=3).get() == "<Given x:  >"
     params = [P.Parameter("y", P.ParamType.OUTPUT_LOC)]
     names = [vm.define_function(None, "x {{y}}", params).name for _ in range(2)]
     assert names == ["anonymous_0", "anonymous_1"]

@@ -9,16 +9,14 @@ import pytest
 
 from parrot import P
 from parrot.protocol.engine_api import FinishReason
-from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.readers import WAKE_DELAY_S
 from parrot.utils.clock import MonotonicClock
-from tests.support.fake_engine import FakeEngine, Script, fake_engine
-from tests.support.fake_serve import running_in_thread
+from tests.support.app_server import running_in_thread
+from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
 
 
 @P.semantic_function()
@@ -50,12 +48,8 @@ def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
     config, clock = CoreConfig(), MonotonicClock()
     core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
 
-    async def register(url: str) -> None:
-        async with HttpClient(url) as http:
-            await RegistrationClient(http).register_engine(engine.info)
-
     with running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url))
+        asyncio.run(register(url, engine))
         yield P.VirtualMachine(url)
         core.check_integrity()
 

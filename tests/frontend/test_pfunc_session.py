@@ -1,4 +1,4 @@
-"""Programs against a fake ServeCore, over real sockets."""
+"""Programs against a ServeCore that can be made to fail, over real sockets."""
 
 import asyncio
 import os
@@ -41,17 +41,17 @@ def ask(question: P.Input, answer: P.Output):
 
 @P.semantic_function()
 def hang(question: P.Input, answer: P.Output):
-    """Q {{question}} A {{answer}}"""
+    """hang {{question}} {{answer}}"""
 
 
 @P.semantic_function()
 def stop_halfway(question: P.Input, answer: P.Output):
-    """Q {{question}} A {{answer}}"""
+    """halfway {{question}} {{answer}}"""
 
 
 @P.semantic_function()
 def fail(question: P.Input, answer: P.Output):
-    """Q {{question}} A {{answer}}"""
+    """fail {{question}} {{answer}}"""
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +73,8 @@ def test_a_program(vm: P.VirtualMachine, serve: FakeServe) -> None:
 
     seconds = vm.run(program, args=["cats"])
     assert seconds == vm.stat_run_time > 0
-    assert seen[0] == "<joke: Tell a dry joke about cats: >"
-    assert seen[1] == f"<why: Tell a dry joke about cats: {seen[0]} Explain: >"
+    assert seen[0] == "<Tell a dry joke about cats: >"
+    assert seen[1] == f"<Tell a dry joke about cats: {seen[0]} Explain: >"
     assert not vm.session_registered
     assert vm.session_id is None
     assert len(serve.ended) == 1
@@ -90,14 +90,14 @@ def test_an_async_program(vm: P.VirtualMachine, serve: FakeServe) -> None:
         seen.append(await final.aget("ttft"))
 
     vm.run(program, timeit=True)
-    assert seen[:50] == [f"<answer: Q q{i} A >" for i in range(50)]
-    assert seen[50] == f"<answer: Q {seen[0]} A >"
+    assert seen[:50] == [f"<Q q{i} A >" for i in range(50)]
+    assert seen[50] == f"<Q {seen[0]} A >"
     assert len(serve.calls) == 51
 
 
 def test_a_coroutine_is_a_program_too(vm: P.VirtualMachine) -> None:
     async def program() -> None:
-        assert await ask("x").aget() == "<answer: Q x A >"
+        assert await ask("x").aget() == "<Q x A >"
 
     vm.run(program())
 
@@ -105,7 +105,7 @@ def test_a_coroutine_is_a_program_too(vm: P.VirtualMachine) -> None:
 def test_values_that_look_like_placeholders_stay_text(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         text, _ = joke("{{why}}", "{{topic}}")
-        assert text.get() == "<joke: Tell a {{topic}} joke about {{why}}: >"
+        assert text.get() == "<Tell a {{topic}} joke about {{why}}: >"
 
 
 def test_reads_are_cached(vm: P.VirtualMachine, serve: FakeServe) -> None:
@@ -137,13 +137,13 @@ class TestVariables:
             assert question.is_registered
             answer = ask(question)
             threading.Timer(0.05, question.set, ["late"]).start()
-            assert answer.get(timeout=10) == "<answer: Q late A >"
+            assert answer.get(timeout=10) == "<Q late A >"
 
     def test_made_with_content(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             question = P.variable("question", content="now")
             assert question.get() == "now"
-            assert ask(question).get() == "<answer: Q now A >"
+            assert ask(question).get() == "<Q now A >"
 
     def test_can_be_set_once(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
@@ -161,7 +161,7 @@ class TestVariables:
             middle = P.variable("middle")
             last = ask(middle)
             assert ask("x", answer=middle) is middle
-            assert last.get() == "<answer: Q <answer: Q x A > A >"
+            assert last.get() == "<Q <Q x A > A >"
 
     def test_made_outside_joins_with_the_first_call(self, vm: P.VirtualMachine) -> None:
         middle = P.variable("middle")
@@ -169,19 +169,19 @@ class TestVariables:
             last = ask(middle)
             assert middle.is_registered
             assert ask("x", answer=middle) is middle
-            assert last.get() == "<answer: Q <answer: Q x A > A >"
+            assert last.get() == "<Q <Q x A > A >"
 
     def test_an_object_parameter_takes_a_variable(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             text, _ = joke("cats", ask("x"))
-            assert "Tell a <answer: Q x A > joke" in text.get()
+            assert "Tell a <Q x A > joke" in text.get()
 
     def test_values_cross_sessions_but_variables_do_not(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             known, unknown = ask("x"), ask("y")
             known.get()
         with vm.running_scope():
-            assert ask(known).get() == "<answer: Q <answer: Q x A > A >"
+            assert ask(known).get() == "<Q <Q x A > A >"
             with pytest.raises(InvalidRequest, match="another session"):
                 ask(unknown)
             with pytest.raises(InvalidRequest, match="another session"):
@@ -191,19 +191,19 @@ class TestVariables:
 
 
 class TestStreams:
-    def test_stream(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+    def test_stream(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             answer = ask("x")
             pieces = list(answer.stream())
-            assert "".join(pieces) == answer.content == "<answer: Q x A >"
-            assert len(pieces) == -(-len(answer.content) // serve.chunk_size)
+            assert "".join(pieces) == answer.content == "<Q x A >"
+            assert len(pieces) > 1
 
     async def test_astream(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             answer = await ask.ainvoke("x")
             pieces = [piece async for piece in answer.astream(timeout=10)]
-            assert "".join(pieces) == answer.content == "<answer: Q x A >"
-            assert len(pieces) > 2
+            assert "".join(pieces) == answer.content == "<Q x A >"
+            assert len(pieces) > 1
 
     def test_errors_end_a_stream(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope(), pytest.raises(EngineFailed, match="the engine failed"):
@@ -223,24 +223,22 @@ class TestStreams:
         from parrot.protocol.serve_client import ServeClient
 
         whole = ServeClient.stream_var
-        num_calls = 0
+        received: list[str] = []
 
         async def breaking(self: ServeClient, *args: object, **options: object) -> object:
-            nonlocal num_calls
-            num_calls += 1
-            num_left = 2 * num_calls if num_calls < 3 else None
+            received.append("")
             async for piece in whole(self, *args, **options):
-                if num_left == 0:
-                    raise Unavailable("broken")
-                if num_left is not None:
-                    num_left -= 1
+                received[-1] += piece
                 yield piece
+                if len(received) < 3:
+                    raise Unavailable("broken")
 
         monkeypatch.setattr(ServeClient, "stream_var", breaking)
         with vm.running_scope():
             answer = ask("x")
-            assert "".join(answer.stream()) == "<answer: Q x A >"
-        assert num_calls == 3
+            assert "".join(answer.stream()) == "<Q x A >"
+        assert len(received) == 3
+        assert received[0] != received[2] == "<Q x A >"
 
     def test_leaving_a_stream_withdraws_the_read(
         self, vm: P.VirtualMachine, serve: FakeServe
@@ -313,7 +311,7 @@ class TestErrors:
             done = ask("x")
             done.get()
             done.cancel()
-            assert done.get() == "<answer: Q x A >"
+            assert done.get() == "<Q x A >"
             waiting.shutdown()
 
     async def test_cancelling_an_async_read_withdraws_it(
@@ -372,7 +370,7 @@ class TestRetries:
             serve.errors["call"] = [Unavailable("broken"), Unavailable("broken")]
             answer = ask("x")
             serve.errors["get"] = [Unavailable("broken")]
-            assert answer.get() == "<answer: Q x A >"
+            assert answer.get() == "<Q x A >"
         assert serve.num_requests == {"call": 3, "get": 2, "delete": 1}
         assert len(serve.calls) == 1
 
@@ -549,7 +547,7 @@ class TestThreads:
 
         with vm.running_scope(), ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(work, range(40)))
-        assert answers == [f"<answer: Q <answer: Q {i} A > A >" for i in range(40)]
+        assert answers == [f"<Q <Q {i} A > A >" for i in range(40)]
         assert len({call.session_id for call in serve.calls}) == 1
         assert len(serve.ended) == 1
 
@@ -561,7 +559,7 @@ class TestThreads:
 
     async def test_to_thread_keeps_the_scope(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
-            assert await asyncio.to_thread(lambda: ask("x").get()) == "<answer: Q x A >"
+            assert await asyncio.to_thread(lambda: ask("x").get()) == "<Q x A >"
 
     def test_one_loose_variable_in_many_calls_at_once(
         self, vm: P.VirtualMachine, serve: FakeServe
@@ -581,7 +579,7 @@ from parrot import P
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
 @P.semantic_function()
 def hang(answer: P.Output):
-    '''Q {{answer}}'''
+    '''hang {{answer}}'''
 vm = P.VirtualMachine(sys.argv[1])
 try:
     with vm.running_scope():

@@ -29,8 +29,8 @@ def test_a_chat_remembers(vm: P.VirtualMachine, serve: FakeServe) -> None:
         assert start.invoke_statefully(chat, "Polly") == ()
         first = chat.invoke_statefully(context_successor=chat, human="hi").get()
         second = chat.invoke_statefully(context_successor=chat, human="and?").get()
-    assert first == "<bot: You are Polly.| H hi B >"
-    assert second == f"<bot: You are Polly.| H hi B {first}| H and? B >"
+    assert first == "<You are Polly.| H hi B >"
+    assert second == f"<You are Polly.| H hi B {first}| H and? B >"
     assert [call.successor_of is None for call in serve.calls] == [True, False, False]
 
 
@@ -49,34 +49,34 @@ async def test_async_chat(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         await start.ainvoke_statefully(chat, "Polly")
         bot = await chat.ainvoke_statefully(chat, "hi")
-        assert await bot.aget() == "<bot: You are Polly.| H hi B >"
+        assert await bot.aget() == "<You are Polly.| H hi B >"
 
 
 def test_text_after_the_output_is_part_of_the_context(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         first = chat_with_end.invoke_statefully(chat, "hi")
-        assert chat("and?").get() == f"<bot: | H hi B {first.get()} END| H and? B >"
+        assert chat("and?").get() == f"<| H hi B {first.get()} END| H and? B >"
 
 
 def test_a_plain_call_uses_the_context_up(vm: P.VirtualMachine, serve: FakeServe) -> None:
     with vm.running_scope():
         start.invoke_statefully(chat, "Polly")
-        assert chat("hi").get() == "<bot: You are Polly.| H hi B >"
-        assert chat("hi").get() == "<bot: | H hi B >"
+        assert chat("hi").get() == "<You are Polly.| H hi B >"
+        assert chat("hi").get() == "<| H hi B >"
 
 
 def test_contexts_belong_to_the_named_function(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         start.invoke_statefully(chat, "Polly")
-        assert chat_with_end("hi").get() == "<bot: | H hi B >"
-        assert chat("hi").get() == "<bot: You are Polly.| H hi B >"
+        assert chat_with_end("hi").get() == "<| H hi B >"
+        assert chat("hi").get() == "<You are Polly.| H hi B >"
 
 
 def test_contexts_end_with_the_session(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         start.invoke_statefully(chat, "Polly")
     with vm.running_scope():
-        assert chat("hi").get() == "<bot: | H hi B >"
+        assert chat("hi").get() == "<| H hi B >"
 
 
 def test_a_refused_call_does_not_lose_the_context(vm: P.VirtualMachine, serve: FakeServe) -> None:
@@ -85,7 +85,7 @@ def test_a_refused_call_does_not_lose_the_context(vm: P.VirtualMachine, serve: F
         serve.errors["call"] = [UnsupportedField("no such thing")]
         with pytest.raises(UnsupportedField):
             chat("hi")
-        assert chat("hi").get() == "<bot: You are Polly.| H hi B >"
+        assert chat("hi").get() == "<You are Polly.| H hi B >"
 
 
 async def test_only_one_of_two_calls_at_once_continues(vm: P.VirtualMachine) -> None:
@@ -93,7 +93,7 @@ async def test_only_one_of_two_calls_at_once_continues(vm: P.VirtualMachine) -> 
         await start.ainvoke_statefully(chat, "Polly")
         bots = await asyncio.gather(*[chat.ainvoke("hi") for _ in range(3)])
         answers = sorted([await bot.aget() for bot in bots])
-    assert answers == ["<bot: You are Polly.| H hi B >"] + ["<bot: | H hi B >"] * 2
+    assert answers == ["<You are Polly.| H hi B >"] + ["<| H hi B >"] * 2
 
 
 def test_misuse(vm: P.VirtualMachine) -> None:

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from parrot import P
-from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.utils.clock import MonotonicClock
-from tests.support.fake_engine import FakeEngine, Script, fake_engine
-from tests.support.fake_serve import running_in_thread
+from tests.support.app_server import running_in_thread
+from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
 
 
 @P.semantic_function()
@@ -68,11 +66,6 @@ def vm(core: ServeCore, engine: FakeEngine) -> Iterator[P.VirtualMachine]:
         asyncio.run(register(url, engine))
         yield P.VirtualMachine(url)
         core.check_integrity()
-
-
-async def register(url: str, engine: FakeEngine) -> None:
-    async with HttpClient(url) as http:
-        await RegistrationClient(http).register_engine(engine.info)
 
 
 def test_calls_feed_each_other(vm: P.VirtualMachine) -> None:

@@ -1,12 +1,13 @@
-"""Run a FastAPI app on a free loopback port inside the test's own event loop."""
+"""Run an app on a free loopback port: in the test's own event loop, or in a thread."""
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from parrot.protocol.app_server import KEEP_ALIVE_S
 
@@ -24,7 +25,7 @@ class _AnnouncingServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_app(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
+async def serve_app(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
     """Yield the app's base URL; the app's lifespan runs around it."""
     listener = socket.create_server(("127.0.0.1", port))
     # asyncio does this only for sockets that it makes; without it each answer may take 40 ms more.
@@ -47,3 +48,31 @@ async def serve_app(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
         server.should_exit = True
         await serving
         listener.close()
+
+
+@contextmanager
+def running_in_thread(app: ASGIApp) -> Iterator[str]:
+    """Serve an app from a thread, for blocking programs. Yields its base URL."""
+    urls: list[str] = []
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        try:
+            async with serve_app(app) as url:
+                urls.append(url)
+                started.set()
+                await stop.wait()
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), name="server")
+    thread.start()
+    started.wait()
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()

@@ -25,6 +25,8 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NotFound, ParrotError
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import RegistrationClient
 from tests.support.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 
 Contents = list[Any]  # ids, or characters
@@ -214,3 +216,9 @@ def fake_engine(
         block_size=block_size,
     )
     return FakeEngine(info, payload, script or Script(), ping_error=ping_error)
+
+
+async def register(url: str, engine: FakeEngine) -> None:
+    """Register the engine with the ServeCore that listens there."""
+    async with HttpClient(url) as http:
+        await RegistrationClient(http).register_engine(engine.info)
