@@ -56,7 +56,6 @@ class Cluster:
         self._ready_timeout_s = ready_timeout_s
         self._ports: set[int] = set()
         self._deaths: queue.SimpleQueue[ServerProcess] = queue.SimpleQueue()
-        self._expected_deaths: set[str] = set()
         self._former_ids: dict[str, int] = {}  # registrations of runs that are over
         if with_core:
             self._add(CORE, self.CORE_MODULE, core or {}, [])
@@ -118,7 +117,7 @@ class Cluster:
         pause_s = _FIRST_PAUSE_S
         while True:
             missing -= self._live_engines(missing)
-            if not missing and self._core_answers():
+            if not missing and (CORE not in self.configs or self._ask(CORE, "/health") is not None):
                 return
             if time.monotonic() > deadline:
                 raise ClusterError(self._late_message(missing))
@@ -168,14 +167,11 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """`kill -9`, as the out-of-memory killer would. `restart` brings it back."""
-        self._expected_deaths.add(name)
         self._processes[name].kill()
 
     def restart(self, name: str) -> None:
         """Start a killed or stopped process again: same config, same port, same log."""
-        self._expected_deaths.add(name)
         self._processes[name].stop()
-        self._expected_deaths.discard(name)
         if name == CORE:
             self._former_ids.clear()
         elif (engine_id := self._registered_ids().get(name)) is not None:
@@ -190,7 +186,6 @@ class Cluster:
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all, engines first so that they can say goodbye. Safe in any state."""
-        self._expected_deaths.update(self._processes)
         for process in reversed(self._processes.values()):
             process.terminate()
         with ExitStack() as stack:
@@ -230,6 +225,7 @@ class Cluster:
             ["--config_path", str(self._config_path(name)), *args],
             self.log_dir / f"{name}.log",
             self._env,
+            self._deaths.put,
         )
 
     def _start(self, name: str) -> None:
@@ -238,13 +234,10 @@ class Cluster:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(self.configs[name], file, indent=2)
-        self._processes[name].start(self._on_exit)
+        self._processes[name].start()
 
     def _config_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.json"
-
-    def _core_answers(self) -> bool:
-        return CORE not in self.configs or self._ask(CORE, "/health") is not None
 
     def _live_engines(self, names: Iterable[str]) -> set[str]:
         if CORE not in self.configs:
@@ -271,10 +264,6 @@ class Cluster:
         slow = sorted(missing) or [CORE]
         tails = "\n".join(f"--- {name}\n{self._processes[name].log_tail()}" for name in slow)
         return f"not ready in time: {', '.join(slow)}\n{tails}"
-
-    def _on_exit(self, process: ServerProcess) -> None:
-        if process.name not in self._expected_deaths:
-            self._deaths.put(process)
 
 
 def _reachable(host: str) -> str:

@@ -19,8 +19,8 @@ class ClusterError(Exception):
 class ServerProcess:
     """A Python module running in a process group of its own, tied to this process's life.
 
-    What it writes to stdout and stderr goes to `log_path`, appended over restarts. Thread-safe
-    where it matters: `on_exit` callbacks run in a watcher thread."""
+    What it writes to stdout and stderr goes to `log_path`, appended over restarts. `on_death(self)`
+    is called, from a watcher thread, when it has ended though nobody here asked it to."""
 
     def __init__(
         self,
@@ -28,12 +28,15 @@ class ServerProcess:
         module: str,
         args: Sequence[str],
         log_path: Path,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str],
+        on_death: "Callable[[ServerProcess], None]",
     ) -> None:
         self.name = name
         self.log_path = log_path
         self._command = [sys.executable, "-m", "parrot.cluster.child", module, *args]
-        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        self._on_death = on_death
+        self._is_to_end = False
         self._popen: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         self._ended.set()
@@ -57,9 +60,9 @@ class ServerProcess:
         """Wait at most `timeout_s`; True if the process has ended."""
         return self._ended.wait(timeout_s)
 
-    def start(self, on_exit: "Callable[[ServerProcess], None] | None" = None) -> None:
-        """`on_exit(self)` is called, from a thread, once this run of the process has ended."""
+    def start(self) -> None:
         assert not self.is_alive, f"{self.name} already runs"
+        self._is_to_end = False
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             popen = subprocess.Popen(
@@ -72,23 +75,17 @@ class ServerProcess:
             )
         self._popen, self._ended = popen, threading.Event()
         self._watcher = threading.Thread(
-            target=self._watch, args=(popen, self._ended, on_exit), name=f"watch-{self.name}"
+            target=self._watch, args=(popen,), name=f"watch-{self.name}", daemon=True
         )
-        self._watcher.daemon = True
         self._watcher.start()
 
-    def _watch(
-        self,
-        popen: subprocess.Popen[bytes],
-        ended: threading.Event,
-        on_exit: "Callable[[ServerProcess], None] | None",
-    ) -> None:
+    def _watch(self, popen: subprocess.Popen[bytes]) -> None:
         with popen:  # waits, and closes our end of its stdin
             popen.wait()
         _signal_group(popen.pid, signal.SIGKILL)  # whatever it started and left behind
-        ended.set()
-        if on_exit is not None:
-            on_exit(self)
+        self._ended.set()
+        if not self._is_to_end:
+            self._on_death(self)
 
     def kill(self) -> None:
         """`kill -9`, of it and of what it started; returns when it is gone."""
@@ -107,6 +104,7 @@ class ServerProcess:
         self._join()
 
     def _signal(self, signum: signal.Signals) -> None:
+        self._is_to_end = True
         if self._popen is not None and self.is_alive:
             _signal_group(self._popen.pid, signum)
 

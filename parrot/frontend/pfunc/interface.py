@@ -108,15 +108,13 @@ def _read_signature(pyfunc: Callable[..., Any]) -> tuple[str, list[Parameter], A
 
 def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Parameter:
     annotation = _evaluated(param.annotation, pyfunc)
-    if annotation is Input:
-        return Parameter(param.name, ParamType.INPUT_LOC, default=param.default)
     if annotation is Output:
         annotation = Output()
     if isinstance(annotation, Output):
-        return Parameter(
-            param.name, ParamType.OUTPUT_LOC, annotation.sampling_config, param.default
-        )
-    return Parameter(param.name, ParamType.INPUT_PYOBJ, default=param.default)
+        sampling = annotation.sampling_config
+        return Parameter(param.name, ParamType.OUTPUT_LOC, sampling, param.default)
+    typ = ParamType.INPUT_LOC if annotation is Input else ParamType.INPUT_PYOBJ
+    return Parameter(param.name, typ, default=param.default)
 
 
 def _evaluated(annotation: Any, pyfunc: Callable[..., Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
-
 
 Limit = float | None  # seconds
 
@@ -34,27 +33,15 @@ def read_options(criteria: Criteria, timeout: Limit, deadline: Limit) -> ReadOpt
 
 
 class CurrentSession:
-    """The session that calls go to: that of the innermost scope of this context, else the one that
-    was made the whole process's, for threads and notebook cells, which have contexts of their own.
-    """
+    """The session that calls go to: that of the innermost scope of this context, else the whole
+    process's, for threads and notebook cells, which have contexts of their own."""
 
     def __init__(self) -> None:
-        self._scoped: ContextVar[Session | None] = ContextVar("parrot_session", default=None)
-        self._global: Session | None = None
+        self.of_context: ContextVar[Session | None] = ContextVar("parrot_session", default=None)
+        self.of_process: Session | None = None
 
     def get(self) -> "Session | None":
-        return self._scoped.get() or self._global
-
-    @contextmanager
-    def scope(self, session: "Session") -> Iterator[None]:
-        token = self._scoped.set(session)
-        try:
-            yield
-        finally:
-            self._scoped.reset(token)
-
-    def set_global(self, session: "Session | None") -> None:
-        self._global = session
+        return self.of_context.get() or self.of_process
 
 
 current_session = CurrentSession()

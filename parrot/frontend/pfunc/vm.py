@@ -81,24 +81,24 @@ class VirtualMachine:
     def set_global_env(self) -> None:
         """Open a scope and make its session that of the process, in all its threads, until
         `unset_global_env`. Where another scope is open, that one counts."""
-        current_session.set_global(self._enter())
+        current_session.of_process = self._enter()
 
     def unset_global_env(self) -> None:
-        current_session.set_global(None)
+        current_session.of_process = None
         self.unregister_session()
 
     @contextmanager
     def running_scope(self, timeit: bool = False) -> Iterator[None]:
         """Calls inside go to this machine's session. Exceptions pass through; the session ends
         either way. `stat_run_time` is the time inside, in seconds; `timeit` also logs it."""
-        session = self._enter()
+        token = current_session.of_context.set(self._enter())
         start = time.perf_counter()
         try:
-            with current_session.scope(session):
-                yield
+            yield
         finally:
             self.stat_run_time = time.perf_counter() - start
             self.unregister_session()
+            current_session.of_context.reset(token)
             if timeit:
                 logger.info("the program ran for %.3f s", self.stat_run_time)
 
