@@ -20,7 +20,6 @@ from benchmark.apps.workloads.shared_prompts import requests_256
 from benchmark.engine.gpu_cases import (
     CROWD,
     DECODES,
-    MEMORY_RATE,
     MIXED,
     MODELS,
     PREFILLS,
@@ -28,6 +27,7 @@ from benchmark.engine.gpu_cases import (
     Row,
     Shape,
 )
+from benchmark.kernels import MEMORY_RATE
 from benchmark.results import ROOT, Report, load, run
 from parrot.engine.config import SimConfig, load_engine_config
 from parrot.engine.sim.engine import SimService

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from parrot.engine.core.plan import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
@@ -15,8 +16,6 @@ from parrot.protocol.sampling import SamplingConfig
 
 Row = dict[str, Any]
 
-MEMORY_RATE = 4.3e12
-MATRIX_RATE = 790e12
 GREEDY = SamplingConfig(temperature=0.0)
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
 LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
+from benchmark.kernels.timing import time_graph
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
-    KernelConfig,
     PlanBuffers,
     TreeAttention,
 )
@@ -16,8 +17,8 @@ from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, p
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView
 
-MEMORY_RATE = 4.3e12
-MATRIX_RATE = 790e12
+PAGE = 64
+DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,21 @@ def fill_step(
     counts = [np.full(sequences, n, dtype=np.int32) for n in (start, tokens)]
     positions = torch.arange(start, start + tokens, dtype=torch.int32).repeat(sequences)
     size = (sequences * width, shape.num_kv_heads, page, shape.head_dim)
-    layer = KVView(_normal(size), _normal(size), torch.from_numpy(tables).cuda(), positions.cuda())
-    q = _normal((sequences * tokens, shape.num_heads, shape.head_dim))
+    layer = KVView(normal(*size), normal(*size), torch.from_numpy(tables).cuda(), positions.cuda())
+    q = normal(sequences * tokens, shape.num_heads, shape.head_dim)
     return StepRows(tables, *counts), layer, q
 
 
+def normal(*size: int, std: float = 1.0) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(std=std)
+
+
+def prepared(work: WorkList, shape: AttentionShape) -> tuple[TreeAttention, PlanBuffers]:
+    return TreeAttention(shape, work.num_slots, DEVICE), PlanBuffers(work, DEVICE)
+
+
 class Bench:
-    """A workload's tensors on the device, reused over kernel configurations."""
+    """A workload's tensors on the device, reused over plans."""
 
     def __init__(self, work: Workload, shape: AttentionShape, *, pools: int = 3) -> None:
         self.work, self.shape = work, shape
@@ -107,27 +116,32 @@ class Bench:
         tables = torch.from_numpy(self.step.tables).cuda()
         positions = torch.from_numpy(self.step.starts).cuda()
         self.layers = [
-            KVView(_normal(size), _normal(size), tables, positions) for _ in range(pools)
+            KVView(normal(*size), normal(*size), tables, positions) for _ in range(pools)
         ]
-        self.q = _normal((work.batch, shape.num_heads, shape.head_dim))
+        self.q = normal(work.batch, shape.num_heads, shape.head_dim)
         self.out = torch.empty_like(self.q)
 
-    def plan(self, gate: GateConfig | None, split: SplitConfig) -> WorkList:
-        return plan_work(self.step, self.shape, gate, split)
+    def plan(self, gate: GateConfig | None) -> WorkList:
+        return plan_work(self.step, self.shape, gate, SplitConfig())
 
-    def prepare(
-        self, work: WorkList, config: KernelConfig, *, overlap: bool = True
-    ) -> tuple[TreeAttention, PlanBuffers]:
-        buffers = PlanBuffers(work, torch.device("cuda"))
-        attention = TreeAttention(
-            self.shape, work.num_slots, torch.device("cuda"), config, overlap=overlap
-        )
-        return attention, buffers
+    def time_us(self, work: WorkList) -> float:
+        """Microseconds of one layer, over the pools in turn."""
+        attention, plan = prepared(work, self.shape)
 
-    def error(self, layer: KVView, requests: int = 4) -> float:
-        """Relative error of `self.out` on a few requests, against float64."""
+        def run() -> None:
+            for _ in range(4):
+                for layer in self.layers:
+                    attention.run(self.q, layer, plan, self.out)
+
+        return time_graph(run, per_run=4 * len(self.layers), replays=15)
+
+    def error(self, work: WorkList, requests: int = 4) -> float:
+        """Relative error of the plan's outputs for a few requests, against float64."""
+        attention, plan = prepared(work, self.shape)
+        self.out.fill_(float("nan"))
+        attention.run(self.q, self.layers[0], plan, self.out)
         picks = np.linspace(0, self.work.batch - 1, requests).astype(int).tolist()
-        expected = torch.stack([self._answer(layer, row) for row in picks])
+        expected = torch.stack([self._answer(self.layers[0], row) for row in picks])
         actual = self.out[picks].double()
         return float((actual - expected).norm() / expected.norm())
 
@@ -141,7 +155,3 @@ class Bench:
         q = self.q[row].double().view(self.shape.num_kv_heads, self.shape.group, -1)
         scores = torch.einsum("hgd,shd->hgs", q, k) * self.shape.head_dim**-0.5
         return torch.einsum("hgs,shd->hgd", scores.softmax(-1), v).flatten(0, 1)
-
-
-def _normal(size: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_()

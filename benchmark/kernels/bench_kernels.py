@@ -12,6 +12,7 @@ import gc
 import itertools
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,36 +20,29 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from benchmark.kernels.attention_cases import (
-    MATRIX_RATE,
-    MEMORY_RATE,
+    PAGE,
     Bench,
     Workload,
     fill_step,
     floor_us,
+    normal,
+    prepared,
     step_rows,
 )
-from benchmark.kernels.timing import ceilings, time_graph
+from benchmark.kernels.layers import MODELS, LayerProducts
+from benchmark.kernels.timing import ceilings, repeat, time_graph
 from benchmark.results import Report, load, run
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import (
-    KernelConfig,
-    PlanBuffers,
-    TreeAttention,
-)
-from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
+from parrot.engine.attention.tree_attention import KernelConfig
+from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
-from parrot.engine.kernels.linear import (
-    UndividedRows,
-    few_rows_add_and_norm,
-    few_rows_linear,
-)
 
-PAGE = 64
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 Row = dict[str, Any]
-Rows = list[Row]
+Rows = Iterator[Row]
 KV_HEADS = (8, 32)
 BATCHES = (1, 8, 16, 32, 64, 128, 256)
 PREFIXES = (0, 512, 2048, 6144, 16384)
@@ -67,25 +61,10 @@ def shape_of(kv_heads: int, heads: int = 32, dim: int = 128) -> AttentionShape:
     return AttentionShape(heads, kv_heads, dim, PAGE)
 
 
-def time_work(bench: Bench, work: WorkList, config: KernelConfig | None = None) -> float:
-    """Microseconds of one layer, over the pools in turn."""
-    attention, plan = bench.prepare(work, config or KernelConfig())
-
-    def run() -> None:
-        for _ in range(4):
-            for layer in bench.layers:
-                attention.run(bench.q, layer, plan, bench.out)
-
-    return time_graph(run, per_run=4 * len(bench.layers), replays=15)
-
-
-def time_case(work: Workload, shape: AttentionShape, gate: GateConfig | None) -> dict[str, Any]:
+def time_case(work: Workload, shape: AttentionShape) -> Row:
     bench = Bench(work, shape)
-    plan = bench.plan(gate, SplitConfig())
-    times = [time_work(bench, plan) for _ in range(2)]
-    attention, buffers = bench.prepare(plan, KernelConfig())
-    bench.out.fill_(float("nan"))
-    attention.run(bench.q, bench.layers[0], buffers, bench.out)
+    plan = bench.plan(GateConfig())
+    times = [bench.time_us(plan) for _ in range(2)]
     floor = floor_us(work, shape)
     return {
         "us": min(times),
@@ -93,7 +72,7 @@ def time_case(work: Workload, shape: AttentionShape, gate: GateConfig | None) ->
         "floor_us": floor,
         "over_floor": min(times) / floor,
         "unique_tb_s": work.unique_tokens * shape.kv_token_bytes / min(times) / 1e6,
-        "error": bench.error(bench.layers[0]),
+        "error": bench.error(plan),
         "items": [len(plan.narrow), len(plan.shared)],
     }
 
@@ -101,17 +80,16 @@ def time_case(work: Workload, shape: AttentionShape, gate: GateConfig | None) ->
 def bench_cells() -> Rows:
     """The cells of FlashInfer's table: one shared prompt of 6144 tokens."""
     known = load("baseline_flashinfer-0.6.13.json")
-    rows = []
-    for kv_heads in (8, 32):
-        for batch in (16, 64, 128):
-            for suffix in (200, 800):
-                work = Workload(batch, ((batch, 6144),), suffix)
-                row = time_case(work, shape_of(kv_heads), GateConfig())
-                cell = f"hkv{kv_heads}_b{batch}_s{suffix}"
-                best = min(known[f"{cell}_flat_us"], known[f"{cell}_cascade_us"])
-                rows.append({"cell": cell, **row, "flashinfer_us": best})
-                rows[-1]["over_flashinfer"] = best / row["us"]
-    return rows
+    for kv_heads, batch, suffix in itertools.product(KV_HEADS, (16, 64, 128), (200, 800)):
+        row = time_case(Workload(batch, ((batch, 6144),), suffix), shape_of(kv_heads))
+        cell = f"hkv{kv_heads}_b{batch}_s{suffix}"
+        best = min(known[f"{cell}_flat_us"], known[f"{cell}_cascade_us"])
+        yield {
+            "cell": cell,
+            **row,
+            "flashinfer_us": best,
+            "over_flashinfer": best / row["us"],
+        }
 
 
 def bench_trees() -> Rows:
@@ -134,33 +112,28 @@ def bench_trees() -> Rows:
         "none, B=128, 100-1900": (Workload(128, (), 1000, 900), 32, 8),
         "none, B=256, 100-1900, 16/8 heads": (Workload(256, (), 1000, 900), 16, 8),
     }
-    return [
-        {"case": name, **time_case(work, shape_of(kv_heads, heads), GateConfig())}
-        for name, (work, heads, kv_heads) in cases.items()
-    ]
+    for name, (work, heads, kv_heads) in cases.items():
+        yield {"case": name, **time_case(work, shape_of(kv_heads, heads))}
 
 
 def bench_gate() -> Rows:
     """Where sharing begins to win: one prompt, suffixes of 200 tokens, shared and not."""
-    rows = []
-    for kv_heads in (8, 32):
-        for batch in (2, 4, 8, 16, 32, 64):
-            for prefix in (128, 256, 512, 1024, 2048, 4096):
-                work, shape = Workload(batch, ((batch, prefix),), 200), shape_of(kv_heads)
-                bench = Bench(work, shape, pools=6 if prefix * batch < 16384 else 3)
-                plans = [
-                    bench.plan(gate, SplitConfig()) for gate in (SHARE_ALL, None, GateConfig())
-                ]
-                shared, alone = (time_work(bench, plan) for plan in plans[:2])
-                row = {"kv_heads": kv_heads, "batch": batch, "prefix": prefix}
-                row |= {"shared_us": shared, "alone_us": alone}
-                rows.append({**row, "gate_shares": plans[2].num_shared_tokens > 0})
-    return rows
+    prefixes = (128, 256, 512, 1024, 2048, 4096)
+    for kv_heads, batch, prefix in itertools.product(KV_HEADS, (2, 4, 8, 16, 32, 64), prefixes):
+        work = Workload(batch, ((batch, prefix),), 200)
+        bench = Bench(work, shape_of(kv_heads), pools=6 if prefix * batch < 16384 else 3)
+        yield {
+            "kv_heads": kv_heads,
+            "batch": batch,
+            "prefix": prefix,
+            "shared_us": bench.time_us(bench.plan(SHARE_ALL)),
+            "alone_us": bench.time_us(bench.plan(None)),
+            "gate_shares": bench.plan(GateConfig()).num_shared_tokens > 0,
+        }
 
 
 def bench_fills() -> Rows:
     """Fills: (tokens, cached tokens before them, sequences, kv heads)."""
-    rows = []
     cases = ((2048, 0, 1, 8), (8192, 0, 1, 8), (2048, 6144, 1, 8), (512, 0, 4, 8))
     for tokens, start, sequences, kv_heads in (*cases, (32, 6144, 64, 8), (2048, 0, 1, 32)):
         shape = shape_of(kv_heads)
@@ -174,16 +147,13 @@ def bench_fills() -> Rows:
             "floor_us": operations / MATRIX_RATE * 1e6,
         }
         for name, gate in (("us", GateConfig()), ("unshared_us", None)):
-            work = plan_work(step, shape, gate, SplitConfig())
-            plan = PlanBuffers(work, q.device)
-            attention = TreeAttention(shape, work.num_slots, q.device)
+            attention, plan = prepared(plan_work(step, shape, gate, SplitConfig()), shape)
             out = torch.empty_like(q)
             row[name] = time_graph(partial(attention.run, q, layer, plan, out), replays=10)
         row["tflop_s"] = operations / row["us"] / 1e6
         if start == 0:
             row |= _time_sdpa(q.view(sequences, tokens, 32, 128).transpose(1, 2))
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _time_sdpa(q: torch.Tensor) -> dict[str, float]:
@@ -200,103 +170,41 @@ def _time_sdpa(q: torch.Tensor) -> dict[str, float]:
 
 def bench_fused() -> Rows:
     """Llama-3.1-8B's sizes. The floor is bytes over the copy rate."""
-    rows = []
     shape = shape_of(8)
     for tokens in (1, 64, 256, 2048):
-        x, residual, out = (_normal(tokens, 4096) for _ in range(3))
-        weight = _normal(4096)
-        call = partial(add_rms_norm, x, residual, weight, 1e-5, out)
-        rows.append(_fused_row("add_rms_norm", tokens, call, 4 * x.nbytes))
-        gate_up, half = _normal(tokens, 2 * 14336), _normal(tokens, 14336)
-        call = partial(silu_mul, gate_up, half)
-        rows.append(_fused_row("silu_mul", tokens, call, 3 * half.nbytes))
+        x, residual, out = (normal(tokens, 4096) for _ in range(3))
+        gate_up, half = normal(tokens, 2 * 14336), normal(tokens, 14336)
         _, layer, _ = fill_step(tokens, 0, 1, shape)
-        qkv = _normal(tokens, 48 * 128)
+        qkv = normal(tokens, 48 * 128)
         cos_sin = torch.rand(8192, 128, device="cuda")
         table_rows = torch.zeros(tokens, dtype=torch.int32, device="cuda")
-        call = partial(rope_and_store, qkv, layer, table_rows, cos_sin, shape)
-        rows.append(_fused_row("rope_and_store", tokens, call, 2 * qkv.nbytes))
-    return rows
-
-
-# hidden, outputs of qkv, inputs of the output projection, inner size of the MLP
-LAYER_SHAPES = {
-    "Llama-2-13B": (5120, 15360, 5120, 13824),
-    "Llama-3.1-8B": (4096, 6144, 4096, 14336),
-    "Llama-2-7B": (4096, 12288, 4096, 11008),
-    "Qwen3-0.6B": (1024, 4096, 2048, 3072),
-}
-
-
-class LayerProducts:
-    """The matrix products of layers, one after the other, with norms, residual and SiLU, but
-    without attention: ours, and cuBLAS with a kernel for what lies between. More weights than the
-    cache holds."""
-
-    def __init__(self, shape: tuple[int, int, int, int], rows: int, num_layers: int) -> None:
-        hidden, qkv, heads, inner = shape
-        sizes = ((qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner))
-        self.layers = [
-            (*(_normal(*size) * 0.02 for size in sizes), _normal(hidden), _normal(hidden))
-            for _ in range(num_layers)
-        ]
-        self.x, self.normed = _normal(rows, hidden), _normal(rows, hidden)
-        self.residual, self.qkv = _normal(rows, hidden), _normal(rows, qkv)
-        self.attended, self.inner = _normal(rows, heads), _normal(rows, inner)
-
-    def floor_us(self) -> float:
-        return sum(weight.nbytes for weight in self.layers[0]) / MEMORY_RATE * 1e6
-
-    def ours(self) -> None:
-        first = self.layers[0][4]
-        x = add_rms_norm(self.x, self.residual, first, 1e-5, self.normed, add=False)
-        normed: torch.Tensor | UndividedRows = x
-        following = [layer[4] for layer in (*self.layers[1:], self.layers[0])]
-        for (qkv, out, gate_up, down, _, norm), next_norm in zip(
-            self.layers, following, strict=True
-        ):
-            few_rows_linear(normed, qkv, self.qkv)
-            normed = few_rows_add_and_norm(self.attended, out, self.residual, norm, 1e-5)
-            few_rows_linear(normed, gate_up, self.inner, silu=True)
-            normed = few_rows_add_and_norm(self.inner, down, self.residual, next_norm, 1e-5)
-
-    def cublas(self) -> None:
-        x = self.x
-        for qkv, out, gate_up, down, first, second in self.layers:
-            F.linear(add_rms_norm(x, self.residual, first, 1e-5, self.normed), qkv)
-            x = F.linear(self.attended, out)
-            add_rms_norm(x, self.residual, second, 1e-5, self.normed)
-            x = F.linear(silu_mul(F.linear(self.normed, gate_up), self.inner), down)
+        calls: dict[str, Callable[[], object]] = {
+            "add_rms_norm": partial(add_rms_norm, x, residual, normal(4096), 1e-5, out),
+            "silu_mul": partial(silu_mul, gate_up, half),
+            "rope_and_store": partial(rope_and_store, qkv, layer, table_rows, cos_sin, shape),
+        }
+        moved = (4 * x.nbytes, 3 * half.nbytes, 2 * qkv.nbytes)
+        for (name, call), size in zip(calls.items(), moved, strict=True):
+            us = time_graph(partial(repeat, call, 20), per_run=20)
+            floor = size / MEMORY_RATE * 1e6
+            yield {"kernel": name, "tokens": tokens, "us": us, "floor_us": floor}
 
 
 def bench_layers() -> Rows:
-    rows = []
-    for name, shape in LAYER_SHAPES.items():
-        num_layers = 6 if shape[0] > 1024 else 28
+    for name, model in MODELS.items():
         for num_rows in (1, 8, 16, 32, 48, 64):
-            layers = LayerProducts(shape, num_rows, num_layers)
+            layers = LayerProducts(model, num_rows)
             us, cublas_us = (
-                time_graph(run, per_run=num_layers) for run in (layers.ours, layers.cublas)
+                time_graph(run, per_run=len(layers.layers)) for run in (layers.ours, layers.cublas)
             )
             row = {"model": name, "rows": num_rows, "us": us, "cublas_us": cublas_us}
-            rows.append({**row, "floor_us": layers.floor_us()})
+            yield row | {"floor_us": layers.floor_us}
             del layers
             torch.cuda.empty_cache()
-    return rows
-
-
-def _fused_row(name: str, tokens: int, call: partial[Any], moved: int) -> dict[str, Any]:
-    def run() -> None:
-        for _ in range(20):
-            call()
-
-    us = time_graph(run, per_run=20)
-    return {"kernel": name, "tokens": tokens, "us": us, "floor_us": moved / MEMORY_RATE * 1e6}
 
 
 def bench_planner() -> Rows:
     """Microseconds of a fresh plan on this machine's CPU."""
-    rows = []
     for batch in (16, 64, 128, 256):
         for roots in (1, 4, batch):
             work = Workload(batch, ((batch // roots, 6144),) if roots < batch else (), 200)
@@ -306,76 +214,58 @@ def bench_planner() -> Rows:
                 start = time.perf_counter()
                 plan_work(step, shape_of(8), GateConfig(), SplitConfig())
                 times.append(time.perf_counter() - start)
-            rows.append({"batch": batch, "roots": roots, "us": statistics.median(times) * 1e6})
-    return rows
+            yield {"batch": batch, "roots": roots, "us": statistics.median(times) * 1e6}
 
 
-def time_sharing(work: Workload, shape: AttentionShape) -> Row | None:
-    """With sharing as the gate decides and without it, on the same pages; None if the pools are
-    too large for the device."""
-    if POOLS * work.unique_tokens * shape.kv_token_bytes > MAX_POOL_BYTES:
-        return None
+def fits(work: Workload, shape: AttentionShape) -> bool:
+    return POOLS * work.unique_tokens * shape.kv_token_bytes <= MAX_POOL_BYTES
+
+
+def time_sharing(work: Workload, shape: AttentionShape) -> Row:
+    """With sharing as the gate decides and without it, on the same pages."""
     bench = Bench(work, shape, pools=POOLS)
-    plans = {
-        "shared_us": bench.plan(GateConfig(), SplitConfig()),
-        "alone_us": bench.plan(None, SplitConfig()),
-    }
-    row: Row = {name: time_work(bench, plan) for name, plan in plans.items()}
-    attention, buffers = bench.prepare(plans["shared_us"], KernelConfig())
-    bench.out.fill_(float("nan"))
-    attention.run(bench.q, bench.layers[0], buffers, bench.out)
+    plan = bench.plan(GateConfig())
+    shared_us, alone_us = bench.time_us(plan), bench.time_us(bench.plan(None))
     floor = floor_us(work, shape)
     return {
         "floor_us": floor,
-        **row,
-        "over_floor": row["shared_us"] / floor,
-        "speedup": row["alone_us"] / row["shared_us"],
-        "gate_shares": plans["shared_us"].num_shared_tokens > 0,
-        "error": bench.error(bench.layers[0]),
+        "shared_us": shared_us,
+        "alone_us": alone_us,
+        "over_floor": shared_us / floor,
+        "speedup": alone_us / shared_us,
+        "gate_shares": plan.num_shared_tokens > 0,
+        "error": bench.error(plan),
     }
-
-
-def copied_us(batch: int, prefix: int, suffix: int, spread: int, shape: AttentionShape) -> Row:
-    """The same contexts without a common page."""
-    work = Workload(batch, (), prefix + suffix, spread)
-    if POOLS * work.unique_tokens * shape.kv_token_bytes > MAX_POOL_BYTES:
-        return {}
-    bench = Bench(work, shape, pools=POOLS)
-    return {"copied_us": time_work(bench, bench.plan(None, SplitConfig()))}
 
 
 def bench_grid() -> Rows:
     """Batch, shared prompt and suffix: with sharing, without it on the same pages (what paged
     attention does), and with pages of each request's own (what papers compare with)."""
-    rows = []
     for kv_heads, prefix, batch in itertools.product(KV_HEADS, PREFIXES, BATCHES):
         if batch == 1 and prefix:  # nobody to share with
             continue
+        shape = shape_of(kv_heads)
         for name, (suffix, spread) in SUFFIXES.items():
-            shape = shape_of(kv_heads)
             work = Workload(batch, ((batch, prefix),) if prefix else (), suffix, spread)
-            if (result := time_sharing(work, shape)) is None:
+            if not fits(work, shape):
                 continue
-            row = {"kv_heads": kv_heads, "batch": batch, "prefix": prefix, "suffix": name, **result}
-            if prefix:
-                row |= copied_us(batch, prefix, suffix, spread, shape)
-            rows.append(row)
+            row = {"kv_heads": kv_heads, "batch": batch, "prefix": prefix, "suffix": name}
+            row |= time_sharing(work, shape)
+            copied = Workload(batch, (), prefix + suffix, spread)
+            if prefix and fits(copied, shape):
+                bench = Bench(copied, shape, pools=POOLS)
+                row["copied_us"] = bench.time_us(bench.plan(None))
+            yield row
         gc.collect()
         torch.cuda.empty_cache()
-    return rows
 
 
 def bench_grid_trees() -> Rows:
-    rows = []
     for kv_heads, (name, (batch, levels, suffix)) in itertools.product(KV_HEADS, TREES.items()):
-        result = time_sharing(Workload(batch, levels, suffix), shape_of(kv_heads))
-        if result is not None:
-            rows.append({"kv_heads": kv_heads, "tree": name, "batch": batch, **result})
-    return rows
-
-
-def _normal(*size: int) -> torch.Tensor:
-    return torch.randn(size, device="cuda").to(torch.bfloat16)
+        work, shape = Workload(batch, levels, suffix), shape_of(kv_heads)
+        if fits(work, shape):
+            row = {"kv_heads": kv_heads, "tree": name, "batch": batch}
+            yield row | time_sharing(work, shape)
 
 
 PARTS = {
@@ -391,13 +281,6 @@ PARTS = {
 }
 
 
-def show(name: str, rows: Rows) -> None:
-    print(f"== {name}")
-    for row in rows:
-        texts = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()]
-        print("  " + "  ".join(texts), flush=True)
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     usual = ",".join(name for name in PARTS if not name.startswith("grid"))
     parser.add_argument("--only", default=usual, help=f"of {','.join(PARTS)}")
@@ -408,10 +291,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for config in (KernelConfig(), SplitConfig(), GateConfig()):
         report.uses(type(config).__name__, dataclasses.asdict(config))
     report["ceilings"] = ceilings()
-    show("ceilings", [report["ceilings"]])
     for name in args.only.split(","):
-        report[name] = PARTS[name]()
-        show(name, report[name])
+        for row in PARTS[name]():
+            report.add(name, row)
 
 
 if __name__ == "__main__":

@@ -6,25 +6,19 @@ No engine, no HTTP, no scheduling: what the device needs for a step, embedding t
 floor is the weights and the unique KV read once at the copy rate."""
 
 import argparse
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmark.kernels.attention_cases import MEMORY_RATE, Workload, step_rows
+from benchmark.kernels import MEMORY_RATE
+from benchmark.kernels.attention_cases import PAGE, Workload, normal, prepared, step_rows
+from benchmark.kernels.layers import MODELS, Layer, Model
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import PlanBuffers, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
-from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.fused import (
-    HeadNorm,
-    add_rms_norm,
-    rope_and_store,
-    silu_mul,
-)
+from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
@@ -33,29 +27,6 @@ from parrot.engine.kernels.linear import (
     few_rows_linear,
 )
 
-PAGE = 64
-
-
-@dataclass(frozen=True)
-class Model:
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    inter: int
-    vocab: int
-    qk_norm: bool = False
-
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, 128, PAGE)
-
-
-MODELS = {
-    "Llama-3.1-8B": Model(4096, 32, 32, 8, 14336, 128256),
-    "Llama-2-7B": Model(4096, 32, 32, 32, 11008, 32000),
-    "Qwen3-0.6B": Model(1024, 28, 16, 8, 3072, 151936, qk_norm=True),
-}
 CASES = {
     "Llama-3.1-8B": {
         "B=1, 2k": Workload(1, (), 2048),
@@ -74,10 +45,6 @@ CASES = {
         "B=256, 100-1900": Workload(256, (), 1000, 900),
     },
 }
-
-
-def normal(*size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
 
 def linear(x: torch.Tensor | UndividedRows, weight: torch.Tensor) -> torch.Tensor:
@@ -104,38 +71,21 @@ def gated(
     return silu_mul(F.linear(x, gate_up), out)
 
 
-class Layer:
-    def __init__(self, model: Model) -> None:
-        width = (model.heads + 2 * model.kv_heads) * 128
-        self.qkv = normal(width, model.hidden)
-        self.o = normal(model.hidden, model.heads * 128)
-        self.gate_up = normal(2 * model.inter, model.hidden)
-        self.down = normal(model.hidden, model.inter)
-        self.norms = [normal(model.hidden) + 1 for _ in range(2)]
-        self.qk_norm = HeadNorm(normal(128), normal(128), 1e-6) if model.qk_norm else None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(w.nbytes for w in (self.qkv, self.o, self.gate_up, self.down))
-
-
 class Step:
     """The weights of a model, and a decode step of a workload over its own KV pools."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.layers = [Layer(model) for _ in range(model.layers)]
-        self.embedding = normal(model.vocab, model.hidden)
-        self.head = normal(model.vocab, model.hidden)
-        self.norm = normal(model.hidden) + 1
+        self.embedding = normal(model.vocab, model.hidden, std=0.02)
+        self.head = normal(model.vocab, model.hidden, std=0.02)
+        self.norm = normal(model.hidden, std=0.02) + 1
         self.cos_sin = torch.rand(8192, 128, device="cuda")
 
     def time(self, work: Workload, gate: GateConfig | None) -> dict[str, Any]:
         model, batch = self.model, work.batch
         step, pages = step_rows(work, PAGE)
-        plan_value = plan_work(step, model.shape, gate, SplitConfig())
-        plan = PlanBuffers(plan_value, torch.device("cuda"))
-        attention = TreeAttention(model.shape, plan_value.num_slots, torch.device("cuda"))
+        attention, plan = prepared(plan_work(step, model.shape, gate, SplitConfig()), model.shape)
         tables = torch.from_numpy(step.tables).cuda()
         positions = torch.from_numpy(step.starts).cuda()
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
@@ -144,7 +94,7 @@ class Step:
         tokens = torch.randint(0, model.vocab, (batch,), device="cuda")
         x, residual = normal(batch, model.hidden), normal(batch, model.hidden)
         out = normal(batch, model.heads, 128)
-        half = normal(batch, model.inter)
+        half = normal(batch, model.inner)
 
         def run() -> None:
             torch.index_select(self.embedding, 0, tokens, out=residual)
@@ -170,19 +120,17 @@ class Step:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    report["steps"] = []
     for name in args.models:
         step = Step(MODELS[name])
         for case, work in CASES[name].items():
             row = {"model": name, "case": case, **step.time(work, GateConfig())}
             if work.levels:
                 row["sharing_off_ms"] = step.time(work, None)["ms"]
-            report["steps"].append(row)
-            print(row, flush=True)
+            report.add("steps", row)
             torch.cuda.empty_cache()
         del step
         torch.cuda.empty_cache()

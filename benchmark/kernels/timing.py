@@ -46,17 +46,17 @@ def ceilings() -> dict[str, float]:
     micros = time_graph(partial(torch.neg, source, out=target), replays=10)
     results["copy_tb_s"] = 2 * source.nbytes / micros / 1e6
     small = torch.randn(5 << 20, device="cuda")
-    micros = time_graph(partial(_repeat, small.sum, 10), per_run=10)
+    micros = time_graph(partial(repeat, small.sum, 10), per_run=10)
     results["l2_sum_tb_s"] = small.nbytes / micros / 1e6
     a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
-    micros = time_graph(partial(_repeat, partial(torch.mm, a, b), 4), per_run=4)
+    micros = time_graph(partial(repeat, partial(torch.mm, a, b), 4), per_run=4)
     results["matmul_tflop_s"] = 2 * 8192**3 / micros / 1e6
     tiny = torch.zeros(1, device="cuda")
-    micros = time_graph(partial(_repeat, partial(tiny.add_, 1), 200), per_run=200)
+    micros = time_graph(partial(repeat, partial(tiny.add_, 1), 200), per_run=200)
     results["graph_kernel_us"] = micros
     return results
 
 
-def _repeat(run: Callable[[], object], times: int) -> None:
+def repeat(run: Callable[[], object], times: int) -> None:
     for _ in range(times):
         run()
