@@ -332,8 +332,9 @@ class RequestTable:
             for job in list(context.jobs):  # that restore it for a fork
                 job.request.num_unfinished -= 1
                 self._withdraw(job)
-            for child, fork in self._forks.of(context):
-                self._orphan(child, fork)
+            while forks := self._forks.of(context):  # failing one gives its own forks to this
+                for child, fork in forks:
+                    self._orphan(child, fork)
             self._forks.discard(context)
             self._scheduler.idle.discard(context)
             num_tokens += self._tree.free(context)

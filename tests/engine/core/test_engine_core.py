@@ -146,6 +146,21 @@ def test_a_fork_of_all_that_a_freed_context_would_have_had_is_not_found():
     assert isinstance(late.error, NotFound)
 
 
+def test_a_fork_of_a_fork_that_a_free_has_failed_can_still_be_used():
+    engine = Harness(num_blocks=32)
+    engine.generate(piece(1, "ab"), length=40)
+    failing = [
+        engine.fill(piece(2, "c", 1, 30)),
+        engine.fill(piece(3, "d", 2, 31)),
+        engine.fill(piece(4, "e", 3)),
+    ]
+    engine.free(2)
+    assert all(answer.error is not None for answer in failing)
+    later = engine.fill(piece(4, "f"))
+    engine.run()
+    assert later.response.filled_len == 1
+
+
 def test_forks_go_on_when_the_parent_that_they_restore_is_freed():
     engine = Harness(num_blocks=8, fill_chunk_size=4)
     engine.fill(piece(1, "abcdefgh"))
