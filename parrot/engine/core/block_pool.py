@@ -94,10 +94,12 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more reference on each block; all must be in use."""
+        """One more reference on each block; all must be in use or found by their keys."""
         refs = self._refs
         for block in blocks:
-            assert refs[block] > 0, f"block {block} is free and cannot be shared"
+            if not refs[block]:
+                assert block in self._found_free, f"block {block} is free and cannot be shared"
+                del self._found_free[block]
             refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -108,13 +110,10 @@ class BlockPool:
             assert refs[block] > 0, f"block {block} is already free"
             refs[block] -= 1
             if refs[block] == 0:
-                self._put_back(block)
-
-    def _put_back(self, block: int) -> None:
-        if self._keys[block] is None:
-            self._free.append(block)
-        else:
-            self._found_free[block] = None
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._found_free[block] = None
 
     def publish(self, block: int, key: bytes) -> None:
         """Let a block in use be found by `key`, unless another one is found by it already."""
@@ -125,13 +124,6 @@ class BlockPool:
 
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)
-
-    def adopt(self, blocks: Sequence[int]) -> None:
-        """One more reference on each of these blocks, which were found by their keys."""
-        for block in blocks:
-            assert self._keys[block] is not None, f"block {block} holds nothing to adopt"
-            self._found_free.pop(block, None)
-            self._refs[block] += 1
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These blocks must not be found any more: what they hold changes or may be wrong."""

@@ -65,11 +65,6 @@ class Context:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def is_length_known(self) -> bool:
-        """False while it is a fork of all that its parent will have."""
-        return self.fork is None or self.fork.length is not None
-
-    @property
     def num_known(self) -> int:
         """Tokens that it has, or is sure to have once its fork is carried out."""
         return len(self.token_ids) if self.fork is None else self.fork.length or 0
@@ -84,9 +79,6 @@ class ContextTree:
         self.block_size = pool.block_size
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
-
-    def __len__(self) -> int:
-        return len(self._contexts)
 
     def __iter__(self) -> Iterator[Context]:
         return iter(self._contexts.values())
@@ -123,7 +115,7 @@ class ContextTree:
         block = context.num_computed // self.block_size
         if self._hasher is None or block >= (num_full := len(context.token_ids) // self.block_size):
             return None
-        self._extend_keys(context, num_full)
+        self._hasher.extend(context.keys, context.root_key, context.token_ids, num_full)
         return context.keys[block]
 
     def adopt(self, context: Context) -> int:
@@ -140,7 +132,7 @@ class ContextTree:
         if not found:
             return 0
         before = context.num_computed
-        self.pool.adopt(found)
+        self.pool.share(found)
         self.truncate(context, first)
         context.block_ids += found
         context.owned_from = context.num_published = len(context.block_ids)
@@ -153,22 +145,18 @@ class ContextTree:
         num_full = context.num_computed // self.block_size
         if self._hasher is None or num_full <= context.num_published:
             return
-        self._extend_keys(context, num_full)
+        self._hasher.extend(context.keys, context.root_key, context.token_ids, num_full)
         for index in range(context.num_published, num_full):
             own, key = context.block_ids[index], context.keys[index]
             published = self.pool.find(key)
             if published is None:
                 self.pool.publish(own, key)
             elif published != own:
-                self.pool.adopt((published,))
+                self.pool.share((published,))
                 self.pool.release((own,))
                 context.block_ids[index] = published
                 context.owned_from = max(context.owned_from, index + 1)
         context.num_published = num_full
-
-    def _extend_keys(self, context: Context, num_blocks: int) -> None:
-        if self._hasher is not None and len(context.keys) < num_blocks:
-            self._hasher.extend(context.keys, context.root_key, context.token_ids, num_blocks)
 
     def blocks_missing(self, context: Context, end: int) -> int:
         """Free blocks that `reserve(context, end)` would take."""

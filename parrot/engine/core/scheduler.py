@@ -13,6 +13,7 @@ may be given away.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from parrot.engine.config import SchedulerConfig
@@ -139,12 +140,10 @@ class LocalScheduler:
     def lost_kv(self, contexts: Collection[Context]) -> None:
         """These contexts have lost KV: their jobs have to be admitted again."""
         for context in contexts:
-            if not context.block_ids:
+            if context.jobs:
+                self._readmit(context.jobs[0])
+            elif not context.block_ids:
                 self.idle.discard(context)
-        for queue in (self._decoding, self._queue, self._background):
-            for job in queue:
-                if job.context in contexts:
-                    self._readmit(job)
 
     def _readmit(self, job: Job) -> None:
         if job in self._decoding:
@@ -275,42 +274,38 @@ class LocalScheduler:
             self._turn_away(num_blocks)
         if self.idle.evict(num_blocks):
             return True
-        victims = {
-            other.context: other
+        later = [
+            other
             for queue in (self._decoding, self._queue, self._background)
             for other in queue
             if other.key > job.key and other.context.block_ids
-        }
-        by_key = sorted(victims, key=lambda context: victims[context].key, reverse=True)
-        contexts = [*self.idle, *by_key]
+        ]
+        later.sort(key=attrgetter("key"), reverse=True)
+        contexts = [*self.idle, *(other.context for other in later)]
         changed = drop_kv(self._tree, contexts, num_blocks)
         unshared = set()
         if self._tree.pool.num_free < num_blocks:
             unshared = unshare_tail(self._tree, job.context, contexts)
-        for context in changed | unshared:
-            self._gave_way(context, victims.get(context))
+        self._gave_way(changed | unshared)
         return bool(unshared) or self._tree.pool.num_free >= num_blocks
 
     def _turn_away(self, num_blocks: int) -> None:
         """Drop KV of background jobs until so many blocks are free."""
-        jobs = {other.context: other for other in self._background if other.context.block_ids}
-        for context in drop_kv(self._tree, list(reversed(jobs)), num_blocks):
-            self._gave_way(context, jobs[context])
+        contexts = [job.context for job in self._background if job.context.block_ids]
+        self._gave_way(drop_kv(self._tree, contexts[::-1], num_blocks))
 
-    def _gave_way(self, context: Context, job: Job | None) -> None:
-        """`context` has lost KV; if it has a job, that job has to be admitted again."""
-        if job is None:
-            if not context.block_ids:
-                self.idle.discard(context)
-            return
-        self._readmit(job)
-        if job.is_background:
-            self._turned_away.append(job)
-        if (share := self._shares.pop(job, None)) is not None:
-            self._tokens_left += share.num_tokens
-            self._context_tokens -= len(context.token_ids)
-            if share.copies:  # its copied block will stay unwritten
-                self._tree.truncate(context, context.num_computed // self._tree.block_size)
+    def _gave_way(self, contexts: Collection[Context]) -> None:
+        """These contexts have lost KV to a job: theirs get nothing of the step."""
+        self.lost_kv(contexts)
+        for job in [context.jobs[0] for context in contexts if context.jobs]:
+            if job.is_background:
+                self._turned_away.append(job)
+            if (share := self._shares.pop(job, None)) is not None:
+                self._tokens_left += share.num_tokens
+                self._context_tokens -= len(job.context.token_ids)
+                if share.copies:  # its copied block will stay unwritten
+                    num_kept = job.context.num_computed // self._tree.block_size
+                    self._tree.truncate(job.context, num_kept)
 
     def _build(self, num_fill_tokens: int, now: float) -> Step:
         sequences = []

@@ -67,8 +67,8 @@ def _length_before(piece: Piece, lengths: dict[int, int], tree: ContextTree) -> 
     if piece.parent_len is None:
         return parent_length
     parent = tree.get(piece.parent_id)
-    is_final = parent is not None and not parent.jobs and parent.is_length_known
-    if is_final and parent_length < piece.parent_len:
+    may_grow = parent is None or parent.jobs or (parent.fork and parent.fork.length is None)
+    if parent_length < piece.parent_len and not may_grow:
         raise NotFound(
             f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
             f"{piece.parent_len}",

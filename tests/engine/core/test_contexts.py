@@ -166,5 +166,5 @@ def test_an_id_is_created_once(tree):
     tree.create(1)
     with pytest.raises(AssertionError, match="exists"):
         tree.create(1)
-    assert len(tree) == 1
+    assert len(list(tree)) == 1
     assert tree.get(2) is None
