@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.metrics import CONTENT_TYPE, render_metrics
+from parrot.engine.metrics import engine_families
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.endpoint import Endpoint
@@ -23,6 +23,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
+from parrot.protocol.metrics import CONTENT_TYPE, render_metrics
 from parrot.protocol.server import create_base_app, error_response, require_cluster_token
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
@@ -88,7 +89,7 @@ def _facts(service: EngineService) -> list[Endpoint]:
             raise Unavailable("the engine is loading its model, shutting down, or lost its device")
 
     def metrics() -> bytes:
-        return render_metrics(service.runtime_info())
+        return render_metrics(engine_families(service.runtime_info()))
 
     return [
         Endpoint("POST", "/ping", ping),

@@ -1,42 +1,28 @@
-"""An engine's state in Prometheus' text format."""
+"""An engine's state as metrics."""
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from parrot.protocol.engine_api import RuntimeInfo
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MIB = 2**20
 _NS = 1e-9
 
 
-def render_metrics(info: RuntimeInfo) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_RuntimeCollector(info))
-    return generate_latest(registry)
-
-
-class _RuntimeCollector(Collector):
-    def __init__(self, info: RuntimeInfo) -> None:
-        self._info = info
-
-    def collect(self) -> Iterable[Metric]:
-        info = self._info
-        gauges = {
-            "kv_blocks": ("Blocks of the KV pool.", info.num_max_blocks),
-            "kv_blocks_free": ("Blocks of the KV pool that hold nothing.", info.num_free_blocks),
-            "kv_block_size_tokens": ("Tokens in one block.", info.block_size),
-            "cached_tokens": ("Tokens of the blocks in use.", info.num_cached_tokens),
-            "jobs_running": ("Jobs that have room for their KV.", info.num_running_jobs),
-            "requests": ("Requests that have not ended.", info.num_total_jobs),
-            "cache_bytes": ("Memory of the KV pool.", info.cache_mem * _MIB),
-            "model_bytes": ("Memory of the weights.", info.model_mem * _MIB),
-            "step_seconds": ("Recent average of a step.", info.recent_average_latency * _NS),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
-        steps = info.num_steps or 0
-        yield CounterMetricFamily("parrot_engine_steps", "Steps run.", value=steps)
+def engine_families(info: RuntimeInfo) -> Iterable[Metric]:
+    gauges = {
+        "kv_blocks": ("Blocks of the KV pool.", info.num_max_blocks),
+        "kv_blocks_free": ("Blocks of the KV pool that hold nothing.", info.num_free_blocks),
+        "kv_block_size_tokens": ("Tokens in one block.", info.block_size),
+        "cached_tokens": ("Tokens of the blocks in use.", info.num_cached_tokens),
+        "jobs_running": ("Jobs that have room for their KV.", info.num_running_jobs),
+        "requests": ("Requests that have not ended.", info.num_total_jobs),
+        "cache_bytes": ("Memory of the KV pool.", info.cache_mem * _MIB),
+        "model_bytes": ("Memory of the weights.", info.model_mem * _MIB),
+        "step_seconds": ("Recent average of a step.", info.recent_average_latency * _NS),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
+    steps = info.num_steps or 0
+    yield CounterMetricFamily("parrot_engine_steps", "Steps run.", value=steps)

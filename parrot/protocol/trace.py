@@ -22,6 +22,7 @@ class TraceEvent(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
+    event: str
     at: float
 
 
@@ -171,4 +172,4 @@ AnyTraceEvent = Annotated[
     Field(discriminator="event"),
 ]
 
-TraceSink = Callable[[AnyTraceEvent], None]
+TraceSink = Callable[[TraceEvent], None]

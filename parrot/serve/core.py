@@ -18,7 +18,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.metrics import CoreCollector, CoreMetrics
+from parrot.serve.metrics import CoreMetrics
 from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
@@ -77,7 +77,6 @@ class ServeCore:
         self.programs = Programs(
             self._sessions, self._runner, self._observers, self._timers, self._clock
         )
-        self._collector = CoreCollector(self._metrics, self._sessions, self._dispatcher)
 
     # Sessions
 
@@ -126,7 +125,7 @@ class ServeCore:
         return self._dispatcher.num_queued
 
     def metrics(self) -> bytes:
-        return self._collector.render()
+        return self._metrics.render(self._sessions, self._dispatcher)
 
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""

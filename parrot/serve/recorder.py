@@ -46,7 +46,7 @@ class TraceFile:
         except OSError as error:
             raise ConfigError(f"trace_path: {path}: {error.strerror}") from None
 
-    def __call__(self, event: trace.AnyTraceEvent) -> None:
+    def __call__(self, event: trace.TraceEvent) -> None:
         """Raises `OSError`, for example when the disk is full."""
         payload = event.model_dump(mode="json", exclude_defaults=True) | {"event": event.event}
         self._file.write(orjson.dumps(payload) + b"\n")
@@ -76,14 +76,10 @@ class Recorder:
 
     def session_created(self, session: Session, request: SessionCreateRequest) -> None:
         tenant = self._text(session.tenant).ids[0]
-        self._sink(
-            trace.SessionBegan(
-                at=self._at(), session_id=session.id, tenant=tenant, on_demand=request.on_demand
-            )
-        )
+        self._note(trace.SessionBegan, session, tenant=tenant, on_demand=request.on_demand)
 
     def session_deleted(self, session: Session) -> None:
-        self._sink(trace.SessionDeleted(at=self._at(), session_id=session.id))
+        self._note(trace.SessionDeleted, session)
 
     def session_ended(self, session: Session) -> None:
         native_outputs = [
@@ -93,17 +89,15 @@ class Recorder:
             if isinstance(task, NativeCall)
             for variable in task.outputs
         ]
-        self._sink(
-            trace.SessionEnded(
-                at=self._at(),
-                session_id=session.id,
-                calls=session_view(session, self._clock.now(), 0.0).calls,
-                native_texts={
-                    variable.id: self._text(variable.text)
-                    for variable in native_outputs
-                    if variable.state is VariableState.READY
-                },
-            )
+        self._note(
+            trace.SessionEnded,
+            session,
+            calls=session_view(session, self._clock.now(), 0.0).calls,
+            native_texts={
+                variable.id: self._text(variable.text)
+                for variable in native_outputs
+                if variable.state is VariableState.READY
+            },
         )
 
     def call_submitted(
@@ -113,45 +107,31 @@ class Recorder:
         response: CallResponse,
     ) -> None:
         fields: dict[str, Any] = {
-            "at": self._at(),
-            "session_id": session.id,
             "request_id": response.request_id,
             "parameters": self._parameters(request.parameters, response),
         }
         if isinstance(request, SemanticCallRequest):
             options = _options(request, "template", "parameters", "system")
             pieces = self._pieces(request)
-            self._sink(trace.CallSubmitted(**fields, pieces=pieces, options=options))
+            self._note(trace.CallSubmitted, session, **fields, pieces=pieces, options=options)
         else:
             options = _options(request, "func_name", "func_source", "parameters")
             name = request.func_name
-            self._sink(trace.NativeSubmitted(**fields, func_name=name, options=options))
+            self._note(trace.NativeSubmitted, session, **fields, func_name=name, options=options)
 
     def variable_created(
         self, session: Session, var_id: str, name: str, content: str | None
     ) -> None:
         value = None if content is None else self._text(content)
-        self._sink(
-            trace.VariableCreated(
-                at=self._at(), session_id=session.id, var_id=var_id, name=name, value=value
-            )
-        )
+        self._note(trace.VariableCreated, session, var_id=var_id, name=name, value=value)
 
     def variable_set(self, session: Session, var_id: str, content: str) -> None:
-        self._sink(
-            trace.VariableSet(
-                at=self._at(), session_id=session.id, var_id=var_id, value=self._text(content)
-            )
-        )
+        self._note(trace.VariableSet, session, var_id=var_id, value=self._text(content))
 
     def cancel_asked(
         self, session: Session, *, request_id: int | None = None, var_id: str | None = None
     ) -> None:
-        self._sink(
-            trace.CancelAsked(
-                at=self._at(), session_id=session.id, request_id=request_id, var_id=var_id
-            )
-        )
+        self._note(trace.CancelAsked, session, request_id=request_id, var_id=var_id)
 
     def read_began(
         self,
@@ -162,16 +142,14 @@ class Recorder:
         k: int | None,
         is_stream: bool,
     ) -> None:
-        self._sink(
-            trace.ReadBegan(
-                at=self._at(),
-                session_id=session.id,
-                read_id=read_id,
-                var_ids=list(var_ids),
-                k=k,
-                is_stream=is_stream,
-                options=_options(options, "var_ids", "k"),
-            )
+        self._note(
+            trace.ReadBegan,
+            session,
+            read_id=read_id,
+            var_ids=list(var_ids),
+            k=k,
+            is_stream=is_stream,
+            options=_options(options, "var_ids", "k"),
         )
 
     def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
@@ -180,15 +158,16 @@ class Recorder:
             outcome = error.type
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = trace.WITHDRAWN
-        self._sink(
-            trace.ReadEnded(at=self._at(), session_id=session.id, read_id=read_id, error=outcome)
-        )
+        self._note(trace.ReadEnded, session, read_id=read_id, error=outcome)
 
     def core_closed(self, kv: KvCounts) -> None:
         recomputed = kv.recomputed.total()
         self._sink(
             trace.TraceEnded(at=self._at(), hit=kv.hit, recomputed=recomputed, evicted=kv.evicted)
         )
+
+    def _note(self, kind: type[trace.SessionEvent], session: Session, **fields: Any) -> None:
+        self._sink(kind(at=self._at(), session_id=session.id, **fields))
 
     def _at(self) -> float:
         return self._clock.now() - self._began

@@ -20,6 +20,7 @@ from parrot.protocol.trace import (
     SessionEnded,
     SessionEvent,
     TraceEnded,
+    TraceEvent,
     TraceHeader,
     TraceText,
     VariableCreated,
@@ -64,7 +65,7 @@ class Trace:
     ended: TraceEnded | None = None
     _by_id: dict[int, TracedSession] = field(default_factory=dict)
 
-    def add(self, event: AnyTraceEvent) -> None:
+    def add(self, event: TraceEvent) -> None:
         """A `TraceSink`. Events of sessions that began before the trace are left out."""
         match event:
             case TraceHeader():
@@ -77,7 +78,7 @@ class Trace:
             case SessionBegan():
                 session = self._by_id[event.session_id] = TracedSession(event)
                 self.sessions.append(session)
-            case _:
+            case SessionEvent():
                 if (known := self._by_id.get(event.session_id)) is not None:
                     known.add(event)
 

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.metrics import CONTENT_TYPE
 from parrot.protocol.public import (
     SessionScoped,
     StreamDelta,
@@ -17,7 +18,6 @@ from parrot.protocol.public import (
 )
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.metrics import CONTENT_TYPE
 from parrot.serve.programs import Programs
 from parrot.serve.views import value_view
 
