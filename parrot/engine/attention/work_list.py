@@ -1,4 +1,4 @@
-"""One step's attention as a list of work items, planned in numpy.
+"""One step's attention as a list of work items, planned in numpy, anew only when it must be.
 
 An item is (query tokens, a span of KV, a run of slots for partial results). A shared node gives
 items whose queries are the tokens of all its requests; what a request does not share gives items
@@ -14,6 +14,7 @@ KV head: decodes), shared (nodes with more rows) and fills. Long beginnings of c
 nothing but themselves, can be left to a library ("dense"); they are no items.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,6 +55,9 @@ _EVEN_RATIO = 1.25
 
 _SPLIT_ROUNDING = 0.4
 """Added before rounding down: a span of 1.6 targets is split in two, one of 1.5 is not."""
+
+_MAX_GROWTH = 64
+"""Tokens that contexts may grow before a plan is made again, to keep the splits even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +172,47 @@ class _Spans:
     causal_first: LongArray
 
 
+class WorkPlanner:
+    """Plans steps, and returns the previous plan while the same contexts only decode.
+
+    A plan stays right as its contexts grow, since the device reads their positions.
+    `num_shared_steps` counts, to notice sharing that is off."""
+
+    def __init__(self, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig) -> None:
+        self._arguments = (shape, gate, split)
+        self._context_ids: tuple[int, ...] = ()
+        self._starts: IntArray = np.zeros(0, dtype=np.int32)
+        self.last: WorkList | None = None
+        self.num_shared_steps = 0
+
+    def plan(
+        self, context_ids: Sequence[int], step: StepRows, table_rows: IntArray | None = None
+    ) -> WorkList:
+        """The step's work list; the same object as last time means that nothing has to be sent.
+
+        Its items name the rows of the step's tables, or `table_rows[i]` in the place of row i.
+
+        `context_ids` names the rows of `step`. While a context is in consecutive steps, the pages
+        that it has filled stay where they are in its row of the table."""
+        key = tuple(context_ids)
+        work = self.last
+        if work is None or key != self._context_ids or not self._still_holds(work, step):
+            work = plan_work(step, *self._arguments)
+            self.last = work = work if table_rows is None else work.with_table_rows(table_rows)
+            self._context_ids, self._starts = key, step.starts.copy()
+        self.num_shared_steps += work.num_shared_tokens > 0
+        return work
+
+    def _still_holds(self, work: WorkList, step: StepRows) -> bool:
+        """Whether the same contexts only decode, then and now, not far from each other."""
+        if step.q_lens.max(initial=0) != 1 or len(step.q_lens) != len(work.token_order):
+            return False
+        growth = step.starts - self._starts
+        return bool((growth >= 0).all() and (growth < _MAX_GROWTH).all())
+
+
 def plan_work(
-    step: StepRows,
-    shape: AttentionShape,
-    gate: GateConfig | None,
-    split: SplitConfig,
+    step: StepRows, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig
 ) -> WorkList:
     """Cover every (token, visible KV position) pair exactly once. `gate` None: share nothing."""
     if gate is None:
@@ -190,11 +230,13 @@ def plan_work(
     indptr, slot_of = _assign_slots(items, token_order)
     own = items[:, OWN] != 0
     items[own, Q_FIRST] = token_order[items[own, Q_FIRST]]
+    narrow = lengths[item_kinds == NARROW]
+    is_even = narrow.max(initial=0) * len(narrow) <= _EVEN_RATIO * narrow.sum()
     num_shared_pages = sum((n.hi - n.lo - 1) * (n.end_page - n.first_page) for n in shared)
     by_kind = [items[item_kinds == kind].astype(np.int32) for kind in (NARROW, SHARED, FILL)]
     return WorkList(
         narrow=by_kind[NARROW],
-        narrow_is_even=_is_even(lengths[item_kinds == NARROW]),
+        narrow_is_even=bool(is_even),
         shared=by_kind[SHARED],
         fills=by_kind[FILL],
         shared_rows=heights[0],
@@ -303,10 +345,6 @@ def _cut(
     return items[most_first], kinds[span[most_first]], work[most_first]
 
 
-def _is_even(lengths: LongArray) -> bool:
-    return bool(lengths.max(initial=0) * len(lengths) <= _EVEN_RATIO * lengths.sum())
-
-
 def _chunk_lengths(
     spans: _Spans,
     kinds: LongArray,
@@ -337,7 +375,9 @@ def _assign_slots(items: LongArray, token_order: IntArray) -> tuple[IntArray, In
     nobody else covers needs none."""
     num_tokens = len(token_order)
     counts = items[:, Q_COUNT]
-    item, token = _covered_tokens(items, token_order)
+    item = np.repeat(np.arange(len(items)), counts)
+    place = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts - items[:, Q_FIRST], counts)
+    token = token_order[place].astype(np.int64)  # covered by `item`, pair by pair
     covering = np.bincount(token, minlength=num_tokens)
     alone = np.ones(len(items), dtype=bool)
     alone[item[covering[token] > 1]] = False
@@ -351,11 +391,3 @@ def _assign_slots(items: LongArray, token_order: IntArray) -> tuple[IntArray, In
     per_token = np.bincount(merged_token, minlength=num_tokens)
     indptr = np.concatenate(([0], np.cumsum(per_token))).astype(np.int32)
     return indptr, slot_of
-
-
-def _covered_tokens(items: LongArray, token_order: IntArray) -> tuple[LongArray, LongArray]:
-    """(item, row of q) pairs, item by item."""
-    counts = items[:, Q_COUNT]
-    item = np.repeat(np.arange(len(items)), counts)
-    place = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts - items[:, Q_FIRST], counts)
-    return item, token_order[place].astype(np.int64)

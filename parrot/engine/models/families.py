@@ -3,6 +3,7 @@
 A new one is a function and an entry in `ARCHITECTURES`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from parrot.engine.models.spec import DecoderSpec, HFConfig, TensorNames, read_rope
@@ -28,17 +29,8 @@ _OPT_NAMES = TensorNames(
 )
 
 
-def gated_decoder(
-    config: HFConfig,
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    head_dim: int | None = None,
-    sliding_window: int | None = None,
-) -> DecoderSpec:
-    """RMSNorm before each half, rotary positions, grouped heads, SwiGLU."""
+def gated_decoder(config: HFConfig, head_dim: int | None = None) -> DecoderSpec:
+    """RMSNorm before each half, rotary positions, grouped heads, SwiGLU, no biases."""
     activation = config.get("hidden_act", "silu")
     if activation not in _GATED_ACTIVATIONS:
         raise ConfigError(f"hidden_act {activation!r} is not supported; use silu")
@@ -50,12 +42,7 @@ def gated_decoder(
         intermediate_size=int(config["intermediate_size"]),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=read_rope(config),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        sliding_window=sliding_window,
     )
 
 
@@ -73,29 +60,24 @@ def _common_sizes(config: HFConfig) -> dict[str, Any]:
 def _llama(config: HFConfig) -> DecoderSpec:
     bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
-    return gated_decoder(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    return replace(gated_decoder(config), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
 def _mistral(config: HFConfig) -> DecoderSpec:
-    return gated_decoder(config, sliding_window=config.get("sliding_window"))
+    return replace(gated_decoder(config), sliding_window=config.get("sliding_window"))
 
 
 def _qwen2(config: HFConfig) -> DecoderSpec:
     """Biases on q, k and v."""
-    return gated_decoder(config, qkv_bias=True, sliding_window=_qwen_window(config))
+    return replace(gated_decoder(config), qkv_bias=True, sliding_window=_qwen_window(config))
 
 
 def _qwen3(config: HFConfig) -> DecoderSpec:
     """RMSNorm on each head of q and k."""
     bias = bool(config.get("attention_bias", False))
-    return gated_decoder(
-        config,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        head_dim=_QWEN3_HEAD_DIM,
-        sliding_window=_qwen_window(config),
-    )
+    spec = gated_decoder(config, _QWEN3_HEAD_DIM)
+    window = _qwen_window(config)
+    return replace(spec, qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_window=window)
 
 
 def _qwen_window(config: HFConfig) -> int | None:

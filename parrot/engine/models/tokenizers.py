@@ -84,7 +84,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerRespons
         else _sentencepiece(metadata, tokens)
     )
     types = metadata.get("tokenizer.ggml.token_type", ())
-    added = [(t, kind) for t, kind in zip(tokens, types, strict=False)]
+    added = list(zip(tokens, types, strict=False))
     tokenizer.add_special_tokens(
         [AddedToken(t, normalized=False, special=True) for t, kind in added if kind == _CONTROL]
     )
@@ -136,7 +136,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], source: str)
     if pre not in _SPLITS and pre not in _SINGLE_DIGITS:
         known = ", ".join((*_SPLITS, *_SINGLE_DIGITS))
         raise ConfigError(f"{source}: pre-tokenizer {pre!r} is not supported; known: {known}")
-    merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     split = _SPLITS.get(pre)
@@ -180,11 +180,6 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> li
         if token[:cut] in vocab and token[cut:] in vocab
     ]
     return [(left, right) for _, _, _, left, right in sorted(found)]
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _convert(folder: Path) -> str:

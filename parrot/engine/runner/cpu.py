@@ -5,8 +5,8 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.planner import WorkPlanner
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
+from parrot.engine.attention.work_list import WorkPlanner
 from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import noticing_loss

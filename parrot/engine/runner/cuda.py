@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.planner import WorkPlanner
 from parrot.engine.attention.tree_attention import split_for
+from parrot.engine.attention.work_list import WorkPlanner
 from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.attention.context_tree import GateConfig, build_tree, choose_shared
-from parrot.engine.attention.planner import WorkPlanner
 from parrot.engine.attention.work_list import (
     KV_END,
     KV_FIRST,
@@ -20,6 +19,7 @@ from parrot.engine.attention.work_list import (
     SplitConfig,
     StepRows,
     WorkList,
+    WorkPlanner,
     plan_work,
 )
 from parrot.engine.kernels.attention_shape import AttentionShape
@@ -293,17 +293,17 @@ def test_shared_tokens_are_counted() -> None:
 
 @pytest.mark.parametrize("own", [1, 100])
 def test_the_planner_keeps_its_plan_while_contexts_only_grow(own: int) -> None:
-    planner = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS, max_growth=8)
+    planner = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS)
     step = shared_step(4, 64, own)
+    step = replace(step, tables=np.pad(step.tables, ((0, 0), (0, 64))))
     ids = [7, 8, 9, 10]
     first = planner.plan(ids, step)
-    for growth in range(1, 8):
+    for growth in range(1, 64):
         grown = StepRows(step.tables, step.starts + growth, step.q_lens)
         assert planner.plan(ids, grown) is first
-    assert planner.num_plans == 1
-    too_far = StepRows(step.tables, step.starts + 8, step.q_lens)
+    too_far = StepRows(step.tables, step.starts + 64, step.q_lens)
     assert planner.plan(ids, too_far) is not first
-    assert planner.num_shared_steps == 9
+    assert planner.num_shared_steps == 65
 
 
 def test_the_planner_plans_anew_for_another_batch() -> None:
