@@ -15,15 +15,13 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.forecast import ReadyPrefixes
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
-from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.fleet import Connect, Engine, Fleet, http_connect
 from parrot.serve.execution.grace import Grace
 from parrot.serve.execution.prefetch import Prefetcher
-from parrot.serve.execution.result_cache import ResultCache, reused
-from parrot.serve.execution.run import Attempt, Outcome, Run
-from parrot.serve.execution.run_table import RunEvents, RunTable
-from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.execution.result_cache import ResultCache
+from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
+from parrot.serve.execution.run_table import RunTable
+from parrot.serve.graph.nodes import Completion
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -88,9 +86,10 @@ class Dispatcher:
             clock,
             self._ledger,
             self._scheduler,
-            Exchange(self._ledger),
+            self.fleet,
             self._prefetch,
-            RunEvents(self._on_queued, self._on_done, self._on_failed, self.fleet.answers),
+            self._on_change,
+            self._on_done,
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
         self.kv_counts = self._ledger.log.total
@@ -109,7 +108,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return self._runs.num_queued
+        return self._scheduler.num_queued
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
@@ -119,10 +118,12 @@ class Dispatcher:
             self._ledger.think_times.continued(completion.session_id, Source.of(before), think_s)
         segments, keys = self._prefixes.prompt(completion)
         result_key = self._results.key(completion, keys)
-        if result_key is not None and self._answer(completion, result_key):
-            return
+        if result_key is not None:
+            result = self._results.get(completion.options.tenant, result_key)
+            if result is not None:
+                self._runs.answer(completion, result)
+                return
         if self._runs.join(completion, result_key):
-            self._wake()
             return
         run = Run(
             completion,
@@ -137,16 +138,6 @@ class Dispatcher:
         )
         self._runs.add(run)
 
-    def _answer(self, completion: Completion, result_key: bytes) -> bool:
-        """Settle it with a result that is there; False if there is none."""
-        result = self._results.get(completion.options.tenant, result_key)
-        if result is None:
-            return False
-        self._runs.forget(completion)
-        self._prefetch.give_up(completion)
-        self._set(completion, result.text, result.tokenized, reused(result.made))
-        return True
-
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first."""
         prefix = self._prefixes.expect(completion, forecast)
@@ -160,21 +151,15 @@ class Dispatcher:
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened. No effect unless it is queued."""
         self._runs.reprioritise(completion)
-        self._wake()
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        self._prefetch.give_up(completion)
-        if self._runs.leave(completion) or not completion.state.is_final:
-            self._settle(completion, CompletionState.CANCELLED, error)
+        self._runs.cancel(completion, error)
 
     def withdraw(self, completion: Completion) -> None:
         """Stop it without settling its output: nobody reads that any more. If it is submitted
         again it goes on behind the text that it has, or begins anew. Safe in any state."""
-        self._prefetch.give_up(completion)
-        if self._runs.leave(completion, comes_back=True):
-            completion.state = CompletionState.IDLE
-            self._wake()
+        self._runs.withdraw(completion)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         self._scheduler.progressed(session_id, remaining_s)
@@ -194,8 +179,9 @@ class Dispatcher:
         self._prefetch.check_integrity()
         self._results.check_integrity()
         expected = self._prefixes.check_integrity()
-        for run in self._runs.queued():
-            expected.update(run.keys)
+        for run in self._runs:
+            if run.state is RunState.QUEUED:
+                expected.update(run.keys)
         self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), expected)
         self._scheduler.check_integrity()
 
@@ -223,7 +209,7 @@ class Dispatcher:
             self._advance()
         except Exception:
             logger.exception("the scheduler failed; what is queued is given up")
-            for run in self._runs.queued():
+            for run in [run for run in self._runs if run.state is RunState.QUEUED]:
                 with suppress(Exception):  # it may have gone half the way to an engine
                     self._scheduler.remove(run)
                 self._runs.fail(run, _DEFECT, is_scheduled=False)
@@ -253,45 +239,18 @@ class Dispatcher:
 
     # What happens to runs
 
-    def _on_queued(self, run: Run) -> None:
-        self._grace.queued(run.models, self._clock.now())
+    def _on_change(self, run: Run) -> None:
+        if run.state is RunState.QUEUED:
+            self._grace.queued(run.models, self._clock.now())
         self._wake()
 
     def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
-        """Everybody who waits gets the result, and it is kept for those to come."""
+        """Learn from its result, and keep it for those to come."""
         if not attempt.resumed:
             self.estimates.learn(run.completion, run.num_chars, outcome.response.usage)
-        tokenized = None
-        if outcome.ids is not None and attempt.tokenizer is not None:
-            tokenized = TokenizedText(attempt.tokenizer.tokenizer_id, outcome.ids)
-        self._wake()
-        made = run.stats
         if run.result_key is not None:
             tenant = run.completion.options.tenant
-            self._results.put(tenant, run.result_key, outcome.text, tokenized, made)
-        for number, waiter in enumerate(self._runs.take_waiters(run)):
-            self._set(waiter, outcome.text, tokenized, reused(made) if number else made)
-
-    def _on_failed(self, run: Run, error: ParrotError) -> None:
-        for waiter in self._runs.take_waiters(run):
-            self._prefetch.give_up(waiter)
-            self._settle(waiter, CompletionState.FAILED, error)
-
-    def _set(
-        self, completion: Completion, text: str, tokenized: TokenizedText | None, stats: RunStats
-    ) -> None:
-        self._ledger.think_times.ended(completion.session_id, Source.of(completion))
-        completion.stats = stats
-        completion.state = CompletionState.DONE
-        completion.times.finished = self._clock.now()
-        completion.output.set(text, tokenized)
-
-    def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
-        completion.state = state
-        completion.times.finished = self._clock.now()
-        self._wake()
-        if not completion.output.is_settled:
-            completion.output.fail(error)
+            self._results.put(tenant, run.result_key, outcome.text, outcome.tokenized, run.stats)
 
     # Engines that come and go
 
@@ -317,7 +276,7 @@ class Dispatcher:
         self._scheduler.remove_engine(engine.id)
         self._grace.engine_lost(engine.last_seen)
         for run in given_up:
-            self._on_failed(run, EngineFailed("every engine that ran the completion was lost"))
+            self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
 
     def _on_freed(self, engine_id: int, context_id: int) -> None:
         self.fleet.free(engine_id, context_id)

@@ -16,6 +16,7 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.request import open_request
 from parrot.serve.execution.run import Attempt, Outcome, Run
+from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Units, encode_prompt, encode_text
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
@@ -24,8 +25,8 @@ _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been deliver
 
 
 class Exchange:
-    """`run` opens contexts in the ledger and pins one. Exactly one of `keep`, `keep_partial` and
-    `abandon` must follow, also after it was cancelled, unless the engine is lost."""
+    """`run` opens contexts in the ledger and pins one. Exactly one of `keep` and `abandon` must
+    follow, also after it was cancelled, unless the engine is lost."""
 
     def __init__(self, ledger: ContextLedger) -> None:
         self._ledger = ledger
@@ -39,46 +40,28 @@ class Exchange:
             await _resume(run, attempt)
         request = open_request(self._ledger, attempt, parts, run.owner)
         if request is None:
-            return Outcome(run.text, None, 0, _nothing_more())
+            return Outcome(run.text, None, 0, _NOTHING_MORE)
         run.stats.recomputed_tokens = attempt.recomputed_tokens
-        delivered = run.text
+        before = run.text
         if run.wants_stream or run.may_lose:
             response = await self._stream(run, attempt, request)
         else:
             response = await attempt.engine.client.generate(request)
-        return _outcome(run, attempt, delivered, response)
+        return _outcome(run, attempt, before, response)
 
-    def keep(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
-        """Keep the context with the output, for whoever continues it."""
-        clean: Units | None = outcome.text if attempt.tokenizer is None else outcome.ids
-        source = Source.of(run.completion)
-        self._settle(run, attempt, outcome.text, clean, outcome.num_units, source)
-
-    def keep_partial(self, run: Run, attempt: Attempt) -> None:
-        """Keep the context with what was delivered of the output, for when it is wanted again."""
-        text_ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
-        clean: Units | None = run.text if attempt.tokenizer is None else text_ids
-        num_units = len(run.text if attempt.tokenizer is None else run.ids)
-        self._settle(run, attempt, run.text, clean, num_units - len(attempt.resumed), None)
-
-    def _settle(
-        self,
-        run: Run,
-        attempt: Attempt,
-        text: str,
-        clean: Units | None,
-        num_units: int,
-        source: Source | None,
-    ) -> None:
-        """The context has `num_units` more than it was given. `clean` stands for exactly `text`."""
+    def keep(self, run: Run, attempt: Attempt, outcome: Outcome, source: Source | None) -> None:
+        """Keep the context with the output, for whoever continues it. `source`: whose it is; None
+        if it is not whole."""
         context, attempt.context = attempt.context, None
         if context is None:
             return
+        ids = None if outcome.tokenized is None else outcome.tokenized.ids
+        clean: Units | None = outcome.text if attempt.tokenizer is None else ids
         boundary = None
-        if clean:
+        if clean:  # it stands for exactly the output's text
             end = context.length - len(attempt.resumed) + len(clean)
-            boundary = Boundary(_output_key(run, text), end, clean[-1])
-        self._ledger.settle(context, context.length + num_units, boundary, source)
+            boundary = Boundary(_output_key(run, outcome.text), end, clean[-1])
+        self._ledger.settle(context, context.length + outcome.num_units, boundary, source)
         self._ledger.unpin(context)
 
     def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> None:
@@ -139,32 +122,40 @@ def _output_key(run: Run, text: str) -> bytes:
     return extend_key(run.keys[-1], output_segment(text, None))
 
 
-def _outcome(run: Run, attempt: Attempt, delivered: str, response: GenerateResponse) -> Outcome:
-    text = delivered + response.generated_text
+def delivered(run: Run, attempt: Attempt) -> Outcome:
+    """What the run has delivered until now."""
+    tokenizer = attempt.tokenizer
+    if tokenizer is None:
+        return Outcome(run.text, None, len(run.text) - len(attempt.resumed), _NOTHING_MORE)
+    ids = _ids_of_text(run, tokenizer)
+    tokenized = None if ids is None else TokenizedText(tokenizer.tokenizer_id, ids)
+    return Outcome(run.text, tokenized, len(run.ids) - len(attempt.resumed), _NOTHING_MORE)
+
+
+def _outcome(run: Run, attempt: Attempt, before: str, response: GenerateResponse) -> Outcome:
+    text = before + response.generated_text
     if not text.startswith(run.text):
         raise EngineFailed("the engine's result contradicts what it streamed")
     if attempt.tokenizer is None:
         return Outcome(text, None, len(response.generated_text), response)
-    ids = _clean_ids(attempt, attempt.tokenizer, response)
-    return Outcome(text, ids, len(response.generated_ids), response)
+    tokenized = _tokenized(attempt, attempt.tokenizer, response)
+    return Outcome(text, tokenized, len(response.generated_ids), response)
 
 
-def _clean_ids(
+def _tokenized(
     attempt: Attempt, tokenizer: ModelTokenizer, response: GenerateResponse
-) -> Ids | None:
+) -> TokenizedText | None:
     """The ids of the whole text, if they are known."""
     stop_ids = set(attempt.sampling.stop_token_ids)
     if not attempt.sampling.ignore_tokenizer_eos:
         stop_ids |= tokenizer.eos
     stopped = response.finish_reason is FinishReason.STOP
     ids = tokenizer.clean_output(response.generated_ids, stop_ids, stopped)
-    if ids is None or (response.generated_text and not ids):
+    if ids is None or isinstance(attempt.resumed, str) or (response.generated_text and not ids):
         return None
-    resumed = attempt.resumed
-    return None if isinstance(resumed, str) else (*resumed, *ids)
+    return TokenizedText(tokenizer.tokenizer_id, (*attempt.resumed, *ids))
 
 
-def _nothing_more() -> GenerateResponse:
-    return GenerateResponse(
-        generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
-    )
+_NOTHING_MORE = GenerateResponse(
+    generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
+)

@@ -30,8 +30,9 @@ from parrot.serve.contexts.index import Context, Owner
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats
 from parrot.serve.graph.objective import strictest_objective
+from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Units
-from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
+from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.scheduling.task import CompletionTask
 
 _MAX_LOST = 3
@@ -80,11 +81,11 @@ class Attempt:
 
 
 class Outcome(NamedTuple):
-    """The whole text, and its ids if there are ids that stand for exactly this text. `num_units`:
-    what the engine appended to the context."""
+    """The whole text, and its tokens if there are ids that stand for exactly this text.
+    `num_units`: what the engine appended to the context."""
 
     text: str
-    ids: Ids | None
+    tokenized: TokenizedText | None
     num_units: int
     response: GenerateResponse
 

@@ -7,14 +7,16 @@ NEW --> QUEUED <--> PLACED --> ENDED        a run that loses its engine, a conte
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from parrot.protocol.errors import InternalError, ParrotError
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.exchange import Exchange
-from parrot.serve.execution.fleet import Engine
+from parrot.serve.contexts.think_time import Source
+from parrot.serve.execution.exchange import Exchange, delivered
+from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.prefetch import Prefetcher
+from parrot.serve.execution.result_cache import Result, reused
 from parrot.serve.execution.run import (
     Attempt,
     Outcome,
@@ -25,7 +27,8 @@ from parrot.serve.execution.run import (
     is_broken,
     judge,
 )
-from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
+from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
@@ -34,59 +37,49 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-_LIVE = (RunState.QUEUED, RunState.PLACED)
-
-
-@dataclass(frozen=True, slots=True)
-class RunEvents:
-    """Callbacks to the owner of the table: a run was `queued`, is `done` or has `failed` (both
-    have ended by then, and still have their waiters). `answers` tells whether an engine is alive to
-    which a connection broke; if it is not, `RunTable.lose` must have come for it."""
-
-    queued: Callable[[Run], None]
-    done: Callable[[Run, Attempt, Outcome], None]
-    failed: Callable[[Run, ParrotError], None]
-    answers: Callable[[Engine], Awaitable[bool]]
+# What those who wait for a live run are told of it.
+_LIVE = {
+    RunState.QUEUED: CompletionState.QUEUED,
+    RunState.PLACED: CompletionState.RUNNING,
+}
 
 
 class RunTable:
-    """Owns every run and its state, which changes in `_set_state` alone. A completion waits for one
-    run at most. Nothing that an attempt brings counts when its run has another one, or none."""
+    """Owns every run and its state, which changes in `_set_state` alone, and settles the outputs of
+    the completions that wait for it. A completion waits for one run at most. Nothing that an
+    attempt brings counts when its run has another one, or none."""
 
     def __init__(
         self,
         clock: Clock,
         ledger: ContextLedger,
         scheduler: Scheduler,
-        exchange: Exchange,
+        fleet: Fleet,
         prefetch: Prefetcher,
-        events: RunEvents,
+        on_change: Callable[[Run], None],
+        on_done: Callable[[Run, Attempt, Outcome], None],
     ) -> None:
+        """`on_change` hears of every new state or wish, `on_done` of a result before it is told."""
         self.queued_by_tenant = QueuedByTenant()
         self._clock = clock
         self._ledger = ledger
         self._scheduler = scheduler
-        self._exchange = exchange
+        self._fleet = fleet
         self._prefetch = prefetch
-        self._events = events
+        self._on_change = on_change
+        self._on_done = on_done
+        self._exchange = Exchange(ledger)
         self._tasks = TaskSet()
-        self._live: dict[RunState, dict[Run, None]] = {state: {} for state in _LIVE}
+        self._live: dict[Run, None] = {}  # those that are queued or placed
         self._run_of: dict[int, Run] = {}  # by the waiter's id
         self._shared: dict[bytes, Run] = {}  # live ones by result key
         self._withdrawn: dict[int, dict[int, Run]] = {}  # by the ids of session and completion
 
-    @property
-    def num_queued(self) -> int:
-        return len(self._live[RunState.QUEUED])
-
     def __iter__(self) -> Iterator[Run]:
         """Yield the runs that are queued or placed now."""
-        return iter([run for runs in self._live.values() for run in runs])
+        return iter(list(self._live))
 
-    def queued(self) -> list[Run]:
-        return list(self._live[RunState.QUEUED])
-
-    # Waiters
+    # Completions
 
     def add(self, run: Run) -> None:
         """A new run, with its first waiter."""
@@ -99,7 +92,7 @@ class RunTable:
         withdrawn. False if there is neither."""
         run = None if result_key is None else self._shared.get(result_key)
         if run is not None:
-            self.forget(completion)
+            self._forget(completion)
         elif (run := self._take_withdrawn(completion)) is None:
             return False
         run.waiters.append(completion)
@@ -117,44 +110,34 @@ class RunTable:
             self._ledger.owners.share(context, run.owner)
         return True
 
+    def answer(self, completion: Completion, result: Result) -> None:
+        """Settle it with the result of an earlier run."""
+        self._forget(completion)
+        self._prefetch.give_up(completion)
+        self._set_output(completion, result.text, result.tokenized, reused(result.made))
+
     def reprioritise(self, completion: Completion) -> None:
         """Its objective has changed. No effect unless its run is queued."""
         if (run := self._run_of.get(completion.id)) is not None:
             self._update(run)
 
-    def leave(self, completion: Completion, *, comes_back: bool = False) -> bool:
-        """The completion waits no more; False if it did not. A run without waiters is stopped. If
-        it may be wanted again, what it has generated is kept."""
-        run = self._run_of.pop(completion.id, None)
-        if run is None:
-            return False
-        run.waiters.remove(completion)
-        completion.stats = replace(run.stats)
-        if run.waiters:
-            self._update(run)
-        elif run.state in _LIVE:
-            self._stop(run, is_kept=comes_back and run.can_continue)
-            if run.state is RunState.WITHDRAWN:
-                self._withdrawn.setdefault(completion.session_id, {})[completion.id] = run
-        return True
+    def cancel(self, completion: Completion, error: ParrotError) -> None:
+        """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
+        self._prefetch.give_up(completion)
+        if self._leave(completion) or not completion.state.is_final:
+            self._settle(completion, CompletionState.CANCELLED, error)
 
-    def forget(self, completion: Completion) -> None:
-        """Give up the completion's run that was withdrawn, if there is one."""
-        if (run := self._take_withdrawn(completion)) is not None:
-            self._set_state(run, RunState.ENDED)
+    def withdraw(self, completion: Completion) -> None:
+        """Stop it without settling its output: nobody reads that any more. If it is submitted
+        again it goes on behind the text that it has, or begins anew. Safe in any state."""
+        self._prefetch.give_up(completion)
+        if self._leave(completion, comes_back=True):
+            completion.state = CompletionState.IDLE
 
     def forget_session(self, session_id: int) -> None:
         """Nobody will want its withdrawn runs again."""
         for run in self._withdrawn.pop(session_id, {}).values():
             self._set_state(run, RunState.ENDED)
-
-    def take_waiters(self, run: Run) -> Iterator[Completion]:
-        """Take them one by one from a run that has ended: settling one may make others leave."""
-        assert run.state is RunState.ENDED, run
-        while run.waiters:
-            waiter = run.waiters.pop(0)
-            del self._run_of[waiter.id]
-            yield waiter
 
     # Runs
 
@@ -172,19 +155,13 @@ class RunTable:
             self._run(run, attempt), name=f"run for completion {run.completion.id}"
         )
 
-    def fail(self, run: Run, error: ParrotError, *, is_scheduled: bool = True) -> None:
-        """Give a queued run up. Not `is_scheduled`: the scheduler has given it up already."""
-        self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
-        self._events.failed(run, error)
-
     def lose(self, engine: Engine) -> list[Run]:
         """The engine is gone: its runs go on elsewhere, but not for ever, since one of them may be
-        the cause. Returns those that do not. Before the ledger forgets the engine."""
+        the cause. Returns those that do not, for `fail`. Before the ledger forgets the engine."""
         given_up: list[Run] = []
-        for run in list(self._live[RunState.PLACED]):
-            attempt = run.attempt
-            assert attempt is not None, run
-            if attempt.engine is not engine:
+        for attempt in self._attempts():
+            run = attempt.task
+            if attempt.engine is not engine or not isinstance(run, Run):
                 continue
             _cancel(attempt)
             attempt.context = None
@@ -196,37 +173,45 @@ class RunTable:
                 given_up.append(run)
         return given_up
 
+    def fail(self, run: Run, error: ParrotError, *, is_scheduled: bool = True) -> None:
+        """Give up a run, and fail all who wait for it. Not `is_scheduled`: the scheduler
+        has given it up already."""
+        if run.state is not RunState.ENDED:
+            self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
+        for waiter in self._take_waiters(run):
+            self._prefetch.give_up(waiter)
+            self._settle(waiter, CompletionState.FAILED, error)
+
     def users(self) -> Counter[int]:
         """How many runs use each context, by its id."""
-        attempts = [run.attempt for run in self._live[RunState.PLACED]]
-        return Counter(a.context.id for a in attempts if a is not None and a.context is not None)
+        return Counter(a.context.id for a in self._attempts() if a.context is not None)
 
     async def close(self) -> None:
         await self._tasks.close()
 
     def check_integrity(self) -> None:
         """Compare the indexes with the runs' states. Raises AssertionError with what differs."""
-        runs = set(self)
-        for state, members in self._live.items():
-            assert all(run.state is state for run in members), members
-        assert self.num_queued == self._scheduler.num_queued, self._live
-        tenants = Counter(r.completion.options.tenant for r in self._live[RunState.QUEUED])
+        queued = [run for run in self if run.state is RunState.QUEUED]
+        assert len(queued) == self._scheduler.num_queued, queued
+        tenants = Counter(run.completion.options.tenant for run in queued)
         assert tenants == self.queued_by_tenant, (tenants, self.queued_by_tenant)
-        shared = {run.result_key: run for run in runs if run.result_key is not None}
+        shared = {run.result_key: run for run in self if run.result_key is not None}
         assert self._shared == shared, (self._shared, shared)
-        for run in runs:
+        for run in self:
             assert run.waiters, run
+            assert run.state in _LIVE, run
             assert (run.attempt is not None) == (run.state is RunState.PLACED), run
             for waiter in run.waiters:
                 assert self._run_of[waiter.id] is run, waiter
-                assert waiter.state is _WAITER_STATES[run.state], waiter
+                assert waiter.state is _LIVE[run.state], waiter
                 assert waiter.output.partial_text == run.text, waiter
-        attempts = [run.attempt for run in self._live[RunState.PLACED] if run.attempt is not None]
+        attempts = self._attempts()
         assert all(attempt.runner is not None for attempt in attempts), attempts
-        for engine_id, num_placed in Counter(a.engine.id for a in attempts).items():
-            assert self._scheduler.num_placed(engine_id) == num_placed, (engine_id, attempts)
+        num_placed = Counter(attempt.engine.id for attempt in attempts)
+        for engine in self._fleet:
+            assert self._scheduler.num_placed(engine.id) == num_placed[engine.id], engine
         for run in self._run_of.values():
-            assert run in runs or run.state is RunState.ENDED, run
+            assert run in self._live or run.state is RunState.ENDED, run
         for withdrawn in self._withdrawn.values():
             assert all(r.state is RunState.WITHDRAWN and not r.waiters for r in withdrawn.values())
 
@@ -250,12 +235,11 @@ class RunTable:
                 self._prefetch.started(waiter, attempt.engine.id)
         if before is RunState.PLACED:
             run.attempt = None
-        self._index(run, before)
+        self._index(run)
         if state in _LIVE:
             for waiter in run.waiters:
                 self._tell(run, waiter)
-        if state is RunState.QUEUED:
-            self._events.queued(run)
+        self._on_change(run)
 
     def _reschedule(self, run: Run, before: RunState) -> None:
         scheduler, attempt = self._scheduler, run.attempt
@@ -270,31 +254,91 @@ class RunTable:
         elif before is RunState.QUEUED:
             scheduler.remove(run)
 
-    def _index(self, run: Run, before: RunState) -> None:
-        if before in _LIVE:
-            del self._live[before][run]
+    def _index(self, run: Run) -> None:
         if run.state in _LIVE:
-            self._live[run.state][run] = None
-        if run.result_key is None:
-            return
-        if run.state in _LIVE:
-            self._shared[run.result_key] = run
-        elif before in _LIVE:
-            del self._shared[run.result_key]
+            self._live[run] = None
+            if run.result_key is not None:
+                self._shared[run.result_key] = run
+        elif run in self._live:
+            del self._live[run]
+            if run.result_key is not None:
+                del self._shared[run.result_key]
 
     def _tell(self, run: Run, waiter: Completion) -> None:
-        waiter.state = _WAITER_STATES[run.state]
+        waiter.state = _LIVE[run.state]
         waiter.stats = run.stats
         if run.state is RunState.PLACED:
             waiter.times.started = self._clock.now()
 
+    def _update(self, run: Run) -> None:
+        """Its waiters may want something else now."""
+        if run.state is RunState.QUEUED:
+            self._scheduler.update(run)
+            self._on_change(run)
+
+    # Waiters
+
+    def _leave(self, completion: Completion, *, comes_back: bool = False) -> bool:
+        """The completion waits no more; False if it did not. A run without waiters is stopped. If
+        it may be wanted again, what it has generated is kept."""
+        run = self._run_of.pop(completion.id, None)
+        if run is None:
+            return False
+        run.waiters.remove(completion)
+        completion.stats = replace(run.stats)
+        if run.waiters:
+            self._update(run)
+        elif run.state in _LIVE:
+            self._stop(run, is_kept=comes_back and run.can_continue)
+            if run.state is RunState.WITHDRAWN:
+                self._withdrawn.setdefault(completion.session_id, {})[completion.id] = run
+        return True
+
+    def _take_waiters(self, run: Run) -> Iterator[Completion]:
+        """Take them one by one from a run that has ended: settling one may make others leave."""
+        assert run.state is RunState.ENDED, run
+        while run.waiters:
+            waiter = run.waiters.pop(0)
+            del self._run_of[waiter.id]
+            yield waiter
+
+    def _take_withdrawn(self, completion: Completion) -> Run | None:
+        runs = self._withdrawn.get(completion.session_id)
+        run = None if runs is None else runs.pop(completion.id, None)
+        if runs is not None and not runs:
+            del self._withdrawn[completion.session_id]
+        return run
+
+    def _forget(self, completion: Completion) -> None:
+        """Give up the completion's run that was withdrawn, if there is one."""
+        if (run := self._take_withdrawn(completion)) is not None:
+            self._set_state(run, RunState.ENDED)
+
+    def _set_output(
+        self, completion: Completion, text: str, tokenized: TokenizedText | None, stats: RunStats
+    ) -> None:
+        self._ledger.think_times.ended(completion.session_id, Source.of(completion))
+        completion.stats = stats
+        completion.state = CompletionState.DONE
+        completion.times.finished = self._clock.now()
+        completion.output.set(text, tokenized)
+
+    def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
+        completion.state = state
+        completion.times.finished = self._clock.now()
+        if not completion.output.is_settled:
+            completion.output.fail(error)
+
     # Attempts
+
+    def _attempts(self) -> list[Attempt]:
+        return [run.attempt for run in self._live if run.attempt is not None]
 
     async def _run(self, run: Run, attempt: Attempt) -> None:
         try:
             outcome = await self._exchange.run(run, attempt)
         except ParrotError as error:
-            if not is_broken(error) or await self._events.answers(attempt.engine):
+            if not is_broken(error) or await self._fleet.answers(attempt.engine):
                 self._attempt_failed(run, attempt, error)
         except Exception:
             logger.exception("completion %d failed", run.completion.id)
@@ -303,6 +347,7 @@ class RunTable:
             self._attempt_done(run, attempt, outcome)
 
     def _attempt_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
+        """Everybody who waits gets the result."""
         if run.attempt is not attempt:
             return
         attempt.runner = None
@@ -312,9 +357,12 @@ class RunTable:
         stats.prompt_tokens = usage.cached_tokens + usage.computed_tokens - num_resumed
         stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
         stats.finish_reason = outcome.response.finish_reason
-        self._exchange.keep(run, attempt, outcome)
+        self._exchange.keep(run, attempt, outcome, Source.of(run.completion))
         self._set_state(run, RunState.ENDED)
-        self._events.done(run, attempt, outcome)
+        self._on_done(run, attempt, outcome)
+        for number, waiter in enumerate(self._take_waiters(run)):
+            own = reused(stats) if number else stats
+            self._set_output(waiter, outcome.text, outcome.tokenized, own)
 
     def _attempt_failed(self, run: Run, attempt: Attempt, error: ParrotError) -> None:
         if run.attempt is not attempt:
@@ -324,39 +372,20 @@ class RunTable:
         self._exchange.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
         if verdict is Verdict.NEEDS_MEMORY:
             self._ledger.evict_idle(attempt.engine.id)
-        if verdict is not Verdict.FAILS:
-            self._set_state(run, RunState.QUEUED)
+        if verdict is Verdict.FAILS:
+            self.fail(run, final_error(attempt.engine, error))
         else:
-            self._set_state(run, RunState.ENDED)
-            self._events.failed(run, final_error(attempt.engine, error))
+            self._set_state(run, RunState.QUEUED)
 
     def _stop(self, run: Run, *, is_kept: bool) -> None:
         """Nobody waits for it any more."""
         if (attempt := run.attempt) is not None:
             _cancel(attempt)
             if is_kept:
-                self._exchange.keep_partial(run, attempt)
+                self._exchange.keep(run, attempt, delivered(run, attempt), None)
             else:
                 self._exchange.abandon(attempt)
         self._set_state(run, RunState.WITHDRAWN if is_kept else RunState.ENDED)
-
-    def _update(self, run: Run) -> None:
-        """Its waiters may want something else now."""
-        if run.state is RunState.QUEUED:
-            self._scheduler.update(run)
-
-    def _take_withdrawn(self, completion: Completion) -> Run | None:
-        runs = self._withdrawn.get(completion.session_id)
-        run = None if runs is None else runs.pop(completion.id, None)
-        if runs is not None and not runs:
-            del self._withdrawn[completion.session_id]
-        return run
-
-
-_WAITER_STATES = {
-    RunState.QUEUED: CompletionState.QUEUED,
-    RunState.PLACED: CompletionState.RUNNING,
-}
 
 
 def _cancel(attempt: Attempt) -> None:
