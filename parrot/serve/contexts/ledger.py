@@ -10,12 +10,13 @@ after its children (they are freed first under pressure), and a context with run
 or below it, is never evicted. A *retired* context is found by nobody any more; whoever runs on it
 or has forked it goes on, and it is freed with the last of them."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parrot.serve.config import KvEviction
+from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
-from parrot.serve.contexts.forecast import Expectations, NextUse
+from parrot.serve.contexts.forecast import Expectations, NextUse, ReadyPrefixes
 from parrot.serve.contexts.index import Boundary, Context, Owner, PrefixIndex
 from parrot.serve.contexts.kv_log import FreeReason, KvLog
 from parrot.serve.contexts.think_time import Source, ThinkTimes
@@ -115,24 +116,24 @@ class Owners:
 class ContextLedger:
     def __init__(
         self,
+        config: CoreConfig,
         clock: Clock,
-        constant_timeout_s: float,
         on_free: Callable[[int, int], None],
-        eviction: KvEviction = "next_use",
     ) -> None:
-        """Tenants' contexts expire after `constant_timeout_s` unused. `on_free` is called with the
-        ids of engine and context when a live engine may forget a context."""
+        """`on_free` is called with the ids of engine and context when a live engine may forget a
+        context."""
         self._clock = clock
-        self._constant_timeout_s = constant_timeout_s
+        self._constant_timeout_s = config.constant_prefix_var_timeout
+        self._eviction = config.global_scheduler.kv_eviction
         self._on_free = on_free
         self._ids = IdCounter(1)
         self._accounts: dict[int, Account] = {}
-        self._eviction = eviction
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
         self.log = KvLog(self.index.is_held)
         self.owners = Owners()
         self.expectations = Expectations()
+        self.prefixes = ReadyPrefixes(self.expectations)
         self._next_use = NextUse(self.expectations, self.think_times)
 
     # Engines
@@ -305,10 +306,11 @@ class ContextLedger:
                 self._evict_expired(context, now)
         return None
 
-    def check_integrity(self, users: Mapping[int, int], expected: Mapping[bytes, int]) -> None:
-        """Recount everything. `users`: how many runs use each context, by its id, and `expected`:
-        how often each key is, as their owners know it. Raises AssertionError with what differs."""
-        self.expectations.check_integrity(expected)
+    def check_integrity(self, users: Mapping[int, int], queued: Counter[bytes]) -> None:
+        """Recount everything. `users`: how many runs use each context, by its id, and `queued`: how
+        many queued ones each key, as their owner knows it. Raises AssertionError with what
+        differs."""
+        self.expectations.check_integrity(queued + self.prefixes.check_integrity())
         live: dict[int, Context] = {}
         for account in self._accounts.values():
             live.update(account.contexts)

@@ -138,6 +138,13 @@ class ThinkTimes:
         """A call has ended, and may be continued from now on."""
         self._open.setdefault(session_id, Counter())[source] += 1
 
+    def submitted(self, completion: Completion, now: float) -> None:
+        """A call is ready. If it continues another one, that was thought about until now."""
+        before = completion.previous
+        if before is not None and before.times.finished is not None:
+            think_s = now - before.times.finished
+            self.continued(completion.session_id, Source.of(before), think_s)
+
     def continued(self, session_id: int, source: Source, think_s: float) -> None:
         """A call that continues one of the source's is ready."""
         if (pending := self._open.get(session_id)) is not None and pending[source] > 0:

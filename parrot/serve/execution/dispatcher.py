@@ -7,14 +7,13 @@ submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.pla
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
 from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.forecast import ReadyPrefixes
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.fleet import Connect, Engine, Fleet, http_connect
 from parrot.serve.execution.grace import Grace
 from parrot.serve.execution.prefetch import Prefetcher
@@ -52,12 +51,7 @@ class Dispatcher:
         """`order` and `placer` replace the scheduler's configured ones."""
         self._clock = clock
         self._timers = TimerQueue(clock)
-        self._ledger = ContextLedger(
-            clock,
-            config.constant_prefix_var_timeout,
-            self._on_freed,
-            config.global_scheduler.kv_eviction,
-        )
+        self._ledger = ContextLedger(config, clock, self._on_freed)
         self._scheduler = Scheduler(
             config.global_scheduler, clock, self._ledger.index, order, placer
         )
@@ -71,7 +65,6 @@ class Dispatcher:
             self._on_joined,
             self._on_lost,
         )
-        self._prefixes = ReadyPrefixes(self._ledger.expectations)
         self.estimates = Estimates(self._scheduler.pace)
         self._prefetch = Prefetcher(
             clock,
@@ -113,10 +106,8 @@ class Dispatcher:
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
         and its objective is set."""
-        if (before := completion.previous) is not None and before.times.finished is not None:
-            think_s = self._clock.now() - before.times.finished
-            self._ledger.think_times.continued(completion.session_id, Source.of(before), think_s)
-        segments, keys = self._prefixes.prompt(completion)
+        self._ledger.think_times.submitted(completion, self._clock.now())
+        segments, keys = self._ledger.prefixes.prompt(completion)
         result_key = self._results.key(completion, keys)
         if result_key is not None:
             result = self._results.get(completion.options.tenant, result_key)
@@ -140,12 +131,12 @@ class Dispatcher:
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first."""
-        prefix = self._prefixes.expect(completion, forecast)
+        prefix = self._ledger.prefixes.expect(completion, forecast)
         if prefix is not None and self._fills_eagerly:
             self._prefetch.grew(completion, prefix)
 
     def unexpect(self, completion: Completion) -> None:
-        self._prefixes.drop(completion)
+        self._ledger.prefixes.drop(completion)
         self._prefetch.give_up(completion)
 
     def reprioritise(self, completion: Completion) -> None:
@@ -178,11 +169,8 @@ class Dispatcher:
         self._runs.check_integrity()
         self._prefetch.check_integrity()
         self._results.check_integrity()
-        expected = self._prefixes.check_integrity()
-        for run in self._runs:
-            if run.state is RunState.QUEUED:
-                expected.update(run.keys)
-        self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), expected)
+        keys = [key for run in self._runs if run.state is RunState.QUEUED for key in run.keys]
+        self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), Counter(keys))
         self._scheduler.check_integrity()
 
     async def close(self) -> None:

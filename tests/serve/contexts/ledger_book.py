@@ -1,6 +1,6 @@
 """A context ledger to test with."""
 
-from parrot.serve.config import KvEviction
+from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, KvEviction
 from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.utils.clock import ManualClock
@@ -13,7 +13,11 @@ class Book(ContextLedger):
         self.clock = ManualClock(50.0)
         self.notices = 0
         self._told: dict[int, list[int]] = {}  # what engines may forget
-        super().__init__(self.clock, timeout_s, self._note, eviction)
+        config = CoreConfig(
+            constant_prefix_var_timeout=timeout_s,
+            global_scheduler=GlobalSchedulerConfig(kv_eviction=eviction),
+        )
+        super().__init__(config, self.clock, self._note)
 
     def _note(self, engine_id: int, context_id: int) -> None:
         self.notices += 1
