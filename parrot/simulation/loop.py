@@ -96,11 +96,10 @@ class _IdleSelector(selectors.SelectSelector):
 
 
 class LoopClock:
-    """The loop's time as a `Clock`. Use it in that loop only."""
+    """The running loop's time as a `Clock`. Use it in that loop only."""
 
-    def __init__(self, loop: AbstractEventLoop | None = None) -> None:
-        """`loop`: default the running one."""
-        self._loop = loop or asyncio.get_running_loop()
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
         return self._loop.time()

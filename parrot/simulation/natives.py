@@ -14,10 +14,9 @@ NATIVE_S = 2e-3  # what a short function takes in the service's sandbox
 
 
 class BlockingSandbox:
-    """Runs each function while time stands still, then lets `seconds` pass for it."""
+    """Runs each function while time stands still, then lets `NATIVE_S` pass for it."""
 
-    def __init__(self, seconds: float = NATIVE_S) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._pool: Monty | None = None
         self._exit = ExitStack()
 
@@ -34,7 +33,7 @@ class BlockingSandbox:
                 )
         except MontyError as error:
             raise NativeFunctionFailed(explain(call, error)) from None
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(NATIVE_S)
         return values
 
     async def close(self) -> None:

@@ -42,7 +42,6 @@ class Script:
     error: ParrotError | None = None
     steps: int = 3
     hang_after: int | None = None
-    latency_s: float = 0.0
     finish_reason: FinishReason = FinishReason.STOP
     stop_token: bool = True
     extra_ids: Sequence[int] = ()
@@ -63,9 +62,6 @@ class FakeEngine(EngineClient):
     free_batches: int = 0
     free_error: ParrotError | None = None
     ping_error: ParrotError | None = None
-    fills: list[FillRequest] = field(default_factory=list)
-    fill_error: ParrotError | None = None
-    fill_hangs: bool = False
     contexts: dict[int, Contents] = field(default_factory=dict)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
@@ -95,12 +91,6 @@ class FakeEngine(EngineClient):
         return sum(len(self.contexts.pop(context_id, ())) for context_id in context_ids)
 
     async def fill(self, request: FillRequest) -> FillResponse:
-        """Only eager fills come this way; they are in `fills`, and hang while `fill_hangs`."""
-        self.fills.append(request)
-        if self.fill_error is not None:
-            raise self.fill_error
-        if self.fill_hangs:
-            await self.resume.wait()
         cached = self._fill([request])
         contents = self.contexts[request.context_id]
         return FillResponse(
@@ -127,8 +117,6 @@ class FakeEngine(EngineClient):
             contents = self.contexts[request.context_id]
             self.prompts.append(self._decode(contents))
             text = script.text(self.prompts[-1])
-            if script.latency_s:
-                await asyncio.sleep(script.latency_s)
             size = max(1, -(-len(text) // script.steps))
             num_filled = len(contents)
             for i, start in enumerate(range(0, len(text), size)):
@@ -200,7 +188,7 @@ class FakeEngine(EngineClient):
 def fake_engine(
     name: str = "fake", *, model: str = "tiny", text: bool = False, add_bos: bool = False,
     tokens_capacity: int = 100_000, tasks_capacity: int = 64, max_seq_len: int = 50_000,
-    block_size: int = 1, script: Script | None = None, ping_error: ParrotError | None = None,
+    script: Script | None = None, ping_error: ParrotError | None = None,
 ) -> FakeEngine:  # fmt: skip
     payload = None if text else byte_tokenizer(add_bos=add_bos)
     info = EngineInfo(
@@ -213,7 +201,6 @@ def fake_engine(
         max_seq_len=max_seq_len,
         tasks_capacity=tasks_capacity,
         tokens_capacity=tokens_capacity,
-        block_size=block_size,
     )
     return FakeEngine(info, payload, script or Script(), ping_error=ping_error)
 

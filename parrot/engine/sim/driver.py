@@ -23,7 +23,7 @@ class SimDriver(AsyncDriver):
         self._runner = runner
         self._leaps = leaps
         self.slowdown = 1.0
-        self._napping: asyncio.Future[None] | None = None
+        self._interrupted = asyncio.Event()
 
     def slow_down(self, factor: float) -> None:
         """From the next step on."""
@@ -64,16 +64,13 @@ class SimDriver(AsyncDriver):
         return num_done
 
     async def _nap(self, until: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._napping = loop.create_future()
-        timer = loop.call_at(until, self.interrupt)
+        self._interrupted.clear()
+        timer = asyncio.get_running_loop().call_at(until, self.interrupt)
         try:
-            await self._napping
+            await self._interrupted.wait()
         finally:
             timer.cancel()
-            self._napping = None
 
     def interrupt(self) -> None:
         """End a leap with the step under way."""
-        if self._napping is not None and not self._napping.done():
-            self._napping.set_result(None)
+        self._interrupted.set()
