@@ -83,7 +83,7 @@ class Endpoint:
         arguments: dict[str, Any] = {}
         if request.path_params:
             path = parse_payload(PathParameters, request.path_params)
-            arguments = path.model_dump(exclude_unset=True)
+            arguments = {name: getattr(path, name) for name in request.path_params}
         if self.takes is not None:
             fields = await self._read_fields(request)
             for name in arguments.keys() & self.takes.model_fields:

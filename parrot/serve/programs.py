@@ -18,7 +18,7 @@ from parrot.protocol.public import (
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.native import check_call
 from parrot.serve.observers import Observers
-from parrot.serve.quotas import Usage, num_bytes, usage_of
+from parrot.serve.quotas import num_bytes, usage_of
 from parrot.serve.readers import Reads
 from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
@@ -61,10 +61,10 @@ class Programs:
             return session.graph.submit(request)
         self._runner.require_room(session.tenant)
         usage = usage_of(request)
-        session.account.require(usage)
+        session.account.require(**usage)
         response = session.graph.submit(request)
         self._reads.wake_soon(session)
-        session.account.add(usage)
+        session.account.add(**usage)
         self._observers.tell(lambda one: one.call_submitted(session, request, response))
         return response
 
@@ -78,9 +78,9 @@ class Programs:
     ) -> str:
         """Raises `QuotaExceeded`."""
         session = self._sessions.authenticate(session_id, session_auth)
-        usage = Usage(variables=1, text_bytes=num_bytes([content or ""]))
-        session.account.require(usage)
-        session.account.add(usage)
+        usage = {"variables": 1, "text_bytes": num_bytes([content or ""])}
+        session.account.require(**usage)
+        session.account.add(**usage)
         var_id = session.graph.add_variable(var_name, content).id
         self._observers.tell(lambda one: one.variable_created(session, var_id, var_name, content))
         return var_id
@@ -92,10 +92,10 @@ class Programs:
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
         """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
         session = self._sessions.authenticate(session_id, session_auth)
-        usage = Usage(text_bytes=num_bytes([content]))
-        session.account.require(usage)
+        size = num_bytes([content])
+        session.account.require(text_bytes=size)
         session.graph.set_variable(var_id, content)
-        session.account.add(usage)
+        session.account.add(text_bytes=size)
         self._observers.tell(lambda one: one.variable_set(session, var_id, content))
 
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
 
 import orjson
 
@@ -12,22 +11,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import SessionQuota, TenantQuota
 
 
-class Usage(NamedTuple):
-    """Amounts of what quotas limit; the fields are named like the keys of the configuration."""
-
-    calls: int = 0
-    variables: int = 0
-    text_bytes: int = 0
-
-    def plus(self, other: "Usage", sign: int = 1) -> "Usage":
-        return Usage(
-            self.calls + sign * other.calls,
-            self.variables + sign * other.variables,
-            self.text_bytes + sign * other.text_bytes,
-        )
-
-
-def usage_of(request: SemanticCallRequest | NativeCallRequest) -> Usage:
+def usage_of(request: SemanticCallRequest | NativeCallRequest) -> dict[str, int]:
     """Amounts that a session keeps for a new call until it ends, without the outputs' texts."""
     if isinstance(request, NativeCallRequest):
         texts = [request.func_source]
@@ -40,7 +24,7 @@ def usage_of(request: SemanticCallRequest | NativeCallRequest) -> Usage:
             texts.append(parameter.value)
         if parameter.sampling_config is not None:
             texts += _grammar(parameter.sampling_config)
-    return Usage(calls=1, variables=num_new, text_bytes=num_bytes(texts))
+    return {"calls": 1, "variables": num_new, "text_bytes": num_bytes(texts)}
 
 
 def _grammar(sampling: SamplingConfig) -> list[str]:
@@ -60,45 +44,40 @@ def num_bytes(texts: Iterable[str]) -> int:
 
 
 class Account:
-    """The amounts that a session or a tenant keeps, and their quota. A session's usage also
-    counts for its tenant, whose account is its `parent`.
+    """The amounts that a session or a tenant keeps, named like the keys of their quota. A session's
+    also count for its tenant, whose account is its `parent`.
 
     Only requests are refused: texts that calls make are added without a check, so that no work that
     was done is lost, and the next request is refused instead."""
 
     def __init__(self, quota: SessionQuota | TenantQuota, parent: "Account | None" = None) -> None:
-        self.usage = Usage()
+        self.used: Counter[str] = Counter()
         self._quota = quota
         self._parent = parent
 
-    def require(self, more: Usage) -> None:
+    def require(self, **more: int) -> None:
         """Raise `QuotaExceeded` naming the limit if there is no room for `more`."""
-        quota, after = self._quota, self.usage.plus(more)
-        if more.calls and after.calls > quota.calls:
-            self._refuse("calls", quota.calls)
-        if more.variables and after.variables > quota.variables:
-            self._refuse("variables", quota.variables)
-        if more.text_bytes and after.text_bytes > quota.text_bytes:
-            self._refuse("text_bytes", quota.text_bytes)
+        quota = self._quota
+        for name, amount in more.items():
+            limit = getattr(quota, name)
+            if amount and self.used[name] + amount > limit:
+                what = "bytes of text" if name == "text_bytes" else name
+                raise QuotaExceeded(
+                    f"{quota.holder} would keep more than {limit} {what} (`{quota.key}.{name}`)"
+                )
         if self._parent is not None:
-            self._parent.require(more)
+            self._parent.require(**more)
 
-    def add(self, more: Usage) -> None:
-        self.usage = self.usage.plus(more)
+    def add(self, **more: int) -> None:
+        for name, amount in more.items():
+            self.used[name] += amount
         if self._parent is not None:
-            self._parent.add(more)
+            self._parent.add(**more)
 
     def close(self) -> None:
         """The session has ended: its tenant has room again for what it kept."""
         if self._parent is not None:
-            self._parent.usage = self._parent.usage.plus(self.usage, sign=-1)
-        self.usage = Usage()
-
-    def _refuse(self, name: str, limit: int) -> NoReturn:
-        what = "bytes of text" if name == "text_bytes" else name
-        raise QuotaExceeded(
-            f"{self._quota.holder} would keep more than {limit} {what} (`{self._quota.key}.{name}`)"
-        )
+            self._parent.used.subtract(self.used)
 
 
 class QueuedByTenant(Counter[str]):

@@ -1,7 +1,7 @@
 """Sessions: one user program's scope, and who may use it."""
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ from parrot.serve.graph.graph import GraphIds, SessionGraph
 from parrot.serve.graph.nodes import Task
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.quotas import Account, Usage, num_bytes
+from parrot.serve.quotas import Account, num_bytes
 from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
@@ -43,7 +43,7 @@ class Session:
         """Count the end of one of its tasks as activity, and the texts that it made as kept."""
         self.last_active = now
         made = [output.text for output in task.outputs if output.state is VariableState.READY]
-        self.account.add(Usage(text_bytes=num_bytes(made)))
+        self.account.add(text_bytes=num_bytes(made))
 
     def expires_at(self, now: float, life_span_s: float) -> float:
         """Running work and an open read until its timeout count as activity. A read without a
@@ -95,9 +95,8 @@ class SessionRegistry:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
         tenant_account = self._tenants.get(tenant) or Account(self._config.tenant_quota)
         account = Account(self._config.session_quota, tenant_account)
-        usage = Usage(text_bytes=num_bytes(apps))
-        account.require(usage)
-        account.add(usage)
+        account.require(text_bytes=num_bytes(apps))
+        account.add(text_bytes=num_bytes(apps))
         self._tenants[tenant] = tenant_account
         session_id = self._next_id
         self._next_id += 1
@@ -145,16 +144,12 @@ class SessionRegistry:
 
     def check_integrity(self) -> None:
         """Recount the graphs, and what tenants keep. Only between events of the loop."""
-        totals: defaultdict[str, Usage] = defaultdict(Usage)
+        totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for session in self:
             session.graph.check_integrity()
-            totals[session.tenant] = totals[session.tenant].plus(session.account.usage)
+            totals[session.tenant].update(session.account.used)
         for tenant, total in totals.items():
-            assert self._tenants[tenant].usage == total, (
-                tenant,
-                self._tenants[tenant].usage,
-                total,
-            )
+            assert self._tenants[tenant].used == total, (tenant, self._tenants[tenant].used, total)
 
     def _watch(self, session: Session) -> None:
         when = self._clock.now() + self.remaining_s(session)

@@ -89,20 +89,16 @@ def _has_body(endpoint: Endpoint) -> bool:
 def _parameters(endpoint: Endpoint, schemas: Json) -> list[Json]:
     in_path = re.findall(r"\{(\w+)\}", endpoint.path)
     known = PathParameters.model_json_schema()["properties"]
-    parameters: list[Json] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": known[name]["type"]}}
-        for name in in_path
-    ]
+    parameters = [_parameter(name, "path", known[name], is_required=True) for name in in_path]
     if endpoint.takes is None or _has_body(endpoint):
         return parameters
     fields = schemas[endpoint.takes.__name__]
     return parameters + [
-        {
-            "name": name,
-            "in": "query",
-            "required": name in fields.get("required", ()),
-            "schema": field,
-        }
+        _parameter(name, "query", field, is_required=name in fields.get("required", ()))
         for name, field in fields["properties"].items()
         if name not in in_path
     ]
+
+
+def _parameter(name: str, place: str, schema: Json, *, is_required: bool) -> Json:
+    return {"name": name, "in": place, "required": is_required, "schema": schema}
