@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
-from parrot.engine.kernels.fused import (
-    HeadNorm,
-    add_rms_norm,
-    rope_and_store,
-    silu_mul,
-)
+from parrot.engine.kernels.fused import HeadNorm, add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from parrot.utils.config import ConfigError
 
 HFConfig = Mapping[str, Any]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,10 @@ class DecoderSpec:
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
     @property
-    def embedding_width(self) -> int:
-        return self.embed_dim or self.hidden_size
-
-    @property
     def num_layer_weights(self) -> int:
         return sum(prod(shape) for shape in self._layer_shapes().values())
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> Shapes:
         """Every tensor that a checkpoint must have, by name."""
         shapes = self._top_shapes()
         for i in range(self.num_layers):
@@ -101,48 +98,46 @@ class DecoderSpec:
             shapes |= {f"{prefix}.{name}": shape for name, shape in self._layer_shapes().items()}
         return shapes
 
-    def _top_shapes(self) -> dict[str, tuple[int, ...]]:
-        names, width = self.names, self.embedding_width
-        shapes: dict[str, tuple[int, ...]] = {f"{names.embed}.weight": (self.vocab_size, width)}
+    def _top_shapes(self) -> Shapes:
+        names, hidden, width = self.names, self.hidden_size, self.embed_dim or self.hidden_size
+        shapes = _module(names.embed, self.vocab_size, width)
         if not self.tie_embeddings:
-            shapes[f"{names.lm_head}.weight"] = (self.vocab_size, width)
+            shapes |= _module(names.lm_head, self.vocab_size, width)
         if self.final_norm:
-            shapes |= self._norm_shapes(names.final_norm, self.hidden_size)
+            shapes |= self._norm_shapes(names.final_norm)
         if names.positions:
-            rows = self.max_positions + self.position_offset
-            shapes[f"{names.positions}.weight"] = (rows, self.hidden_size)
+            shapes |= _module(names.positions, self.max_positions + self.position_offset, hidden)
         if self.embed_dim is not None:
-            shapes[f"{names.project_in}.weight"] = (self.hidden_size, width)
-            shapes[f"{names.project_out}.weight"] = (width, self.hidden_size)
+            shapes |= _module(names.project_in, hidden, width)
+            shapes |= _module(names.project_out, width, hidden)
         return shapes
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _layer_shapes(self) -> Shapes:
         names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linears = [
-            (names.q, q_width, hidden, self.qkv_bias),
-            (names.k, kv_width, hidden, self.qkv_bias),
-            (names.v, kv_width, hidden, self.qkv_bias),
-            (names.o, hidden, q_width, self.o_bias),
-            (names.up, inner, hidden, self.mlp_bias),
-            (names.down, hidden, inner, self.mlp_bias),
-        ]
+        shapes = (
+            _module(names.q, q_width, hidden, bias=self.qkv_bias)
+            | _module(names.k, kv_width, hidden, bias=self.qkv_bias)
+            | _module(names.v, kv_width, hidden, bias=self.qkv_bias)
+            | _module(names.o, hidden, q_width, bias=self.o_bias)
+            | _module(names.up, inner, hidden, bias=self.mlp_bias)
+            | _module(names.down, hidden, inner, bias=self.mlp_bias)
+            | self._norm_shapes(names.attn_norm)
+            | self._norm_shapes(names.mlp_norm)
+        )
         if self.gated:
-            linears.append((names.gate, inner, hidden, self.mlp_bias))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, out_features, in_features, bias in linears:
-            shapes[f"{name}.weight"] = (out_features, in_features)
-            if bias:
-                shapes[f"{name}.bias"] = (out_features,)
-        for name in (names.attn_norm, names.mlp_norm):
-            shapes |= self._norm_shapes(name, hidden)
+            shapes |= _module(names.gate, inner, hidden, bias=self.mlp_bias)
         if self.qk_norm:
-            shapes |= {f"{n}.weight": (self.head_dim,) for n in (names.q_norm, names.k_norm)}
+            shapes |= _module(names.q_norm, self.head_dim) | _module(names.k_norm, self.head_dim)
         return shapes
 
-    def _norm_shapes(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,)}
-        return shapes | ({f"{name}.bias": (width,)} if self.norm == "layer" else {})
+    def _norm_shapes(self, name: str) -> Shapes:
+        return _module(name, self.hidden_size, bias=self.norm == "layer")
+
+
+def _module(name: str, *weight: int, bias: bool = False) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": weight}
+    return shapes | {f"{name}.bias": weight[:1]} if bias else shapes
 
 
 def read_rope(config: HFConfig) -> RopeSpec:
