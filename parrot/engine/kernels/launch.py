@@ -1,4 +1,4 @@
-"""What launches need besides tensors: the paged KV, and options that depend on the device."""
+"""The paged KV that launches take, and their options that depend on the device."""
 
 from dataclasses import dataclass
 from functools import cache

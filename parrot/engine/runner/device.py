@@ -1,5 +1,4 @@
-"""What runners do with a device besides computing: send a step's numbers, receive its tokens, and
-notice that it is lost."""
+"""Sending a step's numbers to the device, receiving its tokens, and noticing that it is lost."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
