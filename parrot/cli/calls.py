@@ -40,7 +40,10 @@ def watching(read: Callable[[], SessionInfo], console: Console) -> Iterator[None
 
     def show(info: SessionInfo) -> None:
         if console.is_terminal:
-            live.update(progress_table(info), refresh=True)
+            table = Table.grid(padding=(0, 2))
+            for call in info.calls:
+                table.add_row(*_progress(call))
+            live.update(table, refresh=True)
             return
         for call in info.calls:
             if call.finished_s is not None and call.output_var_id not in printed:
@@ -61,13 +64,6 @@ def watching(read: Callable[[], SessionInfo], console: Console) -> Iterator[None
         finally:
             leaving.set()
             thread.join()
-
-
-def progress_table(info: SessionInfo) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for call in info.calls:
-        table.add_row(*_progress(call))
-    return table
 
 
 def _progress(call: CompletionInfo) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
-from parrot.cluster.process import STOP_GRACE_S, ClusterError, ServerProcess
+from parrot.cluster.process import ClusterError, ServerProcess
 from parrot.protocol.public import ReadyResponse
 from parrot.utils.ids import new_token
 
@@ -21,6 +21,7 @@ Config = Mapping[str, Any]
 CORE = "core"
 _STABLE_S = 60.0  # an engine that ran for so long starts again after the first pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+_NOTICED_S = 0.1
 
 
 class Cluster:
@@ -160,10 +161,10 @@ class Cluster:
                 self.restart(name)
                 started[name] = time.monotonic()
 
-    def dead(self, patience_s: float = 0.1) -> ServerProcess | None:
+    def dead(self) -> ServerProcess | None:
         """A process that does not run (any more), if there is one. Deaths are noticed a moment
-        after broken connections: `patience_s` is that moment."""
-        return next((p for p in self._processes.values() if p.wait(patience_s)), None)
+        after broken connections, so this waits a moment for each."""
+        return next((p for p in self._processes.values() if p.wait(_NOTICED_S)), None)
 
     def kill(self, name: str) -> None:
         """`kill -9`, as the out-of-memory killer would. `restart` brings it back."""
@@ -184,7 +185,7 @@ class Cluster:
         self._start(name)
         return name
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+    def stop(self) -> None:
         """Stop all, engines first so that they can say goodbye. Safe in any state."""
         for process in reversed(self._processes.values()):
             process.terminate()
@@ -192,7 +193,7 @@ class Cluster:
             if not self._keeps_logs:
                 stack.callback(shutil.rmtree, self.log_dir, ignore_errors=True)
             for process in self._processes.values():
-                stack.callback(process.stop, grace_s)
+                stack.callback(process.stop)
 
     # Inside.
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-STOP_GRACE_S = 10.0
+_STOP_GRACE_S = 10.0
 _TAIL_LINES = 25
 
 
@@ -96,7 +96,7 @@ class ServerProcess:
         """Ask it to end; returns at once."""
         self._signal(signal.SIGTERM)
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+    def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Ask it to end, insist after `grace_s`; returns when it is gone."""
         self.terminate()
         if not self.wait(grace_s):
@@ -109,7 +109,7 @@ class ServerProcess:
             _signal_group(self._popen.pid, signum)
 
     def _join(self) -> None:
-        if self._watcher is not None and self._watcher is not threading.current_thread():
+        if self._watcher is not None:
             self._watcher.join()
 
     def log(self) -> str:

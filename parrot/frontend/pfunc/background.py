@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from enum import Enum
 from typing import Any, TypeVar
 
 from parrot.protocol.errors import SessionGone
@@ -17,12 +16,6 @@ Producer = Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]
 
 _CLOSE_TIMEOUT_S = 10.0
 _GONE = "the session has ended"
-
-
-class _End(Enum):
-    """Comes after the last item."""
-
-    END = 0
 
 
 class BackgroundLoop:
@@ -55,12 +48,12 @@ class BackgroundLoop:
             return _result(future)
 
     def items(self, produce: Producer[T]) -> Iterator[T]:
-        """Yield what `produce(emit)` emits, as it comes. Leaving the loop early cancels it."""
-        emitted: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        """Yield what `produce(emit)` emits, never None, as it comes. Leaving early cancels it."""
+        emitted: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         future = self._start(produce(emitted.put))
-        future.add_done_callback(lambda _: emitted.put(_End.END))
+        future.add_done_callback(lambda _: emitted.put(None))
         try:
-            while (item := emitted.get()) is not _End.END:
+            while (item := emitted.get()) is not None:
                 yield item
             _result(future)
         finally:
@@ -68,17 +61,17 @@ class BackgroundLoop:
 
     async def aitems(self, produce: Producer[T]) -> AsyncGenerator[T]:
         """The same for a caller with an event loop: close it to cancel at a certain moment."""
-        emitted: asyncio.Queue[T | _End] = asyncio.Queue()
+        emitted: asyncio.Queue[T | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def put(item: T | _End) -> None:
+        def put(item: T | None) -> None:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(emitted.put_nowait, item)
 
         future = self._start(produce(put))
-        future.add_done_callback(lambda _: put(_End.END))
+        future.add_done_callback(lambda _: put(None))
         try:
-            while (item := await emitted.get()) is not _End.END:
+            while (item := await emitted.get()) is not None:
                 yield item
             _result(future)
         finally:

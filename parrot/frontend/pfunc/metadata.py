@@ -3,8 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, StrictStr
-from pydantic import ValidationError as PydanticError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+)
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.template import Text, parse_template
@@ -76,7 +83,7 @@ def parse_metadata(kind: type[Metadata], options: Mapping[str, Any]) -> Metadata
         raise TypeError(f"unknown option `{unknown[0]}`, allowed are {', '.join(known)}")
     try:
         return kind(**options)
-    except PydanticError as invalid:
+    except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         error = TypeError if first["type"].endswith("_type") else ValueError
         reason = first["msg"].removeprefix("Value error, ")
