@@ -71,7 +71,7 @@ def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, o
     rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
     scheduler = Scheduler(GlobalSchedulerConfig(), MonotonicClock(), index)
     for engine_id in range(num_engines):
-        scheduler.add_engine(engine_id, "model", slots, 200_000)
+        scheduler.engines.add(engine_id, "model", slots, 200_000)
     tasks = [make_task(i, rng, hasher) for i in range(num_tasks)]
     warm(index, tasks, num_engines, rng)
 

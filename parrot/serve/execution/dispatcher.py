@@ -65,7 +65,7 @@ class Dispatcher:
             self._on_joined,
             self._on_lost,
         )
-        self.estimates = Estimates(self._scheduler.pace)
+        self.estimates = Estimates(self._scheduler.engines.pace)
         self._prefetch = Prefetcher(
             clock,
             self._ledger,
@@ -246,7 +246,7 @@ class Dispatcher:
         info = engine.info
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
         self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
-        self._scheduler.add_engine(
+        self._scheduler.engines.add(
             engine.id,
             info.model,
             info.tasks_capacity,
@@ -261,7 +261,7 @@ class Dispatcher:
         given_up = self._runs.lose(engine)
         self._prefetch.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
-        self._scheduler.remove_engine(engine.id)
+        self._scheduler.engines.remove(engine.id)
         self._grace.engine_lost(engine.last_seen)
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))

@@ -161,7 +161,7 @@ class Fleet:
             engine.last_progress = now
         engine.last_seen, engine.runtime = now, runtime
         if runtime.costs is not None:
-            self._scheduler.set_costs(engine.id, runtime.costs)
+            self._scheduler.engines.set_costs(engine.id, runtime.costs)
         return HeartbeatResponse(state="ok")
 
     async def answers(self, engine: Engine) -> bool:
@@ -207,7 +207,7 @@ class Fleet:
                 engine.id,
                 engine.info,
                 engine.runtime,
-                self._scheduler.num_placed(engine.id),
+                self._scheduler.engines.num_placed(engine.id),
                 *self._ledger.usage(engine.id),
                 now - engine.last_seen,
                 self._ledger.log.engine(engine.id),
@@ -258,7 +258,7 @@ class Fleet:
             and engine.info.engine_type is not EngineType.OPENAI  # the other server's steps
             and runtime.num_steps is not None
             and runtime.num_steps == before.num_steps
-            and self._scheduler.num_placed(engine.id) > 0
+            and self._scheduler.engines.num_placed(engine.id) > 0
         )
 
     async def _ping(self, engine: Engine) -> bool:

@@ -209,7 +209,7 @@ class RunTable:
         assert all(attempt.runner is not None for attempt in attempts), attempts
         num_placed = Counter(attempt.engine.id for attempt in attempts)
         for engine in self._fleet:
-            assert self._scheduler.num_placed(engine.id) == num_placed[engine.id], engine
+            assert self._scheduler.engines.num_placed(engine.id) == num_placed[engine.id], engine
         for run in self._run_of.values():
             assert run in self._live or run.state is RunState.ENDED, run
         for withdrawn in self._withdrawn.values():

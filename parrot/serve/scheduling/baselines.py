@@ -15,7 +15,7 @@ from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.engine_load import EngineLoad
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.order import ByApplication
-from parrot.serve.scheduling.placement import Placer
+from parrot.serve.scheduling.placement import Place, Placer
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
@@ -78,6 +78,11 @@ class Router(Placer):
         is_free = load.is_open and self._fits(load, new_prompt + room)
         return is_free and self._loads.takes(load, task)
 
+    def _place(self, task: CompletionTask, load: EngineLoad | None) -> Place | None:
+        if load is None:
+            return None
+        return Place(load, task.prompt_len - self._running.shared_len(task, load.id))
+
 
 class RoundRobin(Router):
     """Takes every engine in turn."""
@@ -86,10 +91,10 @@ class RoundRobin(Router):
         super().__init__(loads, running)
         self._last_id = -1
 
-    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+    def choose(self, task: CompletionTask, now: float) -> Place | None:
         found = sorted(self._open(task), key=lambda load: load.id)
         later = (load for load in found if load.id > self._last_id)
-        return next(chain(later, found), None)
+        return self._place(task, next(chain(later, found), None))
 
     def placed(self, task: CompletionTask, load: EngineLoad) -> None:
         self._last_id = load.id
@@ -104,16 +109,15 @@ class PrefixAware(Router):
         super().__init__(loads, running)
         self._sent: LruDict[bytes, set[int]] = LruDict(_MAX_KEYS)
 
-    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+    def choose(self, task: CompletionTask, now: float) -> Place | None:
         found = self._open(task)
-        if not found:
-            return None
-        if not self._is_uneven(task):
+        if found and not self._is_uneven(task):
             matches = {load.id: self._matched(task, load) for load in found}
             longest = max(matches.values())
             if longest > _MIN_MATCH * task.prompt_len:
                 found = [load for load in found if matches[load.id] == longest]
-        return min(found, key=lambda load: (load.num_tasks, load.id))
+        best = min(found, key=lambda load: (load.num_tasks, load.id), default=None)
+        return self._place(task, best)
 
     def placed(self, task: CompletionTask, load: EngineLoad) -> None:
         for key in task.keys:

@@ -1,6 +1,7 @@
 """Whether a call should wait although there is a place for it."""
 
 from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,42 +36,31 @@ class RunningApps:
 
     def __init__(self, key: Callable[[CompletionTask], float]) -> None:
         self._key = key
-        self._engines: dict[int, _Engine] = {}
-        self._by_session: dict[int, dict[int, _Engine]] = {}
-        self._engine_of: dict[CompletionTask, int] = {}
+        self._engines: defaultdict[int, _Engine] = defaultdict(_Engine)
+        self._engines_of: defaultdict[int, set[int]] = defaultdict(set)  # by session
 
     def add(self, task: CompletionTask, engine_id: int) -> None:
-        session_id = task.completion.session_id
-        engine = self._engines.get(engine_id)
-        if engine is None:
-            engine = self._engines[engine_id] = _Engine()
+        session_id, engine = task.completion.session_id, self._engines[engine_id]
         engine.tasks.setdefault(session_id, {})[task] = None
         engine.stale.add(session_id)
-        self._by_session.setdefault(session_id, {})[engine_id] = engine
-        self._engine_of[task] = engine_id
+        self._engines_of[session_id].add(engine_id)
 
-    def discard(self, task: CompletionTask) -> None:
-        engine_id = self._engine_of.pop(task, None)
-        if engine_id is None:
-            return
+    def discard(self, task: CompletionTask, engine_id: int) -> None:
         session_id, engine = task.completion.session_id, self._engines[engine_id]
-        tasks = engine.tasks[session_id]
-        del tasks[task]
-        if tasks:
+        del engine.tasks[session_id][task]
+        if engine.tasks[session_id]:
             engine.stale.add(session_id)
             return
         engine.remove(session_id)
-        del self._by_session[session_id][engine_id]
-        if not self._by_session[session_id]:
-            del self._by_session[session_id]
         if not engine.tasks:
             del self._engines[engine_id]
+        self._engines_of[session_id].remove(engine_id)
+        if not self._engines_of[session_id]:
+            del self._engines_of[session_id]
 
     def changed(self, session_id: int) -> None:
-        engines = self._by_session.get(session_id)
-        if engines is not None:
-            for engine in engines.values():
-                engine.stale.add(session_id)
+        for engine_id in self._engines_of.get(session_id, ()):
+            self._engines[engine_id].stale.add(session_id)
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
         """The number of other applications on the engine that go before the task's, and of all

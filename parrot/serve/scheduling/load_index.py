@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from parrot.protocol.engine_api import StepCosts
 from parrot.serve.scheduling.engine_load import EngineLoad
+from parrot.serve.scheduling.predictor import Pace
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap
 
@@ -11,6 +13,7 @@ Models = tuple[str, ...]
 """The models of which a task may run on any; empty: on all."""
 
 _ANY_MODEL = ""
+_USUAL_COSTS = StepCosts()
 
 
 @dataclass(slots=True)
@@ -24,20 +27,33 @@ class _Pool:
 
 
 class LoadIndex:
-    """Finds engines by id, by model, and by load. Owns the loads."""
+    """Finds engines by id, by model, and by load. Owns the loads, and what steps cost."""
 
     def __init__(self) -> None:
         self._loads: dict[int, EngineLoad] = {}
         self._pools: dict[str, _Pool] = {}
         self._step_s: dict[int, float] = {}  # of each engine, as it was counted
+        self._costs: dict[str, StepCosts] = {}  # by model, as an engine of it reported last
 
     def __iter__(self) -> Iterator[EngineLoad]:
         return iter(self._loads.values())
 
-    def get(self, engine_id: int) -> EngineLoad | None:
-        return self._loads.get(engine_id)
-
-    def add(self, load: EngineLoad) -> None:
+    def add(
+        self,
+        engine_id: int,
+        model: str,
+        max_tasks: int,
+        max_tokens: int,
+        max_len: int | None = None,
+        costs: StepCosts | None = None,
+    ) -> None:
+        """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
+        engine that does not say what its steps cost is taken to be like others of its model."""
+        longest = max_tokens if max_len is None else min(max_len, max_tokens)
+        if costs is not None:
+            self._costs[model] = costs
+        costs = self._costs.get(model, _USUAL_COSTS)
+        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs)
         self._loads[load.id] = load
         self._step_s[load.id] = 0.0
         for name in (_ANY_MODEL, load.model):
@@ -46,8 +62,18 @@ class LoadIndex:
             pool.max_len = max(pool.max_len, load.max_len)
         self.changed(load)
 
-    def remove(self, engine_id: int) -> EngineLoad:
+    def set_costs(self, engine_id: int, costs: StepCosts) -> None:
+        """Take over what an engine says that its steps cost."""
+        load = self._loads[engine_id]
+        if load.costs != costs:
+            self._costs[load.model] = costs
+            load.set_costs(costs)
+            self.changed(load)
+
+    def remove(self, engine_id: int) -> None:
+        """Its tasks must have been ended or requeued."""
         load = self._loads.pop(engine_id)
+        assert not load.tasks, load
         del self._step_s[engine_id]
         for name in (_ANY_MODEL, load.model):
             pool = self._pools[name]
@@ -57,7 +83,6 @@ class LoadIndex:
             pool.step_s = sum([other.step_s for other in pool.members.values()])
             if not pool.members:
                 del self._pools[name]
-        return load
 
     def changed(self, load: EngineLoad) -> None:
         """Note that an engine's load or costs have changed."""
@@ -71,8 +96,26 @@ class LoadIndex:
             else:
                 pool.open.discard(load.id)
 
+    # One engine
+
+    def get(self, engine_id: int) -> EngineLoad | None:
+        return self._loads.get(engine_id)
+
+    def num_placed(self, engine_id: int) -> int:
+        load = self._loads.get(engine_id)
+        return 0 if load is None else load.num_tasks
+
+    def runs_session(self, engine_id: int, session_id: int) -> bool:
+        """Whether the engine has a call of this session now."""
+        load = self._loads.get(engine_id)
+        return load is not None and any(
+            task.completion.session_id == session_id for task in load.tasks
+        )
+
+    # Those with one of some models
+
     def members(self, models: Models) -> Iterator[EngineLoad]:
-        """The engines with one of the models, in the order in which they came."""
+        """Yield the engines in the order in which they came."""
         for pool in self._of(models):
             yield from pool.members.values()
 
@@ -83,23 +126,26 @@ class LoadIndex:
         return sum([len(pool.members) for pool in self._of(models)])
 
     def num_open(self, models: Models) -> int:
-        """Number of engines with one of the models that have a free slot."""
+        """Number of engines that have a free slot."""
         return sum([len(pool.open) for pool in self._of(models)])
 
-    def max_len(self, models: Models) -> int:
-        """Tokens of the longest sequence that an engine with one of the models takes."""
-        return max([pool.max_len for pool in self._of(models)], default=0)
+    def pace(self, models: Models) -> Pace:
+        """Average speed of the engines as they are loaded now."""
+        known = [self._costs[model] for model in models or self._costs if model in self._costs]
+        costs = known[0] if known else _USUAL_COSTS
+        alone_s = costs.decode_step_s(1, 0)
+        num_members = self.num_members(models)
+        steps_s = sum([pool.step_s for pool in self._of(models)])
+        return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
-    def mean_step_s(self, models: Models) -> float:
-        """Average seconds of a step of the engines with one of the models; zero without any."""
-        pools = self._of(models)
-        num_members = sum([len(pool.members) for pool in pools])
-        return sum([pool.step_s for pool in pools]) / num_members if num_members else 0.0
+    def takes_longest(self, load: EngineLoad, models: Models) -> bool:
+        """Whether no engine takes longer sequences than this one."""
+        return load.max_len >= max([pool.max_len for pool in self._of(models)], default=0)
 
     def takes(self, load: EngineLoad, task: CompletionTask) -> bool:
         """Whether the task's prompt and output are within the engine's limit on sequences; if they
         are beyond all limits, whether no engine has a larger one."""
-        return load.max_len >= task.wanted_len or load.max_len >= self.max_len(task.models)
+        return load.max_len >= task.wanted_len or self.takes_longest(load, task.models)
 
     def least_loaded(self, task: CompletionTask, count: int) -> list[EngineLoad]:
         """Up to `count` open engines for each of the task's models that take sequences as long as

@@ -57,6 +57,9 @@ class OrderPolicy:
 
     def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None: ...
 
+    def unplaced(self, task: CompletionTask, engine_id: int) -> None:
+        """Note that a placed task is not on this engine any more. `ended` or `updated` follows."""
+
     def ended(self, task: CompletionTask) -> None: ...
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
@@ -167,7 +170,6 @@ class CriticalPath(ByApplication):
 
     def updated(self, task: CompletionTask) -> None:
         self._deadlines.watch(task)
-        self._running.discard(task)
 
     def priority_s(self, task: CompletionTask) -> float:
         """Urgency alone counts. Which application is first is decided before its calls are placed:
@@ -184,9 +186,11 @@ class CriticalPath(ByApplication):
         self._running.add(task, engine_id)
         self._deadlines.forget(task)
 
+    def unplaced(self, task: CompletionTask, engine_id: int) -> None:
+        self._running.discard(task, engine_id)
+
     def ended(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
-        self._running.discard(task)
         self._accounts[session_id].served_s += self._placed_s.pop(task, 0.0)
         self._running.changed(session_id)
         super().ended(task)
@@ -208,11 +212,9 @@ class CriticalPath(ByApplication):
         return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
 
     def _account(self, session_id: int) -> Account:
-        account = self._accounts.get(session_id)
-        if account is None:
-            account = self._accounts[session_id] = Account(self._clock.now())
-        elif not account.is_active and self._clock.now() - account.last_active > _BURST_GAP_S:
-            account.start, account.served_s = self._clock.now(), 0.0
+        account, now = super()._account(session_id), self._clock.now()
+        if not account.is_active and now - account.last_active > _BURST_GAP_S:
+            account.start, account.served_s = now, 0.0
         return account
 
 

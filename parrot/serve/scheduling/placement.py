@@ -3,6 +3,7 @@
 from collections.abc import Collection, Hashable, Iterable
 from heapq import heappop, heappush
 from math import inf, nextafter
+from typing import NamedTuple
 
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import (
@@ -26,26 +27,29 @@ _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may 
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
 
 
+class Place(NamedTuple):
+    """An engine for a task, and the tokens of its prompt that would have to be computed there."""
+
+    load: EngineLoad
+    to_compute: int
+
+
 class Placer:
     """Chooses an engine for each task in turn. `queued` and `unqueued` tell of tasks to come;
-    a task that `choose` gets is still among them. `placed` and `ended` bracket its run. The same
-    books tell every placer what fits: beginnings that running prompts share take memory once."""
+    a task that `choose` gets is still among them. The same books tell every placer what fits:
+    beginnings that running prompts share take memory once."""
 
     def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
         self._loads = loads
         self._running = running
 
-    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
+    def choose(self, task: CompletionTask, now: float) -> Place | None:
         """An open engine with one of the task's models; None if it fits none."""
         raise NotImplementedError
 
-    def preview(self, task: CompletionTask, now: float) -> EngineLoad | None:
+    def preview(self, task: CompletionTask, now: float) -> Place | None:
         """The choice for a task that is not queued. Changes nothing."""
         return self.choose(task, now)
-
-    def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
-        """Prompt tokens that the engine would not have to compute."""
-        return self._running.shared_len(task, load.id)
 
     def new_round(self) -> None:
         """Time has passed, or something has ended, since the last choice."""
@@ -55,8 +59,6 @@ class Placer:
     def unqueued(self, task: CompletionTask) -> None: ...
 
     def placed(self, task: CompletionTask, load: EngineLoad) -> None: ...
-
-    def ended(self, task: CompletionTask, load: EngineLoad) -> None: ...
 
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None: ...
 
@@ -87,42 +89,30 @@ class PredictedSeconds(Placer):
         self._blocks = blocks
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
 
-    def choose(self, task: CompletionTask, now: float) -> EngineLoad | None:
-        known = None
+    def choose(self, task: CompletionTask, now: float) -> Place | None:
+        known = self._find(task)
+        load = None
         if not task.avoided and self._loads.num_open(task.models) > 1:
-            block = self._blocks.find(task)
-            if block is not None or (task.models, task.group) in self._plans:
-                known = self._find(task)
-                planned = self._next_planned(task, block, now, known)
-                if planned is not None:
-                    return planned
-        return self._cheapest(task, now, known)
+            load = self._next_planned(task, now, known)
+        load = load or self._cheapest(task, now, known)
+        return None if load is None else _place(task, load, known)
 
-    def preview(self, task: CompletionTask, now: float) -> EngineLoad | None:
-        return self._cheapest(task, now)
+    def preview(self, task: CompletionTask, now: float) -> Place | None:
+        known = self._find(task)
+        load = self._cheapest(task, now, known)
+        return None if load is None else _place(task, load, known)
 
-    def _cheapest(
-        self, task: CompletionTask, now: float, known: Beginnings | None = None
-    ) -> EngineLoad | None:
-        num_open = self._loads.num_open(task.models)
-        if num_open == 1:  # nothing to compare
-            found = self._loads.least_loaded(task, 1)
-            if not found:
-                return None
-            (load,) = found
-            new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
-            return None if self._growth_s(task, load, new_prompt, now) is None else load
-        known = known or self._find(task)
-        best, best_cost = None, float("inf")
-        weight = weight_of(task)
-        for load in self._candidates(task, _LEAST_LOADED, num_open, known):
-            cost = self._cost_s(task, load, now, known, weight)
-            if cost is not None and (cost, load.id) < (best_cost, best.id if best else -1):
-                best, best_cost = load, cost
+    def _cheapest(self, task: CompletionTask, now: float, known: Beginnings) -> EngineLoad | None:
+        candidates = self._candidates(task, _LEAST_LOADED, known)
+        if len(candidates) == 1:  # nothing to compare
+            (load,) = candidates
+            return None if self._growth_s(task, load, now, known) is None else load
+        best, best_cost = None, (inf, -1)
+        for load in candidates:
+            cost_s = self._cost_s(task, load, now, known)
+            if cost_s is not None and (cost_s, load.id) < best_cost:
+                best, best_cost = load, (cost_s, load.id)
         return best
-
-    def reused_len(self, task: CompletionTask, load: EngineLoad) -> int:
-        return self._find(task).reused_len(load.id)
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -140,12 +130,10 @@ class PredictedSeconds(Placer):
         cached = _nobody if self._index is None else self._index.holders
         return find_beginnings(task, self._running.holders, cached, self._with_running)
 
-    def _candidates(
-        self, task: CompletionTask, count: int, num_open: int, known: Beginnings
-    ) -> list[EngineLoad]:
+    def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:
         found = self._loads.least_loaded(task, count + len(task.avoided))
         candidates = {load.id: load for load in found}
-        if len(candidates) < num_open:
+        if len(candidates) < self._loads.num_open(task.models):
             candidates |= self._proposed(task, known)
         for engine_id in task.avoided:
             if len(candidates) > 1:
@@ -165,25 +153,25 @@ class PredictedSeconds(Placer):
     # One task
 
     def _cost_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings, weight: float
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
     ) -> float | None:
-        """Predicted seconds, of which those that others lose count by their weights over the task's
-        `weight`; None if the task cannot be placed on this engine now."""
-        new_prompt = task.prompt_len - known.shared_len(load.id)
-        growth_s = self._growth_s(task, load, new_prompt, now)
+        """Predicted seconds, of which those that others lose count by their weights over the
+        task's; None if the task cannot be placed on this engine now."""
+        growth_s = self._growth_s(task, load, now, known)
         if growth_s is None:
             return None
         output, outlook = task.expected_output, load.outlook(now)
         prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s
         cost_s += outlook.steps_s(output) + output * growth_s
-        return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight
+        return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
 
     def _growth_s(
-        self, task: CompletionTask, load: EngineLoad, new_prompt: int, now: float
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
     ) -> float | None:
         """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
-        now. `new_prompt`: tokens of its prompt that no running one there has."""
+        now."""
+        new_prompt = task.prompt_len - known.shared_len(load.id)
         if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
             return None
         num_read = new_prompt + task.expected_output // 2
@@ -193,9 +181,12 @@ class PredictedSeconds(Placer):
     # Blocks
 
     def _next_planned(
-        self, task: CompletionTask, block: Block | None, now: float, known: Beginnings
+        self, task: CompletionTask, now: float, known: Beginnings
     ) -> EngineLoad | None:
-        """`block` None: the task is the last one of a group whose plan was made in this round."""
+        """The engine that its block's plan has for the task; None without a plan, or if it has no
+        room any more."""
+        block = self._blocks.find(task)
+        # The last one of a group is no block, but has its place in the plan.
         key = (task.models, task.group) if block is None else block.key
         plan = self._plans.get(key, [])
         if not plan and block is not None:
@@ -206,7 +197,7 @@ class PredictedSeconds(Placer):
             load = self._loads.get(engine_id)
             if load is None or not load.is_open:
                 continue
-            if self._cost_s(task, load, now, known, weight_of(task)) is not None:
+            if self._growth_s(task, load, now, known) is not None:
                 if left < -1:
                     heappush(plan, (left + 1, engine_id))
                 return load
@@ -215,10 +206,10 @@ class PredictedSeconds(Placer):
     def _plan(
         self, task: CompletionTask, block: Block, now: float, known: Beginnings
     ) -> list[tuple[int, int]]:
-        models, num_open = task.models, self._loads.num_open(task.models)
         # Where other blocks have use for the other engines, each prefix is filled once.
-        most = max(1, round(num_open * block.size / self._blocks.num_tasks(models)))
-        candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), num_open, known)
+        share = block.size / self._blocks.num_tasks(task.models)
+        most = max(1, round(self._loads.num_open(task.models) * share))
+        candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), known)
         sites = [self._site(task, block, load, now, known) for load in candidates]
         tolerance = _LATENCY_TOLERANCE if task.is_latency else _THROUGHPUT_TOLERANCE
         shares = split(sites, block.size, tolerance, most)
@@ -251,6 +242,10 @@ class PredictedSeconds(Placer):
         )
 
 
+def _place(task: CompletionTask, load: EngineLoad, known: Beginnings) -> Place:
+    return Place(load, task.prompt_len - known.reused_len(load.id))
+
+
 def _nobody(key: bytes) -> Collection[int] | None:
     return None
 
@@ -265,5 +260,5 @@ def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float
     Throughput work that has waited for as long as it will take comes in all the same: where there
     are always latency tasks it would starve, and its queue with it."""
     if task.is_latency or not load.num_latency or now >= end_of_patience(task):
-        return float("inf")
+        return inf
     return _LATENCY_STEP_GROWTH * load.costs.step_s - load.step_s

@@ -2,23 +2,34 @@
 
 from collections.abc import Hashable
 
+from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap
 
 SortKey = tuple[float, float]
 
+_LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over in a round
+_MAX_PASSED = 64  # times that a task may be passed over before the others wait for it
+
 
 class TaskQueue:
-    """A group's key is looked at again when the group comes to the top, since it may have grown,
-    and when `touch` says that it has shrunk. Every operation costs O(log n) amortised."""
+    """The queued tasks that may run on the same models.
 
-    def __init__(self, order: OrderPolicy) -> None:
+    A group's key is looked at again when the group comes to the top, since it may have grown, and
+    when `touch` says that it has shrunk. What is set aside in a round of scheduling does not come
+    to the top again before `end_round`; `is_over`: nothing does. Every operation costs O(log n)
+    amortised."""
+
+    def __init__(self, models: Models, order: OrderPolicy) -> None:
+        self.models = models
+        self.is_over = False
         self._order = order
         self._group_of: dict[CompletionTask, Hashable] = {}
         self._tasks: dict[Hashable, LazyHeap[CompletionTask, float]] = {}  # by group
         self._groups: LazyHeap[Hashable, float] = LazyHeap()  # all but those held
         self._held: dict[Hashable, None] = {}
+        self._passed: list[CompletionTask] = []
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -39,8 +50,7 @@ class TaskQueue:
         tasks = self._tasks.get(name)
         if tasks is None:
             tasks = self._tasks[name] = LazyHeap()
-            if name not in self._held:
-                self._groups.set(name, self._order.group_key(name))
+            self._groups.set(name, self._order.group_key(name))
         tasks.set(task, self._order.task_key(task))
 
     def remove(self, task: CompletionTask) -> None:
@@ -49,27 +59,16 @@ class TaskQueue:
         if not self._tasks[name]:
             del self._tasks[name]
             self._groups.discard(name)
+            self._held.pop(name, None)
 
     def touch(self, name: Hashable) -> None:
         """Note that the group's key may have shrunk."""
         if name in self._groups and (key := self._order.group_key(name)) < self._groups.key(name):
             self._groups.set(name, key)
 
-    def hold(self, task: CompletionTask) -> None:
-        """Pass over all of the task's group until `release`."""
-        name = self._group_of[task]
-        self._groups.discard(name)
-        self._held[name] = None
-
-    def release(self) -> None:
-        for name in self._held:
-            if name in self._tasks:
-                self._groups.set(name, self._order.group_key(name))
-        self._held.clear()
-
     def top(self) -> tuple[SortKey, CompletionTask] | None:
-        """The first task and its sort key; None if there is none that is not held."""
-        while (first := self._groups.top()) is not None:
+        """The first task and its sort key; None if there is none, or the round is over."""
+        while not self.is_over and (first := self._groups.top()) is not None:
             known_key, name = first
             key = self._order.group_key(name)
             if key > known_key:
@@ -79,3 +78,28 @@ class TaskQueue:
             assert top is not None, name
             return (known_key, top[0]), top[1]
         return None
+
+    def pass_over(self, task: CompletionTask) -> None:
+        """Set aside a task for which there is no room."""
+        self.remove(task)
+        self._passed.append(task)
+        self.is_over = task.num_passed >= _MAX_PASSED or len(self._passed) >= _LOOK_AHEAD
+
+    def hold(self, task: CompletionTask) -> None:
+        """Set aside all of the task's group."""
+        name = self._group_of[task]
+        self._groups.discard(name)
+        self._held[name] = None
+        self.is_over = len(self._held) >= _LOOK_AHEAD
+
+    def end_round(self) -> list[CompletionTask]:
+        """Take back what was set aside. Returns the tasks that were passed over."""
+        for name in self._held:
+            self._groups.set(name, self._order.group_key(name))
+        self._held.clear()
+        passed, self._passed = self._passed, []
+        for task in passed:
+            task.num_passed += 1
+            self.push(task)
+        self.is_over = False
+        return passed

@@ -46,7 +46,7 @@ class Bench:
         costs: StepCosts | None = None,
     ) -> None:
         for _ in range(number):
-            self.scheduler.add_engine(next(self._ids), model, slots, tokens, max_len, costs)
+            self.scheduler.engines.add(next(self._ids), model, slots, tokens, max_len, costs)
 
     def task(
         self,

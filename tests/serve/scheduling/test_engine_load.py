@@ -10,7 +10,7 @@ from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 
 def engine_of(bench: Bench, engine_id: int = 0) -> EngineLoad:
-    load = bench.scheduler._loads.get(engine_id)
+    load = bench.scheduler.engines.get(engine_id)
     assert load is not None
     return load
 

@@ -29,7 +29,7 @@ class Line:
         self.clock = ManualClock()
         fields = GlobalSchedulerConfig.model_validate({"policy": policy, **config})
         self.order = order_maker(fields)(self.clock)
-        self.queue = TaskQueue(self.order)
+        self.queue = TaskQueue((), self.order)
         self._num_tasks = 0
 
     def add(
@@ -79,12 +79,16 @@ class Line:
         self.order.placed(task, 0, work_s)
         return task
 
+    def end(self, task: CompletionTask) -> None:
+        self.order.unplaced(task, 0)
+        self.order.ended(task)
+
     def run(self, work_s: float = 1.0) -> list[CompletionTask]:
         """Everything that is queued, one after the other."""
         done = []
         while self.queue:
             done.append(self.place(work_s))
-            self.order.ended(done[-1])
+            self.end(done[-1])
         assert self.queue.top() is None
         return done
 
@@ -187,7 +191,7 @@ def test_an_application_without_end_loses_its_place() -> None:
     for _ in range(1000):
         line.later(1.0)
         task = line.place()
-        line.order.ended(task)
+        line.end(task)
         if task is late:
             return
         line.add(1)
@@ -284,7 +288,7 @@ class Chaos(OrderPolicy):
 @given(st.integers(0, 10**6))
 def test_the_queue_is_sorted_whatever_the_keys_do(seed: int) -> None:
     rng, line, order = random.Random(seed), Line(), Chaos()
-    queue = TaskQueue(order)
+    queue = TaskQueue((), order)
     line.queue = queue
     present: list[CompletionTask] = []
     for _ in range(300):
@@ -345,6 +349,7 @@ def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
     assert line.order.ahead(task, 8) == (0, 0)
     line.remain(0, 10.0)
     assert line.order.ahead(task, 7) == (2, 5)
+    line.order.unplaced(tasks[1], 7)
     line.order.ended(tasks[1])
     assert line.order.ahead(task, 7) == (1, 4)
     assert not Line("las").order.holds_back
@@ -370,13 +375,13 @@ def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
                 line.order.placed(task, placed[task], rng.random() * 5)
             case 3 if placed:
                 task = rng.choice(list(placed))
-                del placed[task]
+                line.order.unplaced(task, placed.pop(task))
                 line.order.ended(task)
             case 4:
                 line.remain(session, rng.random() * 20)
             case 5 if placed:
                 task = rng.choice(list(placed))  # to run again
-                del placed[task]
+                line.order.unplaced(task, placed.pop(task))
                 line.order.updated(task)
                 line.queue.push(task)
                 queued.append(task)
@@ -408,7 +413,7 @@ def test_a_group_is_passed_over_until_it_is_released() -> None:
     assert line.queue.top() is None
     assert len(line.queue) == 2
     assert line.queue.num_groups == 1
-    line.queue.release()
+    line.queue.end_round()
     assert line.run() == first
     assert line.queue.num_groups == 0
 
@@ -418,5 +423,5 @@ def test_an_application_gets_another_place_when_a_call_has_ended() -> None:
     first, second = line.add(1), line.add(1)
     before = line.order.priority_s(first)
     line.order.placed(first, 0, 10.0)
-    line.order.ended(first)
+    line.end(first)
     assert line.order.priority_s(second) > before  # for it has had that much service

@@ -202,7 +202,7 @@ def test_where_no_engine_takes_its_length_a_task_goes_to_the_longest() -> None:
     (placement,) = bench.scheduler.schedule()
     assert (placement.engine_id, placement.is_longest) == (6, True)
     bench.scheduler.requeue(task, 6)
-    bench.scheduler.remove_engine(6)
+    bench.scheduler.engines.remove(6)
     (placement,) = bench.scheduler.schedule()
     assert placement.is_longest
 
@@ -295,7 +295,7 @@ def report(bench: Bench, slowness: list[float]) -> None:
     costs = StepCosts().model_dump()
     for engine_id, factor in enumerate(slowness):
         own = {name: factor * cost for name, cost in costs.items()}
-        bench.scheduler.set_costs(engine_id, StepCosts(**own))
+        bench.scheduler.engines.set_costs(engine_id, StepCosts(**own))
 
 
 def test_a_slow_engine_gets_less() -> None:
@@ -335,7 +335,7 @@ def test_engines_that_report_nothing_are_taken_to_be_like_others_of_their_model(
     bench.engines(1, model="unknown")
     bench.add(bench.task(models=("slow",)))
     assert bench.run()
-    pace = [bench.scheduler.pace(models) for models in (("slow",), ("unknown",), ("none",))]
+    pace = [bench.scheduler.engines.pace(models) for models in (("slow",), ("unknown",), ("none",))]
     assert pace[0].step_alone_s == pytest.approx(0.1, rel=0.01)
     assert pace[0].step_s == pytest.approx(0.1, rel=0.01)
     assert pace[1].step_alone_s == pace[2].step_alone_s == StepCosts().decode_step_s(1, 0)
@@ -344,15 +344,15 @@ def test_engines_that_report_nothing_are_taken_to_be_like_others_of_their_model(
 def test_the_pace_follows_the_load() -> None:
     bench = Bench()
     bench.engines(2)
-    idle_s = bench.scheduler.pace(()).step_s
+    idle_s = bench.scheduler.engines.pace(()).step_s
     bench.add(*[bench.task(own_len=20_000, session=i) for i in range(8)])
     placed = bench.run()
-    busy_s = bench.scheduler.pace(()).step_s
+    busy_s = bench.scheduler.engines.pace(()).step_s
     assert busy_s > 1.2 * idle_s
     bench.scheduler.check_integrity()
     for task, engine_id in placed.items():
         bench.scheduler.ended(task, engine_id)
-    assert bench.scheduler.pace(()).step_s == pytest.approx(idle_s)
+    assert bench.scheduler.engines.pace(()).step_s == pytest.approx(idle_s)
 
 
 # Routers

@@ -297,7 +297,7 @@ def test_models() -> None:
     assert nowhere not in placed
     assert bench.scheduler.unserved() == [("c",)]
     assert bench.scheduler.queued(("c",)) == [nowhere]
-    assert bench.scheduler.is_served(("c", "a"))
+    assert bench.scheduler.engines.is_served(("c", "a"))
     bench.scheduler.remove(nowhere)
     assert bench.scheduler.unserved() == []
 
@@ -319,7 +319,7 @@ def test_order_holds_across_sets_of_models() -> None:
 def test_a_removed_engine_gets_nothing() -> None:
     bench = Bench()
     bench.engines(2)
-    bench.scheduler.remove_engine(0)
+    bench.scheduler.engines.remove(0)
     bench.add(*[bench.task() for _ in range(4)])
     assert set(bench.run().values()) == {1}
 
