@@ -95,29 +95,25 @@ class Expectations:
             del self._expected[key]
 
 
-class NextUse:
-    """Predicts by what is expected and what was learnt."""
-
-    def __init__(self, expectations: Expectations, think_times: ThinkTimes) -> None:
-        self._expectations = expectations
-        self._think_times = think_times
-
-    def predict(self, context: Context, now: float) -> float:
-        """When it is expected to be used, on the clock's scale."""
-        idle_s = now - context.last_used
-        rate = 1 / (_UNUSED_S + idle_s)
-        when = self._expectations.soonest(context.boundaries, now)
-        if when is not None:
-            rate += 1 / min(max(when - now, _SOON_S), _OPEN_END_S)
-        num_forks = context.num_forks
-        if context.awaiting is not None:
-            source, since = context.awaiting
-            rate += 1 / max(self._think_times.expected_s(source, now - since), _SOON_S)
-            num_forks -= 1  # the session's own next call
-        if num_forks > 0:
-            between_s = (context.last_used - context.opened_at) / num_forks
-            rate += 1 / max(between_s, idle_s, _SOON_S)
-        return now + 1 / rate
+def next_use(
+    expectations: Expectations, think_times: ThinkTimes, context: Context, now: float
+) -> float:
+    """When the context is expected to be used, on the clock's scale, by what is expected and what
+    was learnt."""
+    idle_s = now - context.last_used
+    rate = 1 / (_UNUSED_S + idle_s)
+    when = expectations.soonest(context.boundaries, now)
+    if when is not None:
+        rate += 1 / min(max(when - now, _SOON_S), _OPEN_END_S)
+    num_forks = context.num_forks
+    if context.awaiting is not None:
+        source, since = context.awaiting
+        rate += 1 / max(think_times.expected_s(source, now - since), _SOON_S)
+        num_forks -= 1  # the session's own next call
+    if num_forks > 0:
+        between_s = (context.last_used - context.opened_at) / num_forks
+        rate += 1 / max(between_s, idle_s, _SOON_S)
+    return now + 1 / rate
 
 
 @dataclass(slots=True, eq=False)

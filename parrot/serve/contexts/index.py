@@ -2,12 +2,23 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
-from parrot.serve.contexts.kv_log import FreeReason
 from parrot.serve.contexts.think_time import Source
 
 Owner = int | str  # a session's id, or a tenant's name
+
+
+class FreeReason(StrEnum):
+    """Why a context was freed."""
+
+    ROOM = "room"  # for others, when the engine was full
+    MEMORY = "memory"  # its engine refused work for want of memory
+    EXPIRED = "expired"  # a tenant's, unused for long
+    SESSION = "session"  # its session ended
+    BROKEN = "broken"  # its run was stopped or failed
+    ENGINE = "engine"  # its engine was lost
 
 
 class Boundary(NamedTuple):
@@ -44,12 +55,19 @@ class Context:
     num_forks: int = 0  # so far
     awaiting: tuple[Source, float] | None = None
 
+    def lineage(self) -> "Iterator[Context]":
+        """Yield it and those that it was forked from, itself first."""
+        link: Context | None = self
+        while link is not None:
+            yield link
+            link = link.parent
+
     def mark_computed(self) -> None:
         """Its engine has computed it, so also all that it was forked from."""
-        link: Context | None = self
-        while link is not None and not link.is_computed:
+        for link in self.lineage():
+            if link.is_computed:
+                return
             link.is_computed = True
-            link = link.parent
 
 
 class Match(NamedTuple):
@@ -94,10 +112,6 @@ class PrefixIndex:
                 del holders[context.engine_id]
                 if not holders:
                     del self._entries[boundary.key]
-
-    def is_held(self, key: bytes) -> bool:
-        """Some engine has the prompt of this key."""
-        return key in self._entries
 
     def contexts(self) -> Iterator[Context]:
         """Every entry's context, with repetitions."""

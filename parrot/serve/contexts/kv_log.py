@@ -1,24 +1,13 @@
 """What becomes of computed tokens: found again, computed again, or freed, and why."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from parrot.serve.contexts.index import Context, FreeReason, PrefixIndex
 from parrot.utils.heaps import LruDict
 
 _MAX_GONE = 65536  # prefixes remembered after they were freed
-
-
-class FreeReason(StrEnum):
-    """Why a context was freed."""
-
-    ROOM = "room"  # for others, when the engine was full
-    MEMORY = "memory"  # its engine refused work for want of memory
-    EXPIRED = "expired"  # a tenant's, unused for long
-    SESSION = "session"  # its session ended
-    BROKEN = "broken"  # its run was stopped or failed
-    ENGINE = "engine"  # its engine was lost
 
 
 ELSEWHERE = "elsewhere"
@@ -41,12 +30,11 @@ class KvCounts:
 
 
 class KvLog:
-    """Counts per engine and in all, lost engines included. `is_held` tells whether some engine has
-    the prompt of a key."""
+    """Counts per engine and in all, lost engines included."""
 
-    def __init__(self, is_held: Callable[[bytes], bool]) -> None:
+    def __init__(self, index: PrefixIndex) -> None:
         self.total = KvCounts()
-        self._is_held = is_held
+        self._index = index
         self._engines: defaultdict[int, KvCounts] = defaultdict(KvCounts)
         self._gone: LruDict[bytes, FreeReason] = LruDict(_MAX_GONE)
 
@@ -56,13 +44,12 @@ class KvLog:
     def forget_engine(self, engine_id: int) -> None:
         self._engines.pop(engine_id, None)
 
-    def freed(
-        self, engine_id: int, keys: Iterable[bytes], num_tokens: int, reason: FreeReason
-    ) -> None:
-        """A computed context is gone, and with it the prompts of these keys."""
-        for key in keys:
-            self._gone.put(key, reason)
-        for counts in (self.total, self._engines[engine_id]):
+    def freed(self, context: Context, reason: FreeReason) -> None:
+        """A computed context is gone, and with it the prompts that it had."""
+        for boundary in context.boundaries:
+            self._gone.put(boundary.key, reason)
+        num_tokens = context.length + context.reserved - context.parent_len
+        for counts in (self.total, self._engines[context.engine_id]):
             counts.freed[reason] += num_tokens
 
     def used(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
@@ -71,7 +58,7 @@ class KvLog:
         tokens are computed again that some context has or had."""
         reason, num_recomputed = None, 0
         for key, length in reversed(missing):
-            reason = ELSEWHERE if self._is_held(key) else self._gone.peek(key)
+            reason = ELSEWHERE if self._index.holders(key) else self._gone.peek(key)
             if reason is not None:
                 num_recomputed = length - num_hit
                 break

@@ -13,12 +13,13 @@ or has forked it goes on, and it is freed with the last of them."""
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
-from parrot.serve.contexts.forecast import Expectations, NextUse, ReadyPrefixes
-from parrot.serve.contexts.index import Boundary, Context, Owner, PrefixIndex
-from parrot.serve.contexts.kv_log import FreeReason, KvLog
+from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, next_use
+from parrot.serve.contexts.index import Boundary, Context, FreeReason, Owner, PrefixIndex
+from parrot.serve.contexts.kv_log import KvLog
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
@@ -130,20 +131,18 @@ class ContextLedger:
         self._accounts: dict[int, Account] = {}
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
-        self.log = KvLog(self.index.is_held)
+        self.log = KvLog(self.index)
         self.owners = Owners()
         self.expectations = Expectations()
         self.prefixes = ReadyPrefixes(self.expectations)
-        self._next_use = NextUse(self.expectations, self.think_times)
 
     # Engines
 
     def add_engine(self, engine_id: int, capacity: int, block_size: int = 1) -> None:
-        idle: EvictionOrder
-        if self._eviction == "lru":
-            idle = LeastRecentlyUsed()
-        else:
-            idle = FarthestNextUse(self._next_use.predict, self._clock)
+        idle: EvictionOrder = LeastRecentlyUsed()
+        if self._eviction == "next_use":
+            predict = partial(next_use, self.expectations, self.think_times)
+            idle = FarthestNextUse(predict, self._clock)
         self._accounts[engine_id] = Account(capacity, block_size, idle)
 
     def forget_engine(self, engine_id: int) -> None:
@@ -195,20 +194,20 @@ class ContextLedger:
         """A run uses it."""
         context.users += 1
         self._accounts[context.engine_id].idle.discard(context)
-        link: Context | None = context
-        while link is not None:
+        for link in context.lineage():
             link.pins += 1
-            link = link.parent if link.pins == 1 else None
+            if link.pins > 1:
+                return
 
     def unpin(self, context: Context) -> None:
         """The run is over. A retired context may be freed by it."""
         context.users -= 1
         context.last_used = self._clock.now()
-        link: Context | None = context
-        while link is not None:
+        for link in context.lineage():
             link.pins -= 1
             assert link.pins >= 0, link
-            link = link.parent if link.pins == 0 else None
+            if link.pins:
+                break
         self._rest(context, recent=True)
 
     def settle(
@@ -235,13 +234,11 @@ class ContextLedger:
         """Nobody finds it any more. It is freed as soon as no run uses it and it has no forks.
         `with_ancestors`, for a context in use: likewise all that it was forked from."""
         assert context.pins or not with_ancestors, context
-        link: Context | None = context
-        while link is not None:
+        for link in context.lineage() if with_ancestors else (context,):
             if link.retired is None:
                 link.retired = reason
                 self.index.unpublish(link)
             self._rest(link, recent=True)
-            link = link.parent if with_ancestors else None
 
     def release_session(self, session_id: int) -> None:
         """Free the session's contexts, those in use as soon as that ends."""
@@ -326,14 +323,11 @@ class ContextLedger:
 
     def _evict_expired(self, context: Context, now: float) -> None:
         """Evict it and those that it was forked from, if nothing else has used them either."""
-        link: Context | None = context
-        while link is not None and isinstance(link.owner, str):
-            is_idle = not link.pins and not link.children
+        for link in context.lineage():
+            is_idle = isinstance(link.owner, str) and not link.pins and not link.children
             if not is_idle or link.last_used + self._constant_timeout_s > now:
                 return
-            parent = link.parent
             self._evict(link, FreeReason.EXPIRED)
-            link = parent
 
     def _evict(self, context: Context, reason: FreeReason) -> None:
         """Free it. Those who would have continued it would continue its parent now."""
@@ -349,17 +343,16 @@ class ContextLedger:
     def _rest(self, context: Context, recent: bool) -> None:
         """A context may have become idle: offer it for eviction, or free it if retired, and then
         its parent likewise. `recent`: see `EvictionOrder.add`."""
-        link: Context | None = context
-        while link is not None and not link.pins and not link.children:
+        for link in context.lineage():
+            if link.pins or link.children:
+                return
             account = self._accounts[link.engine_id]
             if link.id not in account.contexts:
                 return
             if link.retired is None:
                 account.idle.add(link, recent=recent)
                 return
-            parent = link.parent
             self._free(link, link.retired)
-            link = parent
 
     def _free(self, context: Context, reason: FreeReason) -> None:
         account = self._accounts[context.engine_id]
@@ -377,6 +370,4 @@ class ContextLedger:
         self.index.unpublish(context)
         self.owners.remove(context)
         if context.is_computed:
-            keys = [boundary.key for boundary in context.boundaries]
-            num_tokens = context.length + context.reserved - context.parent_len
-            self.log.freed(context.engine_id, keys, num_tokens, reason)
+            self.log.freed(context, reason)

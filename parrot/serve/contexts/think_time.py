@@ -23,20 +23,18 @@ has lasted; and c begins at one half. Old observations fade by halves."""
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion
 from parrot.utils.heaps import LruDict
-
-K = TypeVar("K", bound=Hashable)
 
 _FIRST_S = 0.02
 _RATIO = 1.1
 _BOUNDS_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(130)))  # up to 4,400 s, and beyond
 _MAX_WEIGHT = 256.0  # of observations; older ones fade
-_MAX_SOURCES = 4096
+_MAX_KNOWN = 8192  # functions and tenants; those unused for longest are forgotten
 _TENANT_WEIGHT = 2.0  # what the tenant's other functions say counts like so many observations
 _DOUBT = 0.5  # likewise, that it goes on as long again as it has lasted
 _USUAL_S = 10.0  # taken to have elapsed at least, in that
@@ -125,8 +123,7 @@ class ThinkTimes:
     """Learns from calls that end, and from those that continue them or never do."""
 
     def __init__(self) -> None:
-        self._sources: LruDict[Source, _Histogram] = LruDict(_MAX_SOURCES)
-        self._tenants: LruDict[str, _Histogram] = LruDict(_MAX_SOURCES)
+        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_KNOWN)  # and of tenants
         self._open: dict[int, Counter[Source]] = {}  # ended and not continued, by session
 
     @property
@@ -149,20 +146,20 @@ class ThinkTimes:
         """A call that continues one of the source's is ready."""
         if (pending := self._open.get(session_id)) is not None and pending[source] > 0:
             pending[source] -= 1
-        for histogram in self._learners(source):
+        for histogram in self._histograms(source):
             histogram.observe(think_s)
 
     def session_ended(self, session_id: int) -> None:
         for source, count in self._open.pop(session_id, Counter[Source]()).items():
             if count:
-                for histogram in self._learners(source):
+                for histogram in self._histograms(source):
                     histogram.abandon(count)
 
     def expected_s(self, source: Source, elapsed_s: float) -> float:
         """Expected seconds until a call that ended `elapsed_s` ago is continued, over the chance
         that it is continued at all."""
-        own = self._sources.peek(source) or _UNKNOWN
-        others = self._tenants.peek(source.tenant) or _UNKNOWN
+        own = self._known.peek(source) or _UNKNOWN
+        others = self._known.peek(source.tenant) or _UNKNOWN
         share = _TENANT_WEIGHT / max(others.num_continued, _TENANT_WEIGHT)
         mine, theirs = own.beyond(elapsed_s), others.beyond(elapsed_s)
         weight = mine.weight + share * theirs.weight
@@ -175,11 +172,12 @@ class ThinkTimes:
         chance = usual * lasting
         return rest_s / max(chance / (chance + 1 - usual), _MIN_CHANCE)
 
-    def _learners(self, source: Source) -> tuple[_Histogram, _Histogram]:
-        return (
-            _lookup(self._sources, source),
-            _lookup(self._tenants, source.tenant),
-        )
+    def _histograms(self, source: Source) -> Iterator[_Histogram]:
+        """Yield that of the function and that of its tenant, new or not."""
+        for key in (source, source.tenant):
+            if (histogram := self._known.get(key)) is None:
+                self._known.put(key, histogram := _Histogram())
+            yield histogram
 
 
 def _chance(own: _Histogram, others: _Histogram) -> float:
@@ -187,12 +185,3 @@ def _chance(own: _Histogram, others: _Histogram) -> float:
     usual = (others.num_continued + 1) / (others.num_continued + others.num_abandoned + 2)
     num_known = own.num_continued + own.num_abandoned
     return (own.num_continued + _TENANT_WEIGHT * usual) / (num_known + _TENANT_WEIGHT)
-
-
-def _lookup(known: LruDict[K, _Histogram], key: K) -> _Histogram:
-    """The entry for `key`, new or not; those unused for longest are forgotten."""
-    histogram = known.get(key)
-    if histogram is None:
-        histogram = _Histogram()
-        known.put(key, histogram)
-    return histogram
