@@ -38,10 +38,9 @@ class Exchange:
         parts = await encode_prompt(run.segments, chat, attempt.tokenizer)
         if run.text:
             await _resume(run, attempt)
-        request = open_request(self._ledger, attempt, parts, run.owner)
+        request = open_request(self._ledger, run, attempt, parts)
         if request is None:
             return Outcome(run.text, None, 0, _NOTHING_MORE)
-        run.stats.recomputed_tokens = attempt.recomputed_tokens
         before = run.text
         if run.wants_stream or run.may_lose:
             response = await self._stream(run, attempt, request)

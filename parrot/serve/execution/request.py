@@ -14,24 +14,24 @@ from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.run import Attempt
+from parrot.serve.execution.run import Attempt, Run
 from parrot.serve.prompts.encode import Units, join
 
 
 def open_request(
-    ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units], owner: Owner
+    ledger: ContextLedger, run: Run, attempt: Attempt, parts: Sequence[Units]
 ) -> GenerateRequest | None:
     """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
     per segment. None if nothing may be generated any more. Raises `PromptTooLong`."""
-    engine, completion = attempt.engine, attempt.task.completion
+    engine, completion = attempt.engine, run.completion
     prompt = _Prompt(ledger, attempt, parts)
     room = prompt.limit_output()
     if room == 0:
         return None
     missing = prompt.missing()
-    attempt.recomputed_tokens = ledger.log.used(engine.id, prompt.length, missing)
+    run.stats.recomputed_tokens = ledger.log.used(engine.id, prompt.length, missing)
     prompt.extend_constant()
-    context = attempt.context = prompt.extend(owner, reserved=room)
+    context = attempt.context = prompt.extend(run.owner, reserved=room)
     ledger.pin(context)
     ledger.make_room(engine.id)
     return GenerateRequest.model_construct(

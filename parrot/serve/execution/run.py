@@ -67,7 +67,6 @@ class Attempt:
     resumed: Units = ()
     resumed_key: bytes = b""
     num_delivered: int = 0
-    recomputed_tokens: int = 0
     context: Context | None = None
     opened: list[Context] = field(default_factory=list)
 
@@ -155,44 +154,32 @@ class Run(CompletionTask):
             waiter.output.append(text)
 
 
-class Verdict(Enum):
-    FAILS = auto()  # running it again would not help
-    RUNS_AGAIN = auto()  # preferably elsewhere
-    NEEDS_MEMORY = auto()  # again, when the engine's idle contexts are gone
-    CONTEXT_IS_LOST = auto()  # again, without the contexts that the engine does not know
-
-
 def is_broken(error: ParrotError) -> bool:
     """Whether the engine may be dead, which only a ping can tell: one connection that was reset
     says nothing of the others."""
     return isinstance(error, Unavailable) and not isinstance(error, OutOfMemory)
 
 
-def judge(run: Run, attempt: Attempt, error: ParrotError) -> Verdict:
-    """Counts the error against the run, which is given up after a few."""
+def runs_again(run: Run, attempt: Attempt, error: ParrotError) -> bool:
+    """Count the error against the run, which is given up after a few. False if it is now, or if
+    running it again would not help."""
     engine = attempt.engine
     match error:
         case PromptTooLong() if not attempt.is_longest:
             limit = min(engine.info.max_seq_len, engine.info.tokens_capacity)
             run.wanted_len = max(run.wanted_len, limit + 1)
-            return Verdict.RUNS_AGAIN
+            return True
         case ModelNumerics() | InvalidRequest():
-            return Verdict.FAILS
-        case OutOfMemory():
-            verdict = Verdict.NEEDS_MEMORY
+            return False
+        case OutOfMemory() | NotFound():
             run.num_refused += 1
         case QuotaExceeded():
-            verdict = Verdict.RUNS_AGAIN
             run.num_refused += 1
             run.avoided.add(engine.id)
-        case NotFound():
-            verdict = Verdict.CONTEXT_IS_LOST
-            run.num_refused += 1
         case _:
-            verdict = Verdict.RUNS_AGAIN
             run.num_lost += 1
             run.avoided.add(engine.id)
-    return verdict if run.may_run_again else Verdict.FAILS
+    return run.may_run_again
 
 
 def final_error(engine: Engine, error: ParrotError) -> ParrotError:

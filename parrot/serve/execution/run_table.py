@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from parrot.protocol.errors import InternalError, ParrotError
+from parrot.protocol.errors import InternalError, NotFound, OutOfMemory, ParrotError
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.exchange import Exchange, delivered
@@ -22,10 +22,9 @@ from parrot.serve.execution.run import (
     Outcome,
     Run,
     RunState,
-    Verdict,
     final_error,
     is_broken,
-    judge,
+    runs_again,
 )
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
@@ -367,15 +366,14 @@ class RunTable:
     def _attempt_failed(self, run: Run, attempt: Attempt, error: ParrotError) -> None:
         if run.attempt is not attempt:
             return
-        verdict = judge(run, attempt, error)
         attempt.runner = None
-        self._exchange.abandon(attempt, with_parents=verdict is Verdict.CONTEXT_IS_LOST)
-        if verdict is Verdict.NEEDS_MEMORY:
-            self._ledger.evict_idle(attempt.engine.id)
-        if verdict is Verdict.FAILS:
+        self._exchange.abandon(attempt, with_parents=isinstance(error, NotFound))
+        if not runs_again(run, attempt, error):
             self.fail(run, final_error(attempt.engine, error))
-        else:
-            self._set_state(run, RunState.QUEUED)
+            return
+        if isinstance(error, OutOfMemory):
+            self._ledger.evict_idle(attempt.engine.id)
+        self._set_state(run, RunState.QUEUED)
 
     def _stop(self, run: Run, *, is_kept: bool) -> None:
         """Nobody waits for it any more."""
