@@ -3,8 +3,6 @@
 import gc
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 
 from parrot.engine.config import (
     AnyEngineConfig,
@@ -63,7 +61,13 @@ def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
 def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, TokenizerResponse]:
     """Raises `ConfigError` if this installation cannot run models."""
     try:
-        return _import_loader(config)()
+        if isinstance(config, BuiltinConfig):
+            from parrot.engine.runner.load import load_runner
+
+            return load_runner(config)
+        from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
+
+        return load_huggingface_runner(config)
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE_EXTRA:
             raise
@@ -71,15 +75,3 @@ def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Tok
             f"an engine of type {config.engine_type} needs {error.name}, which is not installed: "
             "see INSTALL.md"
         ) from None
-
-
-def _import_loader(
-    config: BuiltinConfig | HuggingFaceConfig,
-) -> Callable[[], tuple[Runner, TokenizerResponse]]:
-    if isinstance(config, BuiltinConfig):
-        from parrot.engine.runner.load import load_runner
-
-        return partial(load_runner, config)
-    from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
-
-    return partial(load_huggingface_runner, config)

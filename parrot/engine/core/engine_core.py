@@ -104,11 +104,11 @@ class EngineCore:
         self.plan()
         planned = self._planned
         launched = None if planned is None else self._launch(planned, running)
-        result = None if running is None else self._runner.wait(running.launched)
-        if running is not None and result is None:
-            self._give_up([running.step] if planned is None else [running.step, planned])
-            return True
-        if running is not None and result is not None:
+        if running is not None:
+            result = self._runner.wait(running.launched)
+            if result is None:
+                self._give_up([running.step] if planned is None else [running.step, planned])
+                return True
             self._take_tokens(running.step, result)
         if planned is not None and launched is not None:
             self._enter(planned, {})

@@ -96,10 +96,6 @@ class RequestState:
     before: StepTotals | None = None
     has_ended: bool = False
 
-    @property
-    def request_id(self) -> int:
-        return self.wanted.request_id
-
     def start(self, now: float, totals: StepTotals) -> None:
         """Its first step begins."""
         self.started_at, self.before = now, replace(totals)
@@ -170,15 +166,6 @@ class Job:
     def is_background(self) -> bool:
         return self.priority >= BACKGROUND
 
-    @property
-    def is_decoding(self) -> bool:
-        """Only the newest token lacks KV: one step gives one token."""
-        return (
-            self.generation is not None
-            and bool(self.generation.output_ids)
-            and self.context.num_missing == 1
-        )
-
 
 _KEY = attrgetter("key")
 
@@ -209,19 +196,9 @@ class JobQueue:
         del self._jobs[at]
 
 
-Policy = Callable[[Job], tuple[int, ...]]
-"""Gives each job its key, by which jobs run: unique and total, so that the first of all jobs always
-runs and all end some day. Background jobs come after all others."""
-
-
-def priority_first(job: Job) -> tuple[int, ...]:
-    """By the request's priority, then by arrival."""
-    return (job.priority, job.job_id)
-
-
-def first_come_first_served(job: Job) -> tuple[int, ...]:
-    """By arrival alone."""
-    return (int(job.is_background), job.job_id)
-
-
-POLICIES: dict[str, Policy] = {"priority": priority_first, "fcfs": first_come_first_served}
+POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
+    "priority": lambda job: (job.priority, job.job_id),
+    "fcfs": lambda job: (int(job.is_background), job.job_id),
+}
+"""Each gives a job its key, by which jobs run: unique and total, so that the first of all jobs
+always runs and all end some day. Background jobs come after all others."""

@@ -59,28 +59,24 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 class StopStrings:
-    """Finds the first stop string in text that comes in pieces. Its memory is only the text that
-    may be the beginning of one."""
+    """Finds the first stop string in text that comes in pieces. `held`, its only memory, is text
+    that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self.held = ""
         self.found = False
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
 
     def push(self, piece: str) -> str:
         """The text that is now certain to come before any stop string. After `found`, no more."""
-        text = self._held + piece
+        text = self.held + piece
         hits = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
             self.found = True
-            self._held = ""
+            self.held = ""
             return text[: min(hits)]
         cut = len(text) - max(self._overlap(text, stop) for stop in self._stops)
-        self._held = text[cut:]
+        self.held = text[cut:]
         return text[:cut]
 
     @staticmethod
@@ -90,7 +86,7 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return held
 
 
@@ -133,8 +129,8 @@ class Generation:
         self._stop_ids = language.stop_ids(sampling)
         self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
         self._detokenizer = Detokenizer(language.tokenizer) if stream or self._stops else None
-        self._pieces: list[str] = []
-        self._delta: list[str] = []
+        self._pieces: list[str] = []  # of the text, as far as it is certain
+        self._num_streamed_pieces = 0
         self._num_streamed_ids = 0
 
     @property
@@ -168,7 +164,7 @@ class Generation:
             return
         self._add_text(self._detokenizer.flush())
         if self._stops is not None and not self._stops.found:
-            self._delta.append(self._stops.flush())
+            self._pieces.append(self._stops.flush())
 
     def _add_text(self, piece: str) -> None:
         if self._stops is not None and piece:
@@ -176,26 +172,25 @@ class Generation:
             if self._stops.found:
                 self.finish_reason = FinishReason.STOP
         if piece:
-            self._delta.append(piece)
+            self._pieces.append(piece)
 
     def take_chunk(self) -> StreamChunk | None:
         """The tokens since the last chunk and exactly their text, or None while their text is
         uncertain: it may end inside a character or begin a stop string."""
-        if self.finish_reason is None:
-            is_held = self._stops is not None and self._stops.num_held > 0
-            if is_held or not self._delta:
-                return None
-        text = "".join(self._delta)
-        self._pieces.append(text)
-        self._delta.clear()
+        pieces = self._pieces[self._num_streamed_pieces :]
+        is_held = self._stops is not None and self._stops.held
+        if self.finish_reason is None and (is_held or not pieces):
+            return None
+        text = "".join(pieces)
         ids = self.output_ids[self._num_streamed_ids :]
+        self._num_streamed_pieces = len(self._pieces)
         self._num_streamed_ids = len(self.output_ids)
         return StreamChunk.model_construct(ids=ids, text=text) if ids or text else None
 
     def text(self) -> str:
         """The whole text, up to what stopped it."""
         if self._detokenizer is not None:
-            return "".join(self._pieces) + "".join(self._delta)
+            return "".join(self._pieces)
         ids = self.output_ids
         if self.finish_reason is FinishReason.STOP:
             ids = ids[:-1]

@@ -257,7 +257,7 @@ class RequestTable:
 
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
-        del self._requests[request.request_id]
+        del self._requests[request.wanted.request_id]
 
     def abort(self, request_id: int) -> None:
         """The sender is no longer interested; its contexts stay as they are. Unknown ids are

@@ -346,7 +346,7 @@ class LocalScheduler:
         assert not self._turned_away, self._turned_away
         for job in self._decoding:
             num_missing = job.context.num_missing
-            goes_on = job.is_decoding or (job.awaits_token and not num_missing)
+            goes_on = num_missing == (0 if job.awaits_token else 1)
             assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
             assert job.is_admitted, f"job {job.job_id} generates without room"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parrot.engine.core.jobs import JobQueue, first_come_first_served, priority_first
+from parrot.engine.core.jobs import POLICIES, JobQueue
 from tests.support.core_harness import Harness, piece
 
 
@@ -235,8 +235,8 @@ def test_policies_are_total_orders():
 
         priority, job_id = 3, 7
 
-    assert priority_first(FakeJob) == (3, 7)
-    assert first_come_first_served(FakeJob) == (0, 7)
+    assert POLICIES["priority"](FakeJob) == (3, 7)
+    assert POLICIES["fcfs"](FakeJob) == (0, 7)
 
 
 def test_an_urgent_request_takes_its_room_from_the_least_urgent():
