@@ -213,13 +213,13 @@ class AsyncDriver:
     async def _turn(self) -> None:
         core = self._core
         _apply(self._inbox, core)
-        plan = core.plan() if core.has_work else None
-        if plan is not None:
-            outcome = core.run(plan)
-            await self._spend(self._cost(plan))
-            core.deliver(outcome)
+        step = core.plan() if core.has_work else None
+        if step is not None:
+            result = core.run(step)
+            await self._spend(self._cost(step.plan))
+            core.deliver(step, result)
         deliver(core.requests.outbox.take())
-        if plan is None and not self._inbox:
+        if step is None and not self._inbox:
             self._wake.clear()
             await self._wake.wait()
             self._busy_until = self._clock.now()

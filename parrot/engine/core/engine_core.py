@@ -63,7 +63,6 @@ class EngineCore:
         self.max_context_len = min(info.max_seq_len, self.tokens_capacity)
         self._clock = clock
         self._runner = IsolatingRunner(runner)
-        self._planned: Step | None = None
         self._flight: _Flight | None = None
         self._suspects: list[Job] = []
         hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
@@ -101,8 +100,7 @@ class EngineCore:
         """Plan a step and run it; or, where the runner can, launch it and wait for the one before
         it. Returns False when there was nothing to do."""
         running, self._flight = self._flight, None
-        self.plan()
-        planned = self._planned
+        planned = self.plan()
         launched = None if planned is None else self._launch(planned, running)
         if running is not None:
             result = self._runner.wait(running.launched)
@@ -144,32 +142,28 @@ class EngineCore:
             if not job.has_ended
         ]
         plan = StepPlan(tuple(s for _, s in kept), step.plan.copies)
-        self._planned = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
-        self.deliver(self.run(plan))
+        step = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
+        self.deliver(step, self.run(step))
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> Step | None:
         """Decide on the next step. If not None, `run` and `deliver` must follow."""
-        self._planned = self._schedule()
+        step = self._schedule()
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
                 self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
-            if self._planned is None:  # something may have waited for them
-                self._planned = self._schedule()
-        return None if self._planned is None else self._planned.plan
+            step = step or self._schedule()  # something may have waited for them
+        return step
 
     def _schedule(self) -> Step | None:
         self.requests.open_forks()
         return self._scheduler.schedule(self._clock.now())
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, step: Step) -> StepResult:
         """Raises `DeviceLost`, and nothing else."""
-        return self._runner.run(plan)
+        return self._runner.run(step.plan)
 
-    def deliver(self, result: StepResult) -> None:
-        """Enter what the step that was planned last has computed, and answer the requests that it
-        completed."""
-        step = self._planned
-        assert step is not None, "nothing was planned"
+    def deliver(self, step: Step, result: StepResult) -> None:
+        """Enter what the step has computed, and answer the requests that it completed."""
         self._enter(step, result.broken)
         self._take_tokens(step, result)
 
@@ -214,12 +208,11 @@ class EngineCore:
         return 0 if self.requests.has_forks else self._scheduler.num_sure_steps(token_ids)
 
     def deliver_sure(
-        self, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
+        self, step: Step, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
     ) -> None:
-        """Enter several steps like the one that was planned last, no more than were sure. `tokens`:
-        those of each job, by its id."""
-        num_steps, step = len(step_seconds), self._planned
-        assert step is not None, "nothing was planned"
+        """Enter several steps like this one, no more than were sure. `tokens`: those of each job,
+        by its id."""
+        num_steps = len(step_seconds)
         for job in step.jobs:
             context, generation = job.context, job.generation
             assert generation is not None, f"job {job.job_id} does not generate"

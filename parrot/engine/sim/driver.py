@@ -44,11 +44,11 @@ class SimDriver(AsyncDriver):
         if num_steps < 2:
             await super()._turn()
             return
-        plan = core.plan()
-        assert plan is not None, "a sure step was not planned"
-        seconds = [self.slowdown * cost for cost in self._runner.costs(plan, num_steps)]
+        step = core.plan()
+        assert step is not None, "a sure step was not planned"
+        seconds = [self.slowdown * cost for cost in self._runner.costs(step.plan, num_steps)]
         done = seconds[: await self._spend_until_called(seconds)]
-        core.deliver_sure(self._runner.run_on(plan, len(done)), done)
+        core.deliver_sure(step, self._runner.run_on(step.plan, len(done)), done)
         deliver(core.requests.outbox.take())
 
     async def _spend_until_called(self, seconds: Sequence[float]) -> int:

@@ -19,13 +19,13 @@ LONG = "abcdefghijklmnopqrstuvwxyz" * 4
 
 async def timed_step(engine: Harness) -> float:
     """Like `Harness.step`, but the step takes time; returns how much."""
-    plan = engine.core.plan()
-    assert plan is not None
-    num_filled = sum(len(s.token_ids) for s in plan.sequences if len(s.token_ids) > 1)
+    step = engine.core.plan()
+    assert step is not None
+    num_filled = sum(len(s.token_ids) for s in step.plan.sequences if len(s.token_ids) > 1)
     seconds = STEP_S + TOKEN_S * num_filled
-    outcome = engine.core.run(plan)
+    result = engine.core.run(step)
     await engine.clock.advance(seconds)
-    engine.core.deliver(outcome)
+    engine.core.deliver(step, result)
     engine.deliver()
     engine.core.check_integrity()
     return seconds

@@ -418,9 +418,9 @@ async def test_usage_divides_the_time_of_a_request():
     answer = engine.generate(piece(2, "ab"), length=3)
 
     async def timed_step(seconds):
-        plan = engine.core.plan()
+        step = engine.core.plan()
         await asyncio.gather(engine.clock.advance(seconds))
-        engine.core.deliver(engine.core.run(plan))
+        engine.core.deliver(step, engine.core.run(step))
         engine.deliver()
 
     for seconds in (1.0, 2.0, 4.0, 8.0):
