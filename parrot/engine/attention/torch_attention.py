@@ -26,7 +26,7 @@ from parrot.engine.attention.work_list import (
 from parrot.engine.kernels.attention_shape import AttentionShape
 
 WHOLE_SPANS = SplitConfig(
-    num_sms=1, min_span=(1 << 30,) * 3, narrow_rows=1024, tile_rows=(1024,), dense=1, dense_min=64
+    num_sms=1, min_span=(1 << 30,) * 3, narrow_rows=1024, tile_rows=1024, dense=1, dense_min=64
 )
 """Spans are not split, and long prompts are cut so that their masks stay small."""
 

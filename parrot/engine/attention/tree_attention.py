@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_ear
 
 _HOPPER = 9
 _DENSE_TOKENS = 1024
+_MERGE_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,6 @@ class TileConfig:
     block_keys: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
-
-
-def _wide_tiles() -> dict[int, TileConfig]:
-    return {64: TileConfig(64, 4, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +35,14 @@ class KernelConfig:
     """Chosen on an H200 (docs/kernels.md). `deep` and `light`: tiles of narrow items. `deep` reads
     fastest, but its programs are few per multiprocessor (`deep_resident` on the whole device), so
     that a count of equal programs just past a full round leaves most of the device idle in the
-    second; up to `deep_rounds` rounds of these `light` wins. `wide`: shared items and fills, by
-    height of tile."""
+    second; up to `deep_rounds` rounds of these `light` wins. `wide`: of shared items and
+    fills."""
 
     deep: TileConfig = TileConfig(64, 4, 3)
     light: TileConfig = TileConfig(32, 2, 4)
     deep_resident: int = 396
     deep_rounds: int = 4
-    wide: dict[int, TileConfig] = field(default_factory=_wide_tiles)
-    merge_slots: int = 8
-    merge_warps: int = 1
+    wide: TileConfig = TileConfig(64, 4, 3)
 
     def narrow(self, programs: int, *, is_even: bool) -> TileConfig:
         return self.light if is_even and self.evenness_counts(programs) else self.deep
@@ -153,8 +147,7 @@ class TreeAttention:
     """Attention of one layer shape. Owns the buffers of partial results.
 
     `max_slots` bounds the partial results of a plan: float32 [max_slots, heads, head_dim].
-    `upcast` computes in float32 (the interpreter cannot compute in bfloat16). `overlap` runs the
-    launches of a plan side by side."""
+    `upcast` computes in float32 (the interpreter cannot compute in bfloat16)."""
 
     def __init__(
         self,
@@ -164,14 +157,13 @@ class TreeAttention:
         config: KernelConfig | None = None,
         *,
         upcast: bool = False,
-        overlap: bool = True,
     ) -> None:
         self.shape = shape
         self.config = config or KernelConfig()
         self.upcast = upcast
         self._scale = shape.head_dim**-0.5
-        overlap = overlap and device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if overlap else None  # type: ignore[no-untyped-call]
+        is_cuda = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         size = (max(max_slots, 1), shape.num_heads)
         self.partial_out = torch.empty((*size, shape.head_dim), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(size, dtype=torch.float32, device=device)
@@ -199,9 +191,9 @@ class TreeAttention:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
         if len(plan.shared):
-            self._wide(step, plan.shared, plan.work.shared_rows, own=False)
+            self._wide(step, plan.shared, own=False)
         if len(plan.fills):
-            self._wide(step, plan.fills, plan.work.fill_rows, own=True)
+            self._wide(step, plan.fills, own=True)
         with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
             if len(plan.narrow):
                 programs = len(plan.narrow) // ITEM_FIELDS * self.shape.num_kv_heads
@@ -230,8 +222,8 @@ class TreeAttention:
         num_slots = plan.work.num_slots
         assert num_slots <= len(self.partial_out), (num_slots, len(self.partial_out))
 
-    def _wide(self, step: _Step, items: torch.Tensor, rows: int, *, own: bool) -> None:
-        tile = self.config.wide[rows]
+    def _wide(self, step: _Step, items: torch.Tensor, *, own: bool) -> None:
+        tile, rows = self.config.wide, step.plan.work.tile_rows
         if self.shape.page_size % tile.block_keys:
             self._items(step, items, rows, tile)
         else:
@@ -287,7 +279,7 @@ class TreeAttention:
             **self._constants(rows, tile),
         )
 
-    def _constants(self, rows: int, tile: TileConfig) -> dict[str, int | bool | None]:
+    def _constants(self, rows: int, tile: TileConfig) -> dict[str, int]:
         return {
             "G": self.shape.group,
             "H": self.shape.num_heads,
@@ -298,7 +290,6 @@ class TreeAttention:
             "STAGES": tile.num_stages,
             "UPCAST": self.upcast,
             "num_warps": tile.num_warps,
-            "maxnreg": tile.max_registers,
         }
 
     def _merge(self, step: _Step) -> None:
@@ -309,8 +300,8 @@ class TreeAttention:
             step.out,
             H=self.shape.num_heads,
             D=self.shape.head_dim,
-            SLOTS=self.config.merge_slots,
-            num_warps=self.config.merge_warps,
+            SLOTS=_MERGE_SLOTS,
+            num_warps=1,
             **early_launch(step.early),
         )
 

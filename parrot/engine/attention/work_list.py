@@ -31,7 +31,6 @@ from parrot.engine.attention.context_tree import (
 from parrot.engine.kernels.attention_shape import AttentionShape
 
 LongArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 OPEN_END = 1 << 30
 """A span's end when it reaches as far as the query's own position."""
@@ -66,19 +65,18 @@ class SplitConfig:
 
     `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
     by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.
-    `narrow_rows`: the most rows of a narrow item. `tile_rows`: heights of the other classes'
-    tiles; the lowest that holds an item is taken. `hidden_bytes`: of narrow KV that the device
-    reads while one program of a shared item takes a key. The two run side by side, so a shared
-    span that ends before the narrow ones do need not be split for the sake of time.
-    `dense`: of a fill from position 0, as many tokens as are a multiple of this are dense, from
-    `dense_min` tokens on. None: no fill is."""
+    `narrow_rows`: the most rows of a narrow item. `tile_rows`: the most of other items.
+    `hidden_bytes`: of narrow KV that the device reads while one program of a shared item takes a
+    key. The two run side by side, so a shared span that ends before the narrow ones do need not be
+    split for the sake of time. `dense`: of a fill from position 0, as many tokens as are a multiple
+    of this are dense, from `dense_min` tokens on. None: no fill is."""
 
     num_sms: int = 132
     waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
     min_span: tuple[int, int, int] = (128, 256, 256)
     uneven: float = 2.0
     narrow_rows: int = 16
-    tile_rows: tuple[int, ...] = (64,)
+    tile_rows: int = 64
     hidden_bytes: int = 110_000
     dense: int | None = None
     dense_min: int = 4096
@@ -122,7 +120,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Items are int32 [items, ITEM_FIELDS], most work first; `shared_rows` and `fill_rows` are the
+    """Items are int32 [items, ITEM_FIELDS], most work first; `tile_rows` is the
     heights of their tiles. `token_order`: a permutation of the rows of q. Token t merges partials
     [slot_indptr[t], slot_indptr[t + 1]); an empty range means that it was written directly.
     `narrow_is_even`: its longest item is not much longer than the others.
@@ -134,8 +132,7 @@ class WorkList:
     narrow_is_even: bool
     shared: IntArray
     fills: IntArray
-    shared_rows: int
-    fill_rows: int
+    tile_rows: int
     token_order: IntArray
     slot_indptr: IntArray
     slot_of: IntArray
@@ -224,9 +221,7 @@ def plan_work(
     token_order, first_in_order = _order_tokens(step, order)
     num_dense = _num_dense(step, split)
     spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
-    kinds = _classify(spans, shape, split)
-    heights = tuple(_tile_height(spans, kinds == kind, shape, split) for kind in (SHARED, FILL))
-    items, item_kinds, lengths = _cut(spans, kinds, (split.narrow_rows, *heights), shape, split)
+    items, item_kinds, lengths = _cut(spans, shape, split)
     indptr, slot_of = _assign_slots(items, token_order)
     own = items[:, OWN] != 0
     items[own, Q_FIRST] = token_order[items[own, Q_FIRST]]
@@ -239,8 +234,7 @@ def plan_work(
         narrow_is_even=bool(is_even),
         shared=by_kind[SHARED],
         fills=by_kind[FILL],
-        shared_rows=heights[0],
-        fill_rows=heights[1],
+        tile_rows=split.tile_rows,
         token_order=token_order,
         slot_indptr=indptr,
         slot_of=slot_of,
@@ -298,28 +292,15 @@ def _spans(
     )
 
 
-def _classify(spans: _Spans, shape: AttentionShape, split: SplitConfig) -> LongArray:
-    wide = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
-    return np.where(spans.q_count * shape.group <= split.narrow_rows, NARROW, wide)
-
-
-def _tile_height(
-    spans: _Spans, chosen: BoolArray, shape: AttentionShape, split: SplitConfig
-) -> int:
-    tallest = int(spans.q_count.max(initial=0, where=chosen)) * shape.group
-    return next((rows for rows in split.tile_rows if rows >= tallest), split.tile_rows[-1])
-
-
 def _cut(
-    spans: _Spans,
-    kinds: LongArray,
-    heights: tuple[int, ...],
-    shape: AttentionShape,
-    split: SplitConfig,
+    spans: _Spans, shape: AttentionShape, split: SplitConfig
 ) -> tuple[LongArray, LongArray, LongArray]:
     """Items with their kinds and numbers of keys, most work first. Q_FIRST is still a place in
     sorted order and SLOT is zero."""
-    tokens_per_block = np.array(heights, dtype=np.int64)[kinds] // shape.group
+    is_narrow = spans.q_count * shape.group <= split.narrow_rows
+    wide = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
+    kinds = np.where(is_narrow, NARROW, wide)
+    tokens_per_block = np.where(is_narrow, split.narrow_rows, split.tile_rows) // shape.group
     blocks = -(-spans.q_count // tokens_per_block)
     chunk = _chunk_lengths(spans, kinds, blocks, shape, split)
     parts = -(-spans.length // chunk)

@@ -78,9 +78,8 @@ class Rooms:
     """The capacities for which graphs are captured."""
 
     def __init__(self, shape: AttentionShape, split: SplitConfig) -> None:
-        assert len(split.tile_rows) == 1, "a graph has tiles of one height"
         self._narrow_tokens = max(1, split.narrow_rows // shape.group)
-        self._tile_tokens = max(1, split.tile_rows[-1] // shape.group)
+        self._tile_tokens = max(1, split.tile_rows // shape.group)
         # Splitting aims for so many programs, and each item is one per KV head.
         self._kv_heads = shape.num_kv_heads
         self._config = KernelConfig()

@@ -20,8 +20,8 @@ from parrot.engine.kernels.attention_shape import AttentionShape
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 BLOCK = 4
-SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(8,) * 3, tile_rows=(16,))
-SMALL_WHOLE = replace(WHOLE_SPANS, narrow_rows=6, tile_rows=(8,), dense_min=5)
+SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(8,) * 3, tile_rows=16)
+SMALL_WHOLE = replace(WHOLE_SPANS, narrow_rows=6, tile_rows=8, dense_min=5)
 PREFIX, LONGER = ("prefix", 22), ("longer", 17)
 
 

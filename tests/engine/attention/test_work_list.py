@@ -155,7 +155,7 @@ def test_dense_is_the_beginning_of_a_long_fill_from_position_0(
 def test_items_fit_their_tiles_and_come_largest_first(step: StepRows) -> None:
     shape = shape_of(4)
     work = plan_work(step, shape, FREE_SHARING, SMALL_SPLITS)
-    heights = ((work.narrow, 16), (work.shared, work.shared_rows), (work.fills, work.fill_rows))
+    heights = ((work.narrow, 16), (work.shared, work.tile_rows), (work.fills, work.tile_rows))
     for items, rows in heights:
         assert (items[:, Q_COUNT] >= 1).all()
         assert (items[:, Q_COUNT] * shape.group <= rows).all()
