@@ -4,8 +4,6 @@ import asyncio
 import time
 from typing import Protocol
 
-from parrot.utils.heaps import LazyHeap
-
 
 class Clock(Protocol):
     def now(self) -> float:
@@ -23,39 +21,3 @@ class MonotonicClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-
-class ManualClock:
-    """Virtual time that moves only when `advance` is called. For tests and simulation."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-        self._sleepers: LazyHeap[asyncio.Future[None], float] = LazyHeap()
-
-    def now(self) -> float:
-        return self._now
-
-    async def sleep(self, seconds: float) -> None:
-        wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sleepers.set(wake, self._now + seconds)
-        try:
-            await wake
-        finally:
-            self._sleepers.discard(wake)
-
-    async def advance(self, seconds: float) -> None:
-        """Move time on by `seconds`, waking sleepers in order of their wake-up times."""
-        end = self._now + seconds
-        await self._settle()
-        while (first := self._sleepers.top()) is not None and first[0] <= end:
-            self._now, wake = first
-            self._sleepers.discard(wake)
-            if not wake.done():
-                wake.set_result(None)
-            await self._settle()
-        self._now = end
-
-    async def _settle(self) -> None:
-        """Let every task that can run do so before time moves."""
-        for _ in range(20):
-            await asyncio.sleep(0)

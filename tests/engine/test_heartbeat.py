@@ -12,7 +12,8 @@ from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, HeartbeatResponse
 from parrot.protocol.errors import AuthenticationFailed, Unavailable
-from parrot.utils.clock import Clock, ManualClock, MonotonicClock
+from parrot.utils.clock import Clock, MonotonicClock
+from tests.support.manual_clock import ManualClock
 
 INTERVAL_S = 3.0
 

@@ -5,7 +5,7 @@ import pytest
 from parrot.engine.reorder import GRACE_S, ReorderBuffer
 from parrot.protocol.engine_api import FillPiece
 from parrot.protocol.errors import Cancelled
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 def fill(context_id: int, parent: int = -1) -> FillPiece:

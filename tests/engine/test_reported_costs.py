@@ -19,7 +19,7 @@ from parrot.protocol.engine_api import FillPiece, GenerateRequest, StepCosts, Us
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import run_virtual
 from parrot.simulation.loop import LoopClock
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 CONFIG = SimConfig.model_validate(
     {"instance": {"step_s": 0.02, "sequence_s": 4e-4, "prefill_token_s": 2e-4}}

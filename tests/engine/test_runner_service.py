@@ -14,7 +14,7 @@ from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.errors import Cancelled
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 CONFIG = SimConfig()
 

@@ -29,8 +29,8 @@ from parrot.serve.graph.runner import Predictor
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.predictor import Estimates
-from parrot.utils.clock import ManualClock
 from parrot.utils.ids import IdCounter
+from tests.support.manual_clock import ManualClock
 
 
 @dataclass

@@ -11,9 +11,9 @@ from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, Sessi
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
 from tests.serve.test_serve_core import World
+from tests.support.manual_clock import ManualClock
 
 KEYS = ("one", "two", "three")
 

@@ -13,8 +13,8 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Task
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
+from tests.support.manual_clock import ManualClock
 
 
 class World:

@@ -30,8 +30,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.observers import Observer
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
+from tests.support.manual_clock import ManualClock
 
 
 class World:

@@ -22,8 +22,8 @@ from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, Va
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.readers import WAKE_DELAY_S
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
+from tests.support.manual_clock import ManualClock
 
 LIFE_SPAN_S = 60.0
 EXPECTED = (EngineFailed, TimedOut, Cancelled, SessionGone)

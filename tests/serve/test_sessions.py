@@ -7,9 +7,9 @@ from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded
 from parrot.serve.config import CoreConfig
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.sessions import PUBLIC_TENANT, Session, SessionRegistry, tenant_of
-from parrot.utils.clock import ManualClock
 from parrot.utils.timers import TimerQueue
 from tests.serve.serve_fakes import FakeRunner, add_reader, link_call
+from tests.support.manual_clock import ManualClock
 
 
 class World:

@@ -14,8 +14,8 @@ from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.answer import Answer
-from parrot.utils.clock import ManualClock
 from tests.support.checking_runner import CheckingRunner
+from tests.support.manual_clock import ManualClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())
 

@@ -1,6 +1,7 @@
 import asyncio
 
-from parrot.utils.clock import ManualClock, MonotonicClock
+from parrot.utils.clock import MonotonicClock
+from tests.support.manual_clock import ManualClock
 
 
 async def test_sleepers_wake_in_order_of_their_times() -> None:

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.utils.clock import ManualClock
 from parrot.utils.timers import TimerQueue
+from tests.support.manual_clock import ManualClock
 
 
 async def test_timers_fire_in_order_of_their_times() -> None:

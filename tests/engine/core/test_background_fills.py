@@ -10,8 +10,8 @@ from parrot.engine.core.jobs import BACKGROUND
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest
 from parrot.protocol.errors import OutOfMemory
-from parrot.utils.clock import ManualClock
 from tests.support.core_harness import Harness, piece
+from tests.support.manual_clock import ManualClock
 
 STEP_S, TOKEN_S = 5e-3, 25e-6
 LONG = "abcdefghijklmnopqrstuvwxyz" * 4

@@ -15,9 +15,9 @@ from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
-from parrot.utils.clock import ManualClock
 from tests.engine.core.oracle import Asked, Oracle
 from tests.support.checking_runner import CheckingRunner, LaunchingRunner
+from tests.support.manual_clock import ManualClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())
 MAX_IDLE_STEPS = 3000

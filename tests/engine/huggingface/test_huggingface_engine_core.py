@@ -16,8 +16,8 @@ from parrot.engine.huggingface.runner import HuggingFaceRunner
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, SpecialIds, StreamChunk
 from parrot.protocol.errors import ParrotError, PromptTooLong
 from parrot.protocol.sampling import SamplingConfig
-from parrot.utils.clock import ManualClock
 from tests.support.byte_tokenizer import plain_byte_tokenizer
+from tests.support.manual_clock import ManualClock
 
 NUM_TOKENS = 8
 GREEDY = SamplingConfig(temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True)

@@ -24,7 +24,7 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 ZERO = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
 

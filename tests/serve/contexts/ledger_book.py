@@ -3,7 +3,7 @@
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, KvEviction
 from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 class Book(ContextLedger):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
 from parrot.serve.contexts.index import Context
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 def make(context_id: int) -> Context:

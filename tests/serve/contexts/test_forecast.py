@@ -14,7 +14,6 @@ from parrot.serve.contexts.forecast import Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.prompts.segments import PrefixHasher, fill_segments, preceding_segments
-from parrot.utils.clock import ManualClock
 from tests.serve.graph.test_graph_machine import GraphMachine
 from tests.serve.serve_fakes import (
     FakeRunner,
@@ -28,6 +27,7 @@ from tests.serve.serve_fakes import (
     taken,
     var_ids,
 )
+from tests.support.manual_clock import ManualClock
 
 HASHER = PrefixHasher(b"a secret")
 

@@ -49,13 +49,13 @@ from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
-from parrot.utils.clock import ManualClock
 from tests.support.byte_tokenizer import (
     byte_tokenizer,
     plain_byte_tokenizer,
     tokenizer_id_of,
 )
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.manual_clock import ManualClock
 
 OPTIONS = CallOptions(func_name="f", tenant="acme")
 TOKENIZER_ID = tokenizer_id_of(byte_tokenizer())

@@ -42,9 +42,9 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import prompt_of
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.manual_clock import ManualClock
 
 FAULTS: list[ParrotError | None] = [
     *(None, None, None),

@@ -6,8 +6,8 @@ from parrot.protocol.errors import QuotaExceeded
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import Fleet
-from parrot.utils.clock import ManualClock
 from tests.support.fake_engine import fake_engine
+from tests.support.manual_clock import ManualClock
 
 
 @pytest.fixture

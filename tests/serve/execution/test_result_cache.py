@@ -21,9 +21,9 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.graph.nodes import CallOptions, Completion, RunStats, TextPiece
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import given, made, taken, var_ids
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.manual_clock import ManualClock
 
 GREEDY = {"temperature": 0.0, "max_gen_length": 20}
 

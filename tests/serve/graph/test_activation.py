@@ -16,7 +16,6 @@ from parrot.protocol.errors import (
     SessionGone,
 )
 from parrot.serve.graph.graph import SessionGraph
-from parrot.utils.clock import ManualClock
 from tests.serve.serve_fakes import (
     FakeRunner,
     add_reader,
@@ -29,6 +28,7 @@ from tests.serve.serve_fakes import (
     taken,
     var_ids,
 )
+from tests.support.manual_clock import ManualClock
 
 
 @pytest.fixture

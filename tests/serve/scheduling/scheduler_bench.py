@@ -13,7 +13,7 @@ from parrot.serve.prompts.segments import PieceKind, PrefixHasher, Segment
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 HASHER = PrefixHasher(b"x" * 32)
 LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT

@@ -17,7 +17,7 @@ from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.policy import order_maker
 from parrot.serve.scheduling.queue import TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
-from parrot.utils.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT
 
