@@ -4,7 +4,7 @@ Only server processes import this module; it needs FastAPI."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from parrot.utils.ids import tokens_equal
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-_ERROR_HEADERS = {
+ERROR_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
@@ -120,7 +120,7 @@ def error_response(error: ParrotError) -> Response:
         orjson.dumps(error.to_payload(), option=orjson.OPT_NON_STR_KEYS, default=str),
         status_code=error.status,
         media_type="application/json",
-        headers=_ERROR_HEADERS.get(error.status),
+        headers=ERROR_HEADERS.get(error.status),
     )
 
 
@@ -202,15 +202,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def event_stream(events: AsyncIterator[tuple[str, BaseModel]]) -> StreamingResponse:
-    """An SSE response from (event name, payload) pairs, with keep-alive comments while idle. An
-    exception of the iterator becomes a final `error` event: the stream never just stops."""
+Event = tuple[str | None, BaseModel | Mapping[str, Any] | str]
+"""The name of a server-sent event, if it has one, and its data: JSON, or a text as it is."""
+
+
+def event_stream(events: AsyncIterator[Event]) -> StreamingResponse:
+    """An SSE response with keep-alive comments while idle. An exception of the iterator becomes a
+    final `error` event: the stream never just stops."""
     return StreamingResponse(
         _encode_events(events), media_type="text/event-stream", headers=_STREAM_HEADERS
     )
 
 
-async def _encode_events(events: AsyncIterator[tuple[str, BaseModel]]) -> AsyncIterator[bytes]:
+async def _encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     iterator = aiter(events)
     next_event = asyncio.ensure_future(anext(iterator))
     try:
@@ -231,7 +235,7 @@ async def _encode_events(events: AsyncIterator[tuple[str, BaseModel]]) -> AsyncI
                 yield _error_event(InternalError("internal error"))
                 return
             next_event = asyncio.ensure_future(anext(iterator))
-            yield format_sse_event(event=name, data_str=payload.model_dump_json())
+            yield format_sse_event(event=name, data_str=_event_data(payload))
     finally:
         if not next_event.done():
             next_event.cancel()
@@ -239,6 +243,12 @@ async def _encode_events(events: AsyncIterator[tuple[str, BaseModel]]) -> AsyncI
                 await next_event
         if (aclose := getattr(iterator, "aclose", None)) is not None:
             await aclose()
+
+
+def _event_data(payload: BaseModel | Mapping[str, Any] | str) -> str:
+    if isinstance(payload, BaseModel):
+        return payload.model_dump_json()
+    return payload if isinstance(payload, str) else orjson.dumps(payload).decode()
 
 
 def _error_event(error: ParrotError) -> bytes:

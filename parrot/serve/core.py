@@ -25,6 +25,7 @@ from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
+from parrot.serve.turns import Turns
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue
@@ -77,16 +78,29 @@ class ServeCore:
         self.programs = Programs(
             self._sessions, self._runner, self._observers, self._timers, self._clock
         )
+        self.turns = Turns(
+            self._sessions,
+            self._end,
+            self._timers,
+            self._clock,
+            self._dispatcher.fleet.tokenizer,
+            self._runner.require_room,
+        )
 
     # Sessions
 
     def create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
         """Raises `AuthenticationFailed`, `QuotaExceeded`."""
-        self._require_open()
-        tenant = tenant_of(request.api_key, self.config.api_keys)
+        tenant = self.tenant(request.api_key)
         session = self._sessions.create(tenant, request.apps or (), on_demand=request.on_demand)
         self._observers.tell(lambda one: one.session_created(session, request))
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
+
+    def tenant(self, api_key: str | None) -> str:
+        """Whose work a request with this key is. Raises `AuthenticationFailed`, and `Unavailable`
+        when the service is going down."""
+        self._require_open()
+        return tenant_of(api_key, self.config.api_keys)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         session = self._sessions.authenticate(session_id, session_auth)
@@ -130,6 +144,7 @@ class ServeCore:
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""
         self._sessions.check_integrity()
+        self.turns.check_integrity()
         self._dispatcher.check_integrity()
 
     def shut_down(self) -> None:
@@ -156,4 +171,5 @@ class ServeCore:
         self._dispatcher.release_session(session.id)
         self._sessions.remove(session)
         self._metrics.session_ended(self._clock.now() - session.created_at)
-        self._observers.tell(lambda one: one.session_ended(session))
+        if not self.turns.forget(session):
+            self._observers.tell(lambda one: one.session_ended(session))

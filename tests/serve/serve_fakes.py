@@ -219,6 +219,9 @@ class FakeFleet:
     def models(self) -> ModelsResponse:
         return ModelsResponse(data=[], models=[])
 
+    def tokenizer(self, model: str) -> None:
+        """Every model takes text."""
+
 
 class FakeDispatcher(FakeRunner):
     """The placement half of ServeCore without engines: completions wait for the test, or are

@@ -66,6 +66,7 @@ class FakeEngine(EngineClient):
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
     num_aborted: int = 0
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         payload = self.tokenizer_response
@@ -129,7 +130,14 @@ class FakeEngine(EngineClient):
             yield self._finish(request, script, text, num_filled - cached, cached)
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1
+            self.aborted.set()
             raise
+
+    async def all_aborted(self) -> None:
+        """Wait until every request was aborted."""
+        while self.num_aborted < len(self.requests):
+            self.aborted.clear()
+            await self.aborted.wait()
 
     async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
         if script.hang_after == num_chunks:

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from parrot.protocol.server import create_base_app
 from parrot.serve.api.openapi import install_description
 from parrot.serve.api.routes import endpoints
+from parrot.serve.api.vendors.routes import vendor_endpoints
 from parrot.serve.core import ServeCore
 
 
@@ -24,7 +25,7 @@ def create_app(core: ServeCore) -> FastAPI:
     app = create_base_app(
         "Parrot ServeCore", max_body_size=core.config.max_body_size, lifespan=lifespan
     )
-    served = endpoints(core)
+    served = [*endpoints(core), *vendor_endpoints(core)]
     app.router.routes[:0] = [endpoint.route() for endpoint in served]  # before the pages' own
     install_description(app, served)
     return app

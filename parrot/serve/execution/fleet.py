@@ -225,6 +225,14 @@ class Fleet:
             ],
         )
 
+    def tokenizer(self, model: str) -> ModelTokenizer | None:
+        """The model's tokenizer; None if its engines take text. Raises `NotFound` or `NoEngine` if
+        it has none."""
+        for engine in self._engines.values():
+            if engine.info.model == model:
+                return engine.tokenizer
+        raise self.unserved([model])
+
     def unserved(self, models: Sequence[str]) -> ParrotError:
         """Why nothing with one of these models (empty: any) can run. If engines are there, and none
         ever had such a model, it is the request that is wrong."""

@@ -131,3 +131,12 @@ def _strftime_now(form: str) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+PLAIN_CHAT = ChatTemplate(
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content + '\n\n' }}"
+    "{% else %}{{ m.role | capitalize + ': ' + m.content + '\n\n' }}{% endif %}"
+    "{% endfor %}Assistant:"
+)
+"""A conversation as text, for engines that take text and know no roles."""

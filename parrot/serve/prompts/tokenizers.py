@@ -51,11 +51,9 @@ class PieceEncoder:
             self._tokenizers[Style(special=True, first=False)] = _load(inner_json)
             self._tokenizers[Style(special=False, first=False)] = _load(inner_json, plain=True)
         self._decoder = special
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in special.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = special.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.special_texts = frozenset(str(token.content) for token in added.values())
         self._cache: LruDict[tuple[Style, str], Ids] = LruDict(cache_ids, weigh=len)
         self._in_threads: dict[tuple[Style, str], asyncio.Task[Ids]] = {}
 

@@ -1,0 +1,136 @@
+"""Endpoints in a vendor's format: who asks, and errors as the vendor's clients read them."""
+
+import asyncio
+import inspect
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import orjson
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.errors import InternalError, ParrotError
+from parrot.protocol.server import (
+    ERROR_HEADERS,
+    Event,
+    bearer_token,
+    event_stream,
+    parse_payload,
+    read_json,
+    run_until_disconnect,
+)
+from parrot.serve.core import ServeCore
+
+logger = logging.getLogger(__name__)
+
+# An error that comes so soon has a status of its own; a later one is the stream's last event.
+_FIRST_EVENT_S = 10.0
+_PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
+_MAX_NAME = 1024  # characters
+
+Verb = Callable[..., Any]
+ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
+"""The status and the JSON of an error, from it and the request's id."""
+
+
+class Caller(NamedTuple):
+    """Who asks. `program`: what a header calls it, if one does."""
+
+    tenant: str
+    program: str | None
+    request_id: str
+
+
+class VendorAnswer(BaseModel):
+    """An answer in the vendor's format, which the vendor documents."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class VendorEndpoint(Endpoint):
+    """`verb` is called with the request and its caller, and gives what an endpoint's verb does. The
+    API key is the Bearer token, or the header `x-api-key`."""
+
+    def __init__(
+        self,
+        core: ServeCore,
+        error_body: ErrorBody,
+        method: str,
+        path: str,
+        verb: Verb,
+        summary: str,
+        **description: Any,
+    ) -> None:
+        super().__init__(method, path, verb, summary, **description)
+        self.gives = VendorAnswer
+        self._core = core
+        self._error_body = error_body
+
+    async def _answer(self, request: Request) -> Response:
+        request_id = request.headers.get("x-request-id", "")[:128] or f"req_{secrets.token_hex(12)}"
+        try:
+            response = await self._ask(request, request_id)
+        except ParrotError as error:
+            response = self._failed(error, request_id)
+        except Exception:
+            logger.exception("unhandled error on %s", self.path)
+            response = self._failed(InternalError("internal error"), request_id)
+        response.headers["x-request-id"] = request_id
+        return response
+
+    async def _ask(self, request: Request, request_id: str) -> Response:
+        key = bearer_token(request) or request.headers.get("x-api-key")
+        caller = Caller(self._core.tenant(key), _program(request), request_id)
+        assert self.takes is not None
+        payload = parse_payload(self.takes, await read_json(request))
+        result = self._verb(payload, caller)
+        if inspect.isawaitable(result):
+            return self._response(await run_until_disconnect(request, result))
+        if isinstance(result, AsyncGenerator):
+            return event_stream(await run_until_disconnect(request, _begun(result)))
+        return self._response(result)
+
+    def _failed(self, error: ParrotError, request_id: str) -> Response:
+        status, body = self._error_body(error, request_id)
+        return Response(
+            orjson.dumps(body),
+            status_code=status,
+            media_type="application/json",
+            headers=ERROR_HEADERS.get(status),
+        )
+
+
+def _program(request: Request) -> str | None:
+    names = (request.headers.get(name) for name in _PROGRAM_HEADERS)
+    return next((name[:_MAX_NAME] for name in names if name), None)
+
+
+async def _begun(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    """The same events, of which the first is there, or has taken a while."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await asyncio.wait((first,), timeout=_FIRST_EVENT_S)
+        if first.done() and (error := first.exception()) is not None:
+            raise error
+    except BaseException:
+        first.cancel()
+        await asyncio.wait((first,))
+        await events.aclose()
+        raise
+    return _continued(first, events)
+
+
+async def _continued(
+    first: asyncio.Future[Event], events: AsyncGenerator[Event]
+) -> AsyncGenerator[Event]:
+    async with aclosing(events):
+        try:
+            yield await first
+        finally:
+            first.cancel()
+        async for event in events:
+            yield event

@@ -1,0 +1,102 @@
+"""OpenAI's chat completions: from their fields to a turn."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.serve.api.vendors.openai_common import (
+    Content,
+    GenerationFields,
+    Ignored,
+    Wire,
+    text_of,
+)
+
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 512
+
+
+class FunctionCall(Wire):
+    name: str = Field(max_length=256)
+    arguments: str = "{}"
+
+
+class ToolCall(Wire):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Wire):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Ignored = None
+    audio: None = None
+    function_call: None = None
+
+
+class ChatRequest(GenerationFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=32)
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Ignored = None
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them."""
+    return [_template_message(i, message) for i, message in enumerate(messages)]
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template beside the messages."""
+    options: dict[str, Any] = dict(request.chat_template_kwargs)
+    if reserved := options.keys() & {"messages", "add_generation_prompt", "tools"}:
+        raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    if request.tools and request.tool_choice != "none":
+        options["tools"] = request.tools
+    return options
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    content = message.refusal if message.content is None else text_of(message.content)
+    fields: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.tool_calls:
+        if role != "assistant":
+            raise InvalidRequest(f"a message of role `{role}` has tool calls", param="messages")
+        fields["tool_calls"] = list(_calls(index, message.tool_calls))
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            fields[name] = value
+    return fields
+
+
+def _calls(index: int, calls: list[ToolCall]) -> Iterator[dict[str, Any]]:
+    """Templates write the arguments themselves, and so want them as an object."""
+    for call in calls:
+        try:
+            arguments = orjson.loads(call.function.arguments or "{}")
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(
+                f"the arguments of tool call `{call.function.name}` are not JSON: {error}",
+                param=f"messages.{index}.tool_calls",
+            ) from None
+        function = {"name": call.function.name, "arguments": arguments}
+        yield {"id": call.id, "type": "function", "function": function}

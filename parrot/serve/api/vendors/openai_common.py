@@ -1,0 +1,175 @@
+"""The fields that OpenAI's chat completions and completions share, and their answers' frame."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.public import MAX_TEXT, VarGetResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.server import parse_payload
+from parrot.serve.api.vendors.endpoint import Caller
+
+MAX_CHOICES = 16
+DEFAULT_MAX_TOKENS = 16_384
+
+Json = dict[str, Any]
+
+Ignored = Any
+"""The type of a field that changes nothing in the answer: it is accepted, and not looked at."""
+
+
+class Wire(BaseModel):
+    """Base of what clients send: fields that are not known are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class TextPart(Wire):
+    type: Literal["text", "input_text", "output_text"]
+    text: str = Field(max_length=MAX_TEXT)
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    logprobs: Ignored = None
+
+
+class OtherPart(BaseModel):
+    """A part that is no text; there is no model for it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=64)
+
+
+Part = Annotated[TextPart | OtherPart, Field(union_mode="left_to_right")]
+Content = Annotated[str, Field(max_length=MAX_TEXT)] | list[Part]
+
+
+def text_of(content: Content) -> str:
+    """The text of a message. Raises `UnsupportedField` for images and the like."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if isinstance(part, OtherPart):
+            raise UnsupportedField(f"parts of type `{part.type}` are not supported", param="type")
+    return "".join([part.text for part in content if isinstance(part, TextPart)])
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Ignored = None
+
+
+class Metadata(BaseModel):
+    """`user_id` names the program, as coding agents use it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    user_id: str | None = Field(None, max_length=1024)
+
+
+class GenerationFields(Wire):
+    model: str = Field(min_length=1, max_length=256)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    # Not OpenAI's, but what other servers of this API take.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    # What names the program that asks, and how urgent it is.
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    # Nothing in the answer depends on these.
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    store: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+    @property
+    def criteria(self) -> PerformanceCriteria:
+        """Somebody waits for it, unless it is declared to have time."""
+        is_patient = self.service_tier == "flex"
+        return PerformanceCriteria.THROUGHPUT if is_patient else PerformanceCriteria.LATENCY
+
+    def samplings(
+        self, max_tokens: int | None, logprobs: int | None = None
+    ) -> list[SamplingConfig]:
+        """One for each choice; seeded choices differ in their seeds. Raises `ValidationFailed`
+        naming the field of `SamplingConfig`."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k in (0, -1) else self.top_k,
+            "min_p": self.min_p,
+            "max_gen_length": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            "ignore_tokenizer_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "stop_str": self.stop or None,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias or None,
+            "logprobs": logprobs,
+        }
+        given |= constraint(self.response_format)
+        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n or 1)]
+        return [
+            parse_payload(
+                SamplingConfig,
+                {k: v for k, v in (given | {"seed": seed}).items() if v is not None},
+            )
+            for seed in seeds
+        ]
+
+
+def constraint(response_format: Json | None) -> Json:
+    """The field of `SamplingConfig` that a `response_format` sets."""
+    match response_format:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": schema}
+        case {"type": "json_schema"}:
+            raise InvalidRequest("the format has no `json_schema.schema`", param="response_format")
+        case {"type": kind}:
+            raise UnsupportedField(f"format `{kind}` is not supported", param="response_format")
+    raise InvalidRequest("the format has no `type`", param="response_format")
+
+
+def program_of(request: GenerationFields, caller: Caller) -> str | None:
+    """The name of the program that asks: one of its own, or that of its user."""
+    user = None if request.metadata is None else request.metadata.user_id
+    return request.prompt_cache_key or caller.program or user
+
+
+def usage_of(answers: Sequence[VarGetResponse]) -> Json | None:
+    """The usage of all choices, which share one prompt."""
+    known = [answer.usage for answer in answers if answer.usage is not None]
+    if not known:
+        return None
+    output = sum(usage.output_tokens for usage in known)
+    return {
+        "prompt_tokens": known[0].prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": known[0].prompt_tokens + output,
+        "prompt_tokens_details": {"cached_tokens": known[0].cached_tokens},
+    }

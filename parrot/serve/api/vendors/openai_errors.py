@@ -1,0 +1,28 @@
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+from typing import Any
+
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    NotFound,
+    ParrotError,
+    PromptTooLong,
+    QuotaExceeded,
+)
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+_CODES: tuple[tuple[type[ParrotError], str], ...] = (
+    (PromptTooLong, "context_length_exceeded"),
+    (NotFound, "model_not_found"),
+    (AuthenticationFailed, "invalid_api_key"),
+    (QuotaExceeded, "rate_limit_exceeded"),
+)
+
+
+def openai_error(error: ParrotError, request_id: str = "") -> tuple[int, dict[str, Any]]:
+    """The status and the body. OpenAI has no 422: what is wrong with a request is always a 400."""
+    status = 400 if error.status == 422 else error.status
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    code = next((code for cls, code in _CODES if isinstance(error, cls)), error.type)
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": code}
+    return status, {"error": fields}

@@ -1,0 +1,24 @@
+"""Which endpoint of which vendor answers which path."""
+
+from parrot.protocol.endpoint import Endpoint
+from parrot.serve.api.vendors.chat_completions import ChatCompletions
+from parrot.serve.api.vendors.endpoint import VendorEndpoint
+from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.core import ServeCore
+
+_ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
+
+
+def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
+    chat = ChatCompletions(core.turns)
+    return [
+        VendorEndpoint(
+            core,
+            openai_error,
+            "POST",
+            "/v1/chat/completions",
+            chat.create,
+            "OpenAI's chat completions",
+            errors=_ERRORS,
+        ),
+    ]

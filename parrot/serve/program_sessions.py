@@ -1,0 +1,104 @@
+"""Sessions of programs that begin none themselves, since the API that they speak has none."""
+
+from collections.abc import Callable, Mapping
+
+from parrot.protocol.errors import QuotaExceeded, SessionGone
+from parrot.serve.sessions import Session, SessionRegistry
+from parrot.utils.clock import Clock
+from parrot.utils.heaps import LruDict
+
+Program = tuple[str, str | None]
+"""A tenant, and the name of one of its programs; None if the program has no name."""
+
+
+class ProgramSessions:
+    """Begins a session for each program, which ends like any other. Where there is no room for a
+    new one, those end that are idle, the least recently used first."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        clock: Clock,
+        end: Callable[[Session, SessionGone], None],
+    ) -> None:
+        """`end` includes `forget`."""
+        self._registry = registry
+        self._clock = clock
+        self._end = end
+        self._programs: LruDict[int, Program] = LruDict()  # by session id
+        self._by_name: dict[Program, int] = {}
+
+    def is_live(self, session_id: int) -> bool:
+        return session_id in self._programs
+
+    def use(self, session_id: int) -> Session:
+        """A live session, which counts as active now."""
+        session = self._registry.find(session_id)
+        assert session is not None, session_id
+        self._programs.touch(session_id)
+        session.last_active = self._clock.now()
+        return session
+
+    def with_room(self, tenant: str, name: str | None, usage: Mapping[str, int]) -> Session:
+        """The session of this program, or a new one if it has none or that is full. `usage` is
+        as in `Account`. Raises `QuotaExceeded`."""
+        known = None if name is None else self._by_name.get((tenant, name))
+        if known is not None:
+            session = self.use(known)
+            try:
+                session.account.require(**usage)
+            except QuotaExceeded:
+                if not _is_idle(session):
+                    raise
+                self._end(session, SessionGone(f"session {session.id} was full"))
+            else:
+                return session
+        return self._begin_with_room((tenant, name), usage)
+
+    def forget(self, session: Session) -> bool:
+        """The session has ended. Returns whether it was one of these."""
+        program = self._programs.pop(session.id)
+        if program is not None and self._by_name.get(program) == session.id:
+            del self._by_name[program]
+        return program is not None
+
+    def check_integrity(self) -> None:
+        for session_id in self._programs:
+            assert self._registry.find(session_id) is not None, session_id
+        for program, session_id in self._by_name.items():
+            assert self._programs.peek(session_id) == program, program
+
+    def _begin_with_room(self, program: Program, usage: Mapping[str, int]) -> Session:
+        tenant, name = program
+        apps = () if name is None else (name,)
+        while True:
+            session = None
+            try:
+                session = self._registry.create(tenant, apps, on_demand=True)
+                session.account.require(**usage)
+            except QuotaExceeded as error:
+                if session is not None:
+                    self._end(session, SessionGone(error.message))
+                if not self._end_oldest(tenant):
+                    raise
+            else:
+                break
+        self._programs.put(session.id, program)
+        if name is not None:
+            self._by_name[program] = session.id
+        return session
+
+    def _end_oldest(self, tenant: str) -> bool:
+        """End an idle session, one of the tenant's own if there is one."""
+        idle = [id_ for id_ in self._programs if _is_idle(self._registry.find(id_))]
+        own = [id_ for id_ in idle if (self._programs.peek(id_) or ("", ""))[0] == tenant]
+        for session_id in (*own[:1], *idle[:1]):
+            session = self._registry.find(session_id)
+            assert session is not None
+            self._end(session, SessionGone(f"session {session_id} made room for another"))
+            return True
+        return False
+
+
+def _is_idle(session: Session | None) -> bool:
+    return session is not None and not session.graph.activation.num_started

@@ -1,0 +1,204 @@
+"""Turns: prompts that come whole, as chat APIs send them, and the programs that they belong to.
+
+    request 1     system, user                              completion 1
+    request 2     system, user, assistant, tool             completion 2, which continues 1
+                  '-- how completion 1 ended --'
+
+A chat API has no sessions: a program sends its history again with every turn. A turn whose prompt
+begins with exactly the text of an earlier one, its answer included, continues it as a node of the
+same graph, on the same KV. Any other turn begins a program, or belongs to one that it names."""
+
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import orjson
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import SessionGone, UnsupportedField
+from parrot.protocol.public import ReadOptions, VarGetResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.graph.build import Prompt
+from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, PieceKind, TextPiece
+from parrot.serve.program_sessions import ProgramSessions
+from parrot.serve.prompts.chat import PLAIN_CHAT
+from parrot.serve.prompts.tokenizers import ModelTokenizer
+from parrot.serve.prompts.transcript import Message, render_transcript
+from parrot.serve.quotas import num_bytes
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.views import value_view
+from parrot.utils.clock import Clock
+from parrot.utils.heaps import LruDict
+from parrot.utils.timers import TimerQueue
+
+_MAX_ENDINGS = 65_536  # turns that can be continued
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A prompt and how to go on from it.
+
+    `prompt`: messages, which the model's chat template renders with `options`, or plain text. There
+    is an answer for each of `samplings`. `program` names the program that asks."""
+
+    tenant: str
+    model: str
+    prompt: Sequence[Message] | str
+    samplings: Sequence[SamplingConfig]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    program: str | None = None
+    func_name: str = "chat"
+    criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
+
+
+class _Ending(NamedTuple):
+    """Where a turn ended: the digest of all its `length` characters, answer included."""
+
+    session_id: int
+    completion: Completion
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
+    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages."""
+
+    session: Session
+    request_id: int
+    completions: Sequence[Completion]
+    text: str
+    history: bytes
+    reads: Reads
+    options: ReadOptions
+
+    async def read(self, choice: int) -> VarGetResponse:
+        """Raises the answer's error."""
+        output = self.completions[choice].output
+        await self.reads.value(self.session, output, self.options)
+        return value_view(output)
+
+    def stream(self, choice: int) -> AsyncGenerator[str]:
+        """The answer's text in deltas. Raises as `read` does."""
+        return self.reads.stream(self.session, self.completions[choice].output, self.options)
+
+    def ended(self, choice: int) -> VarGetResponse:
+        """An answer that was streamed to its end."""
+        return value_view(self.completions[choice].output)
+
+    def cancel(self) -> None:
+        """Stop whatever is not done."""
+        self.session.graph.cancel_call(self.request_id)
+
+
+class Turns:
+    def __init__(
+        self,
+        sessions: SessionRegistry,
+        end_session: Callable[[Session, SessionGone], None],
+        timers: TimerQueue,
+        clock: Clock,
+        find_tokenizer: Callable[[str], ModelTokenizer | None],
+        require_room: Callable[[str], None],
+    ) -> None:
+        """`end_session` includes `forget`. `find_tokenizer` raises `NotFound` for a model that no
+        engine serves, and gives None for one whose engines take text. `require_room` raises
+        `QueueFull` for a tenant."""
+        self._sessions = ProgramSessions(sessions, clock, end_session)
+        self._reads = Reads(timers, clock)
+        self.forget = self._sessions.forget
+        self.check_integrity = self._sessions.check_integrity
+        self._find_tokenizer = find_tokenizer
+        self._require_room = require_room
+        self._endings: LruDict[bytes, _Ending] = LruDict(_MAX_ENDINGS)
+
+    def submit(self, request: TurnRequest) -> Turn:
+        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`."""
+        self._require_room(request.tenant)
+        pieces = self._pieces(request)
+        text = "".join([piece.text for piece in pieces])
+        keys = _history_keys(request)
+        ending = self._continued(keys, text)
+        fill = pieces if ending is None else _behind(pieces, ending.length)
+        usage = {
+            "calls": 1,
+            "variables": len(request.samplings),
+            "text_bytes": num_bytes([piece.text for piece in fill]),
+        }
+        if ending is None:
+            session = self._sessions.with_room(request.tenant, request.program, usage)
+        else:
+            session = self._sessions.use(ending.session_id)
+            session.account.require(**usage)
+        options = CallOptions(
+            func_name=request.func_name, models=(request.model,), tenant=request.tenant
+        )
+        previous = None if ending is None else ending.completion
+        request_id, completions = session.graph.submit_prompt(
+            Prompt(tuple(fill), request.samplings, options, previous)
+        )
+        session.account.add(**usage)
+        read = ReadOptions(session_id=session.id, criteria=request.criteria)
+        return Turn(session, request_id, completions, text, keys[-1], self._reads, read)
+
+    def remember(self, turn: Turn, choice: int, message: Message) -> None:
+        """The program will send `message` for this answer if it goes on."""
+        completion = turn.completions[choice]
+        if completion.state is CompletionState.DONE:
+            text = turn.text + completion.output.text
+            ending = _Ending(turn.session.id, completion, len(text), _digest(text))
+            self._endings.put(_extend(turn.history, message), ending)
+
+    def _pieces(self, request: TurnRequest) -> list[TextPiece]:
+        tokenizer = self._find_tokenizer(request.model)
+        if isinstance(request.prompt, str):
+            return [TextPiece(request.prompt, PieceKind.VALUE)]
+        if tokenizer is None:
+            return render_transcript(PLAIN_CHAT, request.prompt)
+        if tokenizer.chat is None:
+            raise UnsupportedField(f"model `{request.model}` has no chat template", param="model")
+        special = tokenizer.encoder.special_texts
+        return render_transcript(
+            tokenizer.chat, request.prompt, special_texts=special, **request.options
+        )
+
+    def _continued(self, keys: Sequence[bytes], text: str) -> _Ending | None:
+        """Where the longest known beginning of the prompt ended, if that can be continued."""
+        for key in reversed(keys):
+            ending = self._endings.get(key)
+            if ending is None or not self._sessions.is_live(ending.session_id):
+                continue
+            if _digest(text[: ending.length]) == ending.digest:
+                return ending
+        return None
+
+
+def _behind(pieces: Sequence[TextPiece], length: int) -> list[TextPiece]:
+    """The pieces without the first `length` characters."""
+    ends = accumulate([len(piece.text) for piece in pieces])
+    return [
+        TextPiece(piece.text[-(end - length) :], piece.kind)
+        for piece, end in zip(pieces, ends, strict=True)
+        if end > length
+    ]
+
+
+def _history_keys(request: TurnRequest) -> list[bytes]:
+    """A key for the prompt up to each of its messages, and before the first."""
+    prompt = request.prompt
+    messages = [{"text": prompt}] if isinstance(prompt, str) else prompt
+    begin = {"tenant": request.tenant, "model": request.model, "options": request.options}
+    key = _extend(b"", begin)
+    return [key, *[key := _extend(key, message) for message in messages]]
+
+
+def _extend(key: bytes, message: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

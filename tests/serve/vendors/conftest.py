@@ -1,0 +1,72 @@
+"""ServeCore over real HTTP, with an engine in the test's process that records its prompts."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.protocol.engine_api import RegisterRequest
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.utils.clock import MonotonicClock
+from tests.support.app_server import serve_app
+from tests.support.fake_engine import FakeEngine, fake_engine
+
+MODEL = "tiny"
+
+
+@dataclass
+class Site:
+    core: ServeCore
+    engine: FakeEngine
+    http: aiohttp.ClientSession
+
+    async def send(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        async with self.http.post(path, json=body, **options) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any, **options: Any) -> Any:
+        status, answer = await self.send(path, body, **options)
+        assert status == 200, answer
+        return answer
+
+    async def stream(self, path: str, body: Any) -> list[tuple[str | None, str]]:
+        """The name and data of each event."""
+        events: list[tuple[str | None, str]] = []
+        async with self.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            for block in (await response.text()).split("\n\n"):
+                fields = dict(line.split(": ", 1) for line in block.splitlines() if line)
+                if "data" in fields:
+                    events.append((fields.get("event"), fields["data"]))
+        return events
+
+
+def payloads(events: list[tuple[str | None, str]]) -> list[Any]:
+    """The JSON of events that have no names and end with `[DONE]`."""
+    assert events[-1] == (None, "[DONE]")
+    assert {name for name, _ in events} == {None}
+    return [json.loads(data) for _, data in events[:-1]]
+
+
+@pytest.fixture
+def core_config() -> CoreConfig:
+    return CoreConfig()
+
+
+@pytest.fixture
+async def site(core_config: CoreConfig) -> AsyncIterator[Site]:
+    clock = MonotonicClock()
+    engine = fake_engine("e0", model=MODEL)
+    dispatcher = Dispatcher(core_config, clock, lambda info: engine)
+    core = ServeCore(core_config, clock=clock, dispatcher=dispatcher)
+    async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
+        await core.register_engine(RegisterRequest(engine_config=engine.info))
+        yield Site(core, engine, http)
+        core.check_integrity()

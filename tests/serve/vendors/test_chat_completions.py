@@ -1,0 +1,197 @@
+"""OpenAI's chat completions over one graph."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from parrot.protocol.engine_api import NO_PARENT, FinishReason
+from parrot.protocol.errors import EngineFailed, PromptTooLong
+from parrot.serve.config import CoreConfig
+from tests.serve.vendors.conftest import MODEL, Site, payloads
+from tests.support.fake_engine import Script
+
+PATH = "/v1/chat/completions"
+USER, ASSISTANT = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def body(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": list(messages)} | fields
+
+
+async def test_an_answer(site: Site) -> None:
+    site.engine.script = Script(text=lambda prompt: "Paris.")
+    system = {"role": "developer", "content": "Be brief."}
+    answer = await site.post(PATH, body(system, user("Capital of France?")))
+    prompt = f"<|im_start|>system\nBe brief.<|im_end|>\n{USER}Capital of France?{ASSISTANT}"
+    assert site.engine.prompts == [prompt]
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == MODEL
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Paris.", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] == len("Paris.") + 1
+
+
+async def test_a_stream_ends_with_its_reason_its_usage_and_done(site: Site) -> None:
+    site.engine.script = Script(text=lambda prompt: "Paris.", finish_reason=FinishReason.LENGTH)
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = payloads(await site.stream(PATH, body(user("Hi"), **fields)))
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    *spoken, last = chunks
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens"] > 0
+    deltas = [chunk["choices"][0]["delta"] for chunk in spoken]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Paris."
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in spoken]
+    assert reasons == [None] * (len(spoken) - 1) + ["length"]
+
+
+async def test_parts_of_text_are_one_message(site: Site) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    await site.post(PATH, body(user(parts)))
+    assert site.engine.prompts == [f"{USER}ab{ASSISTANT}"]
+
+
+async def test_a_resent_history_continues_the_turn_that_it_ends_with(site: Site) -> None:
+    site.engine.script = Script(text=lambda prompt: "Hi!")
+    messages = [user("Hello")]
+    for _ in range(3):
+        answer = await site.post(PATH, body(*messages))
+        messages += [answer["choices"][0]["message"], user("More")]
+    first, second, third = site.engine.requests
+    assert second.fills[0].parent_context_id == first.context_id
+    assert third.fills[0].parent_context_id == second.context_id
+    assert {first.session_id} == {second.session_id, third.session_id}
+    once = f"{USER}Hello{ASSISTANT}Hi!"
+    more = f"<|im_end|>\n{USER}More{ASSISTANT}"
+    assert site.engine.prompts[2] == f"{once}{more}Hi!{more}"
+
+
+async def test_a_history_that_was_changed_shares_what_did_not_change(site: Site) -> None:
+    site.engine.script = Script(text=lambda prompt: "Hi!")
+    await site.post(PATH, body(user("Hello")))
+    said = {"role": "assistant", "content": "Something else"}
+    await site.post(PATH, body(user("Hello"), said, user("More")))
+    assert site.engine.prompts[1] == (
+        f"{USER}Hello{ASSISTANT}Something else<|im_end|>\n{USER}More{ASSISTANT}"
+    )
+    again = await site.post(PATH, body(user("Hello"), said, user("Less")))
+    shared = f"{USER}Hello{ASSISTANT}Something else<|im_end|>\n{USER}"
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= len(shared.replace("<|im_end|>", "x").replace("<|im_start|>", "x"))
+
+
+async def test_programs_by_name_have_a_session_each(site: Site) -> None:
+    await site.post(PATH, body(user("a"), prompt_cache_key="one"))
+    await site.post(PATH, body(user("b"), prompt_cache_key="one"))
+    await site.post(PATH, body(user("c"), metadata={"user_id": "two"}))
+    await site.post(PATH, body(user("d")), headers={"x-session-affinity": "two"})
+    sessions = [request.session_id for request in site.engine.requests]
+    assert sessions[0] == sessions[1] != sessions[2] == sessions[3]
+
+
+async def test_choices_are_made_of_one_prompt(site: Site) -> None:
+    texts = iter("AB")
+    site.engine.script = Script(text=lambda prompt: next(texts))
+    answer = await site.post(PATH, body(user("Hi"), n=2, temperature=1))
+    assert {choice["message"]["content"] for choice in answer["choices"]} == {"A", "B"}
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 4
+    site.engine.script = Script(text=lambda prompt: "C")
+    chunks = payloads(await site.stream(PATH, body(user("Ho"), n=3, seed=1, stream=True)))
+    ended = [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]]
+    assert sorted(ended) == [0, 1, 2]
+    seeds = [request.sampling_config.seed for request in site.engine.requests[-3:]]
+    assert seeds == [1, 2, 3]
+
+
+async def test_fields_of_sampling(site: Site) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "max_completion_tokens": 7, "stop": ["x"]}
+    more = {"logit_bias": {"5": -3}, "seed": 3, "top_k": 4, "presence_penalty": 1}
+    await site.post(PATH, body(user("Hi"), **fields, **more))
+    sampling = site.engine.requests[0].sampling_config
+    assert (sampling.temperature, sampling.top_p, sampling.max_gen_length) == (0.5, 0.9, 7)
+    assert (sampling.stop_strings, sampling.logit_bias, sampling.seed) == (("x",), {5: -3}, 3)
+    assert (sampling.top_k, sampling.presence_penalty) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"n": 17}, "n"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
+        ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "type"),
+    ],
+)
+async def test_bad_fields_are_named(site: Site, fields: dict[str, Any], param: str) -> None:
+    status, answer = await site.send(PATH, body(user("Hi")) | fields)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == param
+
+
+async def test_an_unknown_model_and_a_body_that_is_no_json(site: Site) -> None:
+    status, answer = await site.send(PATH, body(user("Hi"), model="none"))
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    async with site.http.post(PATH, data=b"{") as response:
+        assert response.status == 400
+        assert response.headers["x-request-id"]
+
+
+async def test_an_engine_that_fails_fails_the_request(site: Site) -> None:
+    site.engine.script = Script(error=EngineFailed("broken"))
+    status, answer = await site.send(PATH, body(user("Hi")))
+    assert (status, answer["error"]["type"]) == (502, "server_error")
+    site.engine.script = Script(error=PromptTooLong("too long"))
+    status, answer = await site.send(PATH, body(user("Ho"), stream=True))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_client_that_goes_away_stops_the_work(site: Site) -> None:
+    site.engine.script = Script(hang_after=0)
+    for stream in (False, True):
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0.2):
+                await site.send(PATH, body(user("Hi"), stream=stream, n=2, seed=1))
+    async with asyncio.timeout(5):
+        await site.engine.all_aborted()
+    assert len(site.engine.requests) == 4
+
+
+class TestWithKeys:
+    @pytest.fixture
+    def core_config(self) -> CoreConfig:
+        return CoreConfig(api_keys=("one", "two"), max_sessions_num=2)
+
+    async def test_a_key_comes_in_either_header(self, site: Site) -> None:
+        status, answer = await site.send(PATH, body(user("Hi")))
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        for headers in ({"authorization": "Bearer one"}, {"x-api-key": "one"}):
+            await site.post(PATH, body(user("Hi")), headers=headers)
+
+    async def test_another_tenants_history_is_not_continued(self, site: Site) -> None:
+        site.engine.script = Script(text=lambda prompt: "Hi!")
+        said = [user("Hello"), {"role": "assistant", "content": "Hi!"}, user("More")]
+        await site.post(PATH, body(said[0]), headers={"x-api-key": "one"})
+        await site.post(PATH, body(*said), headers={"x-api-key": "two"})
+        first, second = site.engine.requests
+        assert second.fills[0].parent_context_id == NO_PARENT
+        assert first.cache_salt != second.cache_salt
+
+    async def test_idle_programs_make_room_for_others(self, site: Site) -> None:
+        for i in range(5):
+            await site.post(PATH, body(user(str(i))), headers={"x-api-key": "one"})
+        assert len({request.session_id for request in site.engine.requests}) == 5
