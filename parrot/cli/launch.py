@@ -32,8 +32,7 @@ def running(cluster: Cluster) -> Iterator[None]:
     """Enter when all is ready, showing meanwhile what each process does; leaving stops all. Ends
     the command when the cluster fails."""
     try:
-        with ERR.status("") as status:
-            status.update(_Progress(cluster))
+        with ERR.status(_Progress(cluster)):
             cluster.start()
             cluster.wait_ready()
         yield

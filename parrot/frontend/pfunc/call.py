@@ -85,15 +85,15 @@ class BasicCall(ABC):
         """The bindings of these parameters, as they are sent."""
         payloads = []
         for param in params:
-            if param.is_output:
-                payloads.append(_output_payload(param, self.bindings[param.name], session))
-            else:
-                inputs = self.inputs_of(param)
-                payloads += [_input_payload(name, value, session) for name, value in inputs]
+            for name, value in self.parts_of(param):
+                payload = {"name": name, "is_output": param.is_output}
+                if param.sampling_config is not None:
+                    payload["sampling_config"] = param.sampling_config
+                payloads.append(payload | _source(param, name, value, session))
         return payloads
 
-    def inputs_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
-        """The inputs that the parameter becomes: one, by its own name, or each part of its list."""
+    def parts_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
+        """What the parameter becomes: one binding, by its own name, or each part of its list."""
         value = self.bindings[param.name]
         if not isinstance(value, tuple):
             yield param.name, value
@@ -163,7 +163,7 @@ class SemanticCall(BasicCall):
         if isinstance(piece, Constant):
             return piece.text
         separator = self.func.metadata.sep
-        return separator.join(placeholder(name) for name, _ in self.inputs_of(piece.param))
+        return separator.join(placeholder(name) for name, _ in self.parts_of(piece.param))
 
 
 class PyNativeCall(BasicCall):
@@ -186,32 +186,22 @@ def _holds_variable(value: Any) -> bool:
     return isinstance(value, SemanticVariable)
 
 
-def _input_payload(name: str, value: Single, session: "Session | None") -> dict[str, Any]:
-    """A variable of another session can only give its value, if that is known."""
-    payload: dict[str, Any] = {"name": name, "is_output": False}
+def _source(
+    param: Parameter, name: str, value: Single, session: "Session | None"
+) -> dict[str, str | None]:
+    """Where ServeCore finds it. A variable of another session can only give its value, if that is
+    known."""
     if isinstance(value, str):
-        return payload | {"value": value}
+        return {"value": value}
     if value.is_registered and session in (None, value.session):
-        return payload | {"var_id": value.id}
+        return {"var_id": value.id}
+    given = f"variable `{value.name}`, given for "
+    if param.is_output:
+        if not value.is_registered:
+            return {}  # ServeCore makes it
+        raise InvalidRequest(f"{given}output `{name}`, is of another session", param=name)
     if value.content is not None:
-        return payload | {"value": value.content}
+        return {"value": value.content}
     raise InvalidRequest(
-        f"variable `{value.name}`, given for `{name}`, has no value and is of another session or "
-        "of none",
-        param=name,
+        f"{given}`{name}`, has no value and is of another session or of none", param=name
     )
-
-
-def _output_payload(param: Parameter, value: Value, session: "Session | None") -> dict[str, Any]:
-    assert isinstance(value, SemanticVariable), (param, value)
-    payload: dict[str, Any] = {"name": param.name, "is_output": True}
-    if value.is_registered:
-        if session not in (None, value.session):
-            raise InvalidRequest(
-                f"variable `{value.name}`, given for output `{param.name}`, is of another session",
-                param=param.name,
-            )
-        payload["var_id"] = value.id
-    if param.sampling_config is not None:
-        payload["sampling_config"] = param.sampling_config
-    return payload

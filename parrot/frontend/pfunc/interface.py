@@ -47,9 +47,7 @@ def semantic_function(
             raise TypeError(f"{mutator!r} is no transform: write `@P.semantic_function()`, with ()")
 
     def decorate(pyfunc: Callable[..., Any]) -> SemanticFunction:
-        name, params, returns = _read_signature(pyfunc)
-        if returns is not inspect.Signature.empty:
-            raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
+        name, params = _read_signature(pyfunc)
         if not pyfunc.__doc__:
             raise ValueError(f"`{name}` has no docstring, which is to be its prompt")
         try:
@@ -78,9 +76,7 @@ def native_function(
     metadata = parse_metadata(NativeFuncMetadata, options)
 
     def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:
-        name, params, returns = _read_signature(pyfunc)
-        if returns not in (inspect.Signature.empty, None, "None"):
-            raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
+        name, params = _read_signature(pyfunc, None, "None")
         return PyNativeFunction(name, pyfunc, params, metadata)
 
     return decorate
@@ -95,15 +91,19 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     return var
 
 
-def _read_signature(pyfunc: Callable[..., Any]) -> tuple[str, list[Parameter], Any]:
+def _read_signature(
+    pyfunc: Callable[..., Any], *allowed_returns: object
+) -> tuple[str, list[Parameter]]:
     signature = inspect.signature(pyfunc)
     name = getattr(pyfunc, "__name__", repr(pyfunc))
+    if signature.return_annotation not in (inspect.Signature.empty, *allowed_returns):
+        raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
     params = []
     for param in signature.parameters.values():
         if param.kind not in _NAMED_KINDS:
             raise ValueError(f"`{name}`: parameter `{param}` must have a name of its own")
         params.append(_read_parameter(param, pyfunc))
-    return name, params, signature.return_annotation
+    return name, params
 
 
 def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Parameter:

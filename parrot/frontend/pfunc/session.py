@@ -79,15 +79,25 @@ class Session:
         fields of the request that its function alone does not know."""
         await self._register_loose(call)
         payload = call.to_request_payload(self) | overrides
+        kind: type[SemanticCallRequest | NativeCallRequest] = NativeCallRequest
+        send: Callable[[Any], Awaitable[CallResponse]] = self._calls.native_call
+        if isinstance(call, SemanticCall):
+            kind, send = SemanticCallRequest, self._calls.semantic_call
+        session_id, session_auth = self._scope
         try:
-            send = self._sender(call, payload)
+            request = kind(
+                session_id=session_id,
+                session_auth=session_auth,
+                idempotency_key=new_token(),
+                **payload,
+            )
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             param = ".".join(str(part) for part in first["loc"])
             raise ValidationFailed(
                 f"{call.func.name}(): `{param}`: {first['msg']}", param=param
             ) from None
-        response = await self._when_there_is_room(send)
+        response = await self._when_there_is_room(partial(send, request))
         for info in response.param_info:
             var = call.bindings.get(info.parameter_name)
             if isinstance(var, SemanticVariable) and not var.is_registered:
@@ -178,20 +188,6 @@ class Session:
                 for var in loose:
                     if not var.is_registered:
                         await self.register(var)
-
-    def _sender(
-        self, call: BasicCall, payload: dict[str, Any]
-    ) -> Callable[[], Awaitable[CallResponse]]:
-        """The exchange, which may be repeated. Raises `ValidationError`."""
-        session_id, session_auth = self._scope
-        payload |= {
-            "session_id": session_id,
-            "session_auth": session_auth,
-            "idempotency_key": new_token(),
-        }
-        if isinstance(call, SemanticCall):
-            return partial(self._calls.semantic_call, SemanticCallRequest(**payload))
-        return partial(self._calls.native_call, NativeCallRequest(**payload))
 
     async def _wait_for(
         self, read: Callable[[], Coroutine[Any, Any, T]], failure: str, options: ReadOptions

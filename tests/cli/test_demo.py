@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.cli import graph_picture
-from parrot.cli.demo import _draw, read_document
-from parrot.cli.demo_program import WORDS_PER_PART, split_text, summarize_part
+from parrot.cli.demo import WORDS_PER_PART, _draw, read_document, split_text, summarize_part
 from parrot.protocol.public import SessionInfo
 
 WORDS = st.lists(st.text(st.characters(categories=["L", "N"]), min_size=1), max_size=60)

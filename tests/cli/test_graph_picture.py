@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.cli.graph_layout import Layout, layout
+from parrot.cli.graph_picture import Layout, layout
 
 Edges = list[tuple[int, int]]
 
@@ -80,7 +80,7 @@ def test_avoidable_crossings_are_avoided() -> None:
 @given(graphs())
 def test_sorting_never_adds_crossings(graph: tuple[list[int], Edges]) -> None:
     nodes, edges = graph
-    import parrot.cli.graph_layout as module
+    import parrot.cli.graph_picture as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SWEEPS", 0)
