@@ -3,7 +3,6 @@
 `python3 -m parrot.engine.http_server --config_path engine.json`
 """
 
-import argparse
 import asyncio
 import logging
 import os
@@ -11,19 +10,18 @@ import sys
 from collections.abc import Sequence
 
 from parrot.engine.app import create_app
-from parrot.engine.config import AnyEngineConfig, load_engine_config, parse_engine_config
+from parrot.engine.config import AnyEngineConfig, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
 from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
-from parrot.protocol.app_server import AppServer
+from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.config import ConfigError
-from parrot.utils.logging import setup_logging
+from parrot.utils.config import ConfigError, read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -68,42 +66,19 @@ async def run_engine(
         await heartbeat.run()
 
 
-def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run one Parrot engine.")
-    parser.add_argument("--config_path", help="JSON config file; without it: builtin, embedded")
-    parser.add_argument("--host", help="address to bind, instead of the config's")
-    parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
-    parser.add_argument("--engine_name", help="name to register, instead of the config's")
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N, instead of the config's")
-    parser.add_argument(
+def main(argv: Sequence[str] | None = None) -> None:
+    options = server_options("Run one Parrot engine.", "engine_server.log")
+    options.add_argument("--engine_name", help="name to register, instead of the config's")
+    options.add_argument("--device", help="auto, cpu, cuda or cuda:N, instead of the config's")
+    options.add_argument(
         "--without_core", action="store_true", help="serve alone, do not register with ServeCore"
     )
-    parser.add_argument("--log_dir", help="also write the log to a file in this folder")
-    parser.add_argument("--log_filename", default="engine_server.log")
-    parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
-    return parser.parse_args(argv)
-
-
-def _configure(args: argparse.Namespace) -> AnyEngineConfig:
-    keys = ("host", "port", "engine_name", "device")
-    given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
-    if args.config_path is None:
-        return parse_engine_config(given, "command line")
-    return load_engine_config(args.config_path, given)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse_args(argv)
+    args = options.parse_args(argv)
     try:
-        config = _configure(args)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    level = logging.WARNING if args.release_mode else logging.INFO
-    setup_logging(level, args.log_dir, args.log_filename)
-    import uvloop
-
-    try:
-        uvloop.run(serve(config, with_core=not args.without_core))
+        payload = read_json_object(args.config_path) if args.config_path else {}
+        payload |= given_options(args, "host", "port", "engine_name", "device")
+        config = parse_engine_config(payload, args.config_path or "command line")
+        run_server(args, serve(config, with_core=not args.without_core))
     except (ConfigError, DeviceLost) as error:
         sys.exit(f"error: {error}")
     if core_thread_is_alive():

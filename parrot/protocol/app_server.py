@@ -1,9 +1,13 @@
-"""The uvicorn server that every Parrot process runs its app with."""
+"""What the commands of all servers share: their options, their log, and the uvicorn server."""
 
+import argparse
+import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -12,6 +16,7 @@ from fastapi import FastAPI
 # is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
 KEEP_ALIVE_S = 75
 _SHUTDOWN_GRACE_S = 5
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class AppServer(uvicorn.Server):
@@ -43,3 +48,32 @@ class AppServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._end_requests()
         await super().shutdown(sockets)
+
+
+def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config_path", help="JSON config file; without it, the defaults")
+    parser.add_argument("--host", help="address to bind, instead of the config's")
+    parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
+    parser.add_argument("--log_dir", help="also write the log to a file in this folder")
+    parser.add_argument("--log_filename", default=log_filename)
+    parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
+    return parser
+
+
+def given_options(args: argparse.Namespace, *keys: str) -> dict[str, Any]:
+    """The options that replace the config's keys of the same name."""
+    return {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+
+
+def run_server(args: argparse.Namespace, serve: Coroutine[Any, Any, None]) -> None:
+    """Log as `server_options` say, to stderr too, and run until the server ends."""
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if args.log_dir is not None:
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(Path(args.log_dir) / args.log_filename))
+    level = logging.WARNING if args.release_mode else logging.INFO
+    logging.basicConfig(level=level, format=_LOG_FORMAT, handlers=handlers, force=True)
+    import uvloop
+
+    uvloop.run(serve)

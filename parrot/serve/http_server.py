@@ -3,7 +3,6 @@
 `python3 -m parrot.serve.http_server --config_path core.json`
 """
 
-import argparse
 import gc
 import ipaddress
 import logging
@@ -11,16 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pydantic import ValidationError
-
-from parrot.protocol.app_server import AppServer
+from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.recorder import Recorder, TraceFile
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.config import ConfigError, load_config
-from parrot.utils.logging import setup_logging
+from parrot.utils.config import ConfigError, parse_config, read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -73,36 +69,14 @@ def _spare_garbage_collection() -> None:
     gc.set_threshold(_YOUNG_OBJECTS)
 
 
-def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run Parrot's ServeCore.")
-    parser.add_argument("--config_path", help="JSON config file; without it, the defaults")
-    parser.add_argument("--host", help="address to bind, instead of the config's")
-    parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
-    parser.add_argument("--log_dir", help="also write the log to a file in this folder")
-    parser.add_argument("--log_filename", default="core_server.log")
-    parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
-    return parser.parse_args(argv)
-
-
-def _configure(args: argparse.Namespace) -> CoreConfig:
-    config = load_config(CoreConfig, args.config_path) if args.config_path else CoreConfig()
-    given = {key: getattr(args, key) for key in ("host", "port") if getattr(args, key) is not None}
-    return CoreConfig.model_validate(config.model_dump() | given)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parse_args(argv)
-    try:
-        config = _configure(args)
-    except (ConfigError, ValidationError) as error:
-        sys.exit(f"error: {error}")
-    level = logging.WARNING if args.release_mode else logging.INFO
-    setup_logging(level, args.log_dir, args.log_filename)
-    import uvloop
-
+    args = server_options("Run Parrot's ServeCore.", "core_server.log").parse_args(argv)
     _spare_garbage_collection()
     try:
-        uvloop.run(serve(config))
+        payload = read_json_object(args.config_path) if args.config_path else {}
+        payload |= given_options(args, "host", "port")
+        config = parse_config(CoreConfig, payload, args.config_path or "command line")
+        run_server(args, serve(config))
     except ConfigError as error:
         sys.exit(f"error: {error}")
 

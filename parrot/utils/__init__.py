@@ -1,8 +1,7 @@
 """Small tools that every room may use.
 
-The room owns clocks, timers, tasks, ids, heaps, configuration files and logging. It knows no other
-room of the project, and none of its parts needs more than the standard library, orjson and
-pydantic."""
+The room owns clocks, timers, tasks, ids, heaps and configuration files. It knows no other room of
+the project, and none of its parts needs more than the standard library, orjson and pydantic."""
 
 from parrot.utils.cprofile import cprofile
 

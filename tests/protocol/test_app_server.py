@@ -1,12 +1,14 @@
 import asyncio
+import logging
 import os
 import signal
+from pathlib import Path
 
 import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from parrot.protocol.app_server import AppServer
+from parrot.protocol.app_server import AppServer, run_server, server_options
 
 
 async def start(app: FastAPI, end_requests: asyncio.Event) -> tuple[AppServer, asyncio.Task[None]]:
@@ -62,3 +64,20 @@ async def test_idle_connections_stay_open_longer_than_clients_keep_them(idle_s: 
         assert set(server.server_state.connections) == connections
     server.should_exit = True
     await asyncio.wait_for(serving, 30)
+
+
+def test_logs_go_to_the_given_file(tmp_path: Path) -> None:
+    async def serve() -> None:
+        logging.getLogger("parrot.test").info("hello file")
+
+    args = server_options("A test.", "x.log").parse_args(["--log_dir", str(tmp_path / "new")])
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        run_server(args, serve())
+        assert "INFO parrot.test: hello file" in (tmp_path / "new" / "x.log").read_text()
+    finally:
+        for handler in root.handlers:
+            if handler not in handlers:
+                handler.close()
+        root.handlers, root.level = handlers, level

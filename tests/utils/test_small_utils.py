@@ -1,12 +1,10 @@
 import asyncio
 import logging
-from pathlib import Path
 
 import pytest
 
 from parrot.utils.cprofile import cprofile
 from parrot.utils.ids import IdCounter, new_token, tokens_equal
-from parrot.utils.logging import setup_logging
 from parrot.utils.tasks import TaskSet
 
 
@@ -67,17 +65,3 @@ def test_profile_is_printed_also_when_the_block_raises(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "profile of my block" in printed
     assert "cumulative" in printed
-
-
-def test_logs_go_to_the_given_file(tmp_path: Path) -> None:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        setup_logging(log_dir=str(tmp_path / "new"), log_filename="x.log")
-        logging.getLogger("parrot.test").info("hello file")
-        assert "INFO parrot.test: hello file" in (tmp_path / "new" / "x.log").read_text()
-    finally:
-        for handler in root.handlers:
-            if handler not in handlers:
-                handler.close()
-        root.handlers, root.level = handlers, level
