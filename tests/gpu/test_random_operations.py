@@ -21,9 +21,9 @@ from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.answer import Answer
 from parrot.testing.runner_driver import Driver
 from parrot.utils.clock import MonotonicClock
+from tests.support.answer import Answer
 from tests.support.tiny_model import make_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}

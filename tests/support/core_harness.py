@@ -13,7 +13,7 @@ from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.answer import Answer
+from tests.support.answer import Answer
 from tests.support.checking_runner import CheckingRunner
 from tests.support.manual_clock import ManualClock
 
