@@ -52,16 +52,6 @@ class Source(NamedTuple):
         return cls(completion.options.tenant, completion.options.func_name)
 
 
-class _Rest(NamedTuple):
-    """The weight of the observed think times that were longer, and the sum of their rests."""
-
-    weight: float
-    seconds: float
-
-
-_NOTHING = _Rest(0.0, 0.0)
-
-
 class _Histogram:
     """The think times of some calls, and how many calls were never continued."""
 
@@ -81,9 +71,10 @@ class _Histogram:
         self.num_abandoned += count
         self._fade()
 
-    def beyond(self, elapsed_s: float) -> _Rest:
+    def beyond(self, elapsed_s: float) -> tuple[float, float]:
+        """The weight of the observed think times that were longer, and the sum of their rests."""
         if not self.num_continued:
-            return _NOTHING
+            return 0.0, 0.0
         if self._tails is None:
             self._tails = self._sum_tails()
         bucket = bisect_right(_BOUNDS_S, elapsed_s) - 1
@@ -94,7 +85,7 @@ class _Histogram:
             part = self._counts[bucket] * (high - elapsed_s) / (high - low)
             weight += part
             rest_s += part * (high - elapsed_s) / 2
-        return _Rest(weight, rest_s)
+        return weight, rest_s
 
     def _sum_tails(self) -> list[tuple[float, float]]:
         times = [count * _middle(i) for i, count in enumerate(self._counts)]
@@ -161,11 +152,11 @@ class ThinkTimes:
         own = self._known.peek(source) or _UNKNOWN
         others = self._known.peek(source.tenant) or _UNKNOWN
         share = _TENANT_WEIGHT / max(others.num_continued, _TENANT_WEIGHT)
-        mine, theirs = own.beyond(elapsed_s), others.beyond(elapsed_s)
-        weight = mine.weight + share * theirs.weight
-        rest_s = (mine.seconds + share * theirs.seconds + _DOUBT * max(elapsed_s, _USUAL_S)) / (
-            weight + _DOUBT
-        )
+        own_weight, own_s = own.beyond(elapsed_s)
+        others_weight, others_s = others.beyond(elapsed_s)
+        weight = own_weight + share * others_weight
+        doubt_s = _DOUBT * max(elapsed_s, _USUAL_S)
+        rest_s = (own_s + share * others_s + doubt_s) / (weight + _DOUBT)
         num_seen = own.num_continued + share * others.num_continued
         lasting = (weight + _DOUBT) / (num_seen + _DOUBT)
         usual = _chance(own, others)

@@ -30,8 +30,6 @@ from parrot.utils.timers import Timer, TimerQueue
 logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
-
-
 _DEFECT = InternalError("internal error of the scheduler")
 
 
@@ -230,7 +228,8 @@ class Dispatcher:
     def _on_change(self, run: Run) -> None:
         if run.state is RunState.QUEUED:
             self._grace.queued(run.models, self._clock.now())
-        self._wake()
+        if run.state is not RunState.PLACED:  # which is the pump's own doing
+            self._wake()
 
     def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
         """Learn from its result, and keep it for those to come."""

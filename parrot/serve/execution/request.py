@@ -85,9 +85,7 @@ class _Prompt:
 
     def missing(self) -> list[tuple[bytes, int]]:
         """The key and length of each beginning that is not there."""
-        ends = accumulate(map(len, self.parts[self.covered :]), initial=self.length)
-        next(ends)
-        return list(zip(self.keys[self.covered :], ends, strict=True))
+        return list(zip(self.keys[self.covered :], self._ends(len(self.parts)), strict=True))
 
     def limit_output(self) -> int:
         """How much room the output needs, in the engine's units; limits the attempt's sampling to
@@ -153,12 +151,15 @@ class _Prompt:
 
     def _boundaries(self, stop: int) -> list[Boundary]:
         """Where the parts up to `stop` end. Empty ones end where their predecessor does."""
-        parts = self.parts[self.covered : stop]
-        ends = accumulate(map(len, parts), initial=self.length)
-        next(ends)
         last, boundaries = self.last, []
-        for key, end, part in zip(self.keys[self.covered :], ends, parts, strict=False):
+        keys, parts = self.keys[self.covered : stop], self.parts[self.covered : stop]
+        for key, end, part in zip(keys, self._ends(stop), parts, strict=True):
             last = part[-1] if part else last
             if end:
                 boundaries.append(Boundary(key, end, last))
         return boundaries
+
+    def _ends(self, stop: int) -> list[int]:
+        """The lengths of the prompt at the ends of the parts up to `stop`, from what is there."""
+        sizes = map(len, self.parts[self.covered : stop])
+        return list(accumulate(sizes, initial=self.length))[1:]

@@ -6,7 +6,7 @@ NEW --> QUEUED <--> PLACED --> ENDED        a run that loses its engine, a conte
                                             its completion is wanted again"""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -72,7 +72,8 @@ class RunTable:
         self._live: dict[Run, None] = {}  # those that are queued or placed
         self._run_of: dict[int, Run] = {}  # by the waiter's id
         self._shared: dict[bytes, Run] = {}  # live ones by result key
-        self._withdrawn: dict[int, dict[int, Run]] = {}  # by the ids of session and completion
+        # By the ids of session and completion, until the session ends.
+        self._withdrawn: defaultdict[int, dict[int, Run]] = defaultdict(dict)
 
     def __iter__(self) -> Iterator[Run]:
         """Yield the runs that are queued or placed now."""
@@ -290,7 +291,7 @@ class RunTable:
         elif run.state in _LIVE:
             self._stop(run, is_kept=comes_back and run.can_continue)
             if run.state is RunState.WITHDRAWN:
-                self._withdrawn.setdefault(completion.session_id, {})[completion.id] = run
+                self._withdrawn[completion.session_id][completion.id] = run
         return True
 
     def _take_waiters(self, run: Run) -> Iterator[Completion]:
@@ -302,11 +303,7 @@ class RunTable:
             yield waiter
 
     def _take_withdrawn(self, completion: Completion) -> Run | None:
-        runs = self._withdrawn.get(completion.session_id)
-        run = None if runs is None else runs.pop(completion.id, None)
-        if runs is not None and not runs:
-            del self._withdrawn[completion.session_id]
-        return run
+        return self._withdrawn.get(completion.session_id, {}).pop(completion.id, None)
 
     def _forget(self, completion: Completion) -> None:
         """Give up the completion's run that was withdrawn, if there is one."""
