@@ -21,7 +21,7 @@ from parrot.protocol.errors import SessionGone, UnsupportedField
 from parrot.protocol.public import ReadOptions, VarGetResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.build import Prompt
-from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, PieceKind, TextPiece
+from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, TextPiece
 from parrot.serve.program_sessions import ProgramSessions
 from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.tokenizers import ModelTokenizer
@@ -41,8 +41,9 @@ _MAX_ENDINGS = 65_536  # turns that can be continued
 class TurnRequest:
     """A prompt and how to go on from it.
 
-    `prompt`: messages, which the model's chat template renders with `options`, or plain text. There
-    is an answer for each of `samplings`. `program` names the program that asks."""
+    `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
+    may have special tokens in it. There is an answer for each of `samplings`. `program` names the
+    program that asks."""
 
     tenant: str
     model: str
@@ -135,7 +136,10 @@ class Turns:
             session = self._sessions.use(ending.session_id)
             session.account.require(**usage)
         options = CallOptions(
-            func_name=request.func_name, models=(request.model,), tenant=request.tenant
+            func_name=request.func_name,
+            models=(request.model,),
+            cache_prefix=not isinstance(request.prompt, str),
+            tenant=request.tenant,
         )
         previous = None if ending is None else ending.completion
         request_id, completions = session.graph.submit_prompt(
@@ -156,7 +160,7 @@ class Turns:
     def _pieces(self, request: TurnRequest) -> list[TextPiece]:
         tokenizer = self._find_tokenizer(request.model)
         if isinstance(request.prompt, str):
-            return [TextPiece(request.prompt, PieceKind.VALUE)]
+            return [TextPiece(request.prompt)]
         if tokenizer is None:
             return render_transcript(PLAIN_CHAT, request.prompt)
         if tokenizer.chat is None:

@@ -48,7 +48,7 @@ class ChatCompletions:
         return self._whole(turn, frame)
 
     async def _whole(self, turn: Turn, frame: Json) -> bytes:
-        answers = await read_all(turn)
+        answers = await read_all([turn])
         choices = []
         for i, answer in enumerate(answers):
             message = {"role": "assistant", "content": answer.content}
@@ -61,7 +61,7 @@ class ChatCompletions:
                     "finish_reason": answer.finish_reason,
                 }
             )
-        usage = usage_of(answers)
+        usage = usage_of(answers, len(answers))
         return orjson.dumps(
             frame | {"object": "chat.completion", "choices": choices, "usage": usage}
         )
@@ -74,7 +74,7 @@ class ChatCompletions:
         begun: set[int] = set()
         answers: list[VarGetResponse] = []
         try:
-            async with aclosing(stream_all(turn)) as deltas:
+            async with aclosing(stream_all([turn])) as deltas:
                 async for choice, delta in deltas:
                     if choice not in begun:
                         begun.add(choice)
@@ -87,7 +87,7 @@ class ChatCompletions:
                     self._turns.remember(turn, choice, message)
                     yield None, _chunk(frame, choice, {}, delta.finish_reason)
             if options is not None and options.include_usage:
-                yield None, frame | {"choices": [], "usage": usage_of(answers)}
+                yield None, frame | {"choices": [], "usage": usage_of(answers, len(answers))}
         except ParrotError as error:
             if not begun:
                 raise

@@ -1,4 +1,4 @@
-"""Reads of all the answers of a turn at once."""
+"""Reads of all the answers of some turns at once."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -13,47 +13,51 @@ _Delta = str | VarGetResponse
 _MAX_AHEAD = 64  # deltas that wait for the client
 
 
-async def read_all(turn: Turn) -> list[VarGetResponse]:
+async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:
     """The answers, or the first error. What is not done when this ends is cancelled."""
-    reads = [asyncio.ensure_future(turn.read(i)) for i in range(len(turn.completions))]
+    reads = [asyncio.ensure_future(turn.read(i)) for turn, i in _choices(turns)]
     try:
         return await asyncio.gather(*reads)
     finally:
-        await _stop(reads)
-        turn.cancel()
+        await _stop(reads, turns)
 
 
-async def stream_all(turn: Turn) -> AsyncGenerator[tuple[int, _Delta]]:
-    """The index of a choice with some more of its text, or with all of it at its end. Raises the
+async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]]:
+    """The index of an answer with some more of its text, or with all of it at its end. Raises the
     first error. What is not done when this ends is cancelled."""
     deltas: asyncio.Queue[tuple[int, str | VarGetResponse | ParrotError]] = asyncio.Queue(
         _MAX_AHEAD
     )
 
-    async def read(choice: int) -> None:
+    async def read(index: int, turn: Turn, choice: int) -> None:
         try:
             async with aclosing(turn.stream(choice)) as stream:
                 async for text in stream:
-                    await deltas.put((choice, text))
-            await deltas.put((choice, turn.ended(choice)))
+                    await deltas.put((index, text))
+            await deltas.put((index, turn.ended(choice)))
         except ParrotError as error:
-            await deltas.put((choice, error))
+            await deltas.put((index, error))
 
-    num_open = len(turn.completions)
-    reads = [asyncio.ensure_future(read(i)) for i in range(num_open)]
+    reads = [asyncio.ensure_future(read(i, *choice)) for i, choice in enumerate(_choices(turns))]
+    num_open = len(reads)
     try:
         while num_open:
-            choice, delta = await deltas.get()
+            index, delta = await deltas.get()
             if isinstance(delta, ParrotError):
                 raise delta
             num_open -= isinstance(delta, VarGetResponse)
-            yield choice, delta
+            yield index, delta
     finally:
-        await _stop(reads)
+        await _stop(reads, turns)
+
+
+def _choices(turns: Sequence[Turn]) -> list[tuple[Turn, int]]:
+    return [(turn, i) for turn in turns for i in range(len(turn.completions))]
+
+
+async def _stop(reads: Sequence[asyncio.Future[Any]], turns: Sequence[Turn]) -> None:
+    for turn in turns:
         turn.cancel()
-
-
-async def _stop(reads: Sequence[asyncio.Future[Any]]) -> None:
     for read in reads:
         read.cancel()
     await asyncio.gather(*reads, return_exceptions=True)

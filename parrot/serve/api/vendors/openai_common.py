@@ -161,15 +161,18 @@ def program_of(request: GenerationFields, caller: Caller) -> str | None:
     return request.prompt_cache_key or caller.program or user
 
 
-def usage_of(answers: Sequence[VarGetResponse]) -> Json | None:
-    """The usage of all choices, which share one prompt."""
+def usage_of(answers: Sequence[VarGetResponse], num_choices: int) -> Json | None:
+    """The usage of all answers, of which `num_choices` share one prompt."""
     known = [answer.usage for answer in answers if answer.usage is not None]
-    if not known:
+    if len(known) < len(answers):
         return None
     output = sum(usage.output_tokens for usage in known)
+    prompt = sum(usage.prompt_tokens for usage in known[::num_choices])
     return {
-        "prompt_tokens": known[0].prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": output,
-        "total_tokens": known[0].prompt_tokens + output,
-        "prompt_tokens_details": {"cached_tokens": known[0].cached_tokens},
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage in known[::num_choices])
+        },
     }

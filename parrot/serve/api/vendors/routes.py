@@ -2,6 +2,7 @@
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.serve.api.vendors.chat_completions import ChatCompletions
+from parrot.serve.api.vendors.completions import Completions
 from parrot.serve.api.vendors.endpoint import VendorEndpoint
 from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.core import ServeCore
@@ -11,6 +12,7 @@ _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
 
 def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
     chat = ChatCompletions(core.turns)
+    completions = Completions(core.turns)
     return [
         VendorEndpoint(
             core,
@@ -19,6 +21,15 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/chat/completions",
             chat.create,
             "OpenAI's chat completions",
+            errors=_ERRORS,
+        ),
+        VendorEndpoint(
+            core,
+            openai_error,
+            "POST",
+            "/v1/completions",
+            completions.create,
+            "OpenAI's completions of plain text",
             errors=_ERRORS,
         ),
     ]

@@ -1,0 +1,138 @@
+"""`POST /v1/completions`: plain text that goes on, in OpenAI's format."""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from typing import Annotated
+
+import orjson
+from pydantic import Field
+
+from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
+from parrot.protocol.public import MAX_TEXT, VarGetResponse
+from parrot.protocol.server import Event
+from parrot.serve.api.vendors.choices import read_all, stream_all
+from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.openai_common import (
+    GenerationFields,
+    Json,
+    program_of,
+    usage_of,
+)
+from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.turns import Turn, TurnRequest, Turns
+from parrot.utils.ids import new_token
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 128
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_Texts = Annotated[list[_Text], Field(max_length=MAX_PROMPTS)]
+
+
+class CompletionRequest(GenerationFields):
+    prompt: _Text | _Texts | list[int] | list[list[int]]
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1, le=16)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+
+class Completions:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def create(
+        self, request: CompletionRequest, caller: Caller
+    ) -> Awaitable[bytes] | AsyncGenerator[Event]:
+        prompts = _texts(request)
+        samplings = request.samplings(request.max_tokens or _DEFAULT_MAX_TOKENS, request.logprobs)
+        turns: list[Turn] = []
+        try:
+            for prompt in prompts:
+                turn_request = TurnRequest(
+                    tenant=caller.tenant,
+                    model=request.model,
+                    prompt=prompt,
+                    samplings=samplings,
+                    program=program_of(request, caller),
+                    func_name="completion",
+                    criteria=request.criteria,
+                )
+                turns.append(self._turns.submit(turn_request))
+        except ParrotError:
+            for turn in turns:
+                turn.cancel()
+            raise
+        answers = _Answers(turns, request, [p if request.echo else "" for p in prompts])
+        return answers.chunks() if request.stream else answers.whole()
+
+
+class _Answers:
+    def __init__(
+        self, turns: Sequence[Turn], request: CompletionRequest, echoes: Sequence[str]
+    ) -> None:
+        self._turns = turns
+        self._request = request
+        self._num_choices = request.n or 1
+        self._echoes = echoes
+        self._frame = {
+            "id": f"cmpl-{new_token()}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+
+    async def whole(self) -> bytes:
+        answers = await read_all(self._turns)
+        choices = [
+            _choice(i, self._echo(i) + answer.content, answer.finish_reason)
+            for i, answer in enumerate(answers)
+        ]
+        usage = usage_of(answers, self._num_choices)
+        return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
+
+    async def chunks(self) -> AsyncGenerator[Event]:
+        options = self._request.stream_options
+        answers: dict[int, VarGetResponse] = {}
+        begun: set[int] = set()
+        try:
+            async with aclosing(stream_all(self._turns)) as deltas:
+                async for i, delta in deltas:
+                    echo = "" if i in begun else self._echo(i)
+                    begun.add(i)
+                    if isinstance(delta, VarGetResponse):
+                        answers[i] = delta
+                        choice = _choice(i, echo, delta.finish_reason)
+                    else:
+                        choice = _choice(i, echo + delta)
+                    yield None, self._frame | {"choices": [choice]}
+            if options is not None and options.include_usage:
+                usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
+                yield None, self._frame | {"choices": [], "usage": usage}
+        except ParrotError as error:
+            if not begun:
+                raise
+            yield None, openai_error(error)[1]
+        yield None, "[DONE]"
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._num_choices]
+
+
+def _texts(request: CompletionRequest) -> list[str]:
+    """The prompts of the request."""
+    if request.suffix:
+        raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
+    if (request.best_of or 1) > (request.n or 1):
+        raise UnsupportedField("`best_of` must not be more than `n`", param="best_of")
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise UnsupportedField("give the prompt as text, not as token ids", param="prompt")
+    if not all(texts) or not texts:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    return texts
+
+
+def _choice(index: int, text: str, finish_reason: str | None = None) -> Json:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
