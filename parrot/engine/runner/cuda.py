@@ -1,8 +1,10 @@
 """Runs the steps of the builtin engine with the Triton kernels."""
 
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
@@ -11,13 +13,13 @@ from parrot.engine.attention.work_list import WorkPlanner
 from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
-from parrot.engine.runner.device import Landing, noticing_loss
+from parrot.engine.runner.device import Landing, Mark, noticing_loss
 from parrot.engine.runner.draws import DrawBuilder
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
-from parrot.engine.runner.inputs import InputBuilder
+from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
-from parrot.engine.runner.launched import Launched, WatchedAttention
-from parrot.engine.runner.step_computer import PlannedStep, StepComputer
+from parrot.engine.runner.sampling import results
+from parrot.engine.runner.step_computer import PlannedStep, Sources, StepComputer, WatchedAttention
 from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
 
@@ -35,6 +37,33 @@ class CudaOptions:
     use_graphs: bool = True
     overlap: bool = True
     upcast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """`tokens`, one for each of its inputs' samples, are there once it is launched, and valid until
+    the step after it has run; `due` until that is launched."""
+
+    inputs: StepInputs
+    tokens: "Future[torch.Tensor]"
+    landing: Landing
+    due: Mark
+    device: torch.device
+
+    def wait_until_due(self) -> None:
+        wait((self.tokens,))
+        self.due.wait()
+
+    def wait(self) -> StepResult:
+        with noticing_loss(self.device):
+            tokens = self.landing.wait(len(self.tokens.result()))
+        pairs = zip(self.inputs.samples, tokens, strict=True)
+        chosen = [(spec, token) for spec, token in pairs if spec is not None]
+        return results(*zip(*chosen, strict=True)) if chosen else StepResult({}, {})
+
+    def tokens_of(self, context_ids: Sequence[int]) -> Sources:
+        row_of = {context_id: row for row, context_id in enumerate(self.inputs.sampled)}
+        return self.tokens.result(), np.array([row_of[c] for c in context_ids], dtype=np.int32)
 
 
 class CudaRunner:
@@ -60,7 +89,7 @@ class CudaRunner:
         self._draws = DrawBuilder(max_rows)
         memory, layer_weights = self._cache.pool.transpose(2, 3), spec.num_layer_weights
         self._attention = WatchedAttention(
-            memory, spec.num_heads, 1, layer_weights, upcast=options.upcast
+            memory, spec.num_heads, layer_weights, upcast=options.upcast
         )
         shape = self._attention.shape
         split = split_for(shape, model.dtype, device)

@@ -1,8 +1,10 @@
 """Computing planned steps on the device: as CUDA graphs, or kernel by kernel."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +13,22 @@ from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
+from parrot.engine.kernels.launch import MATRIX_RATE
 from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.models.fused import Forward
-from parrot.engine.runner.device import Landing, Stage
+from parrot.engine.runner.device import Landing, Mark, Stage
 from parrot.engine.runner.draws import Draws
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
 from parrot.engine.runner.inputs import StepInputs
-from parrot.engine.runner.launched import Sources, WatchedAttention
 from parrot.engine.runner.token_choice import SentAdjustments, TokenChooser
 from parrot.engine.runner.warm_up import SyntheticPlans
+
+_LEAD_S = 1e-3
+
+Sources = tuple[torch.Tensor, IntArray]
+"""Tokens of the step before on the device, and which of them the pending ones of this step are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,31 @@ class _Sent:
     parts: Sequence[torch.Tensor]
     settings: torch.Tensor
     adjustments: SentAdjustments | None
+
+
+class WatchedAttention(TritonAttention):
+    """`due` is passed when the device has come to one of a step's last layers, early enough for
+    the host to plan the next step and launch the first of its kernels meanwhile."""
+
+    def __init__(
+        self, memory: torch.Tensor, num_heads: int, layer_weights: int, *, upcast: bool
+    ) -> None:
+        super().__init__(memory, num_heads, 1, upcast=upcast)
+        self._num_layers = len(memory)
+        self._lead_tokens = _LEAD_S * MATRIX_RATE / (2 * layer_weights)
+        self._due_layer = 0
+        self.due = Mark(memory.device)
+
+    def expect(self, num_tokens: int) -> None:
+        """Choose the layer for a step of `num_tokens`. A step that begins its last layer is nearly
+        over."""
+        layers_left = 1 + math.ceil(self._lead_tokens / num_tokens)
+        self._due_layer = max(0, self._num_layers - layers_left)
+
+    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if layer == self._due_layer:
+            self.due.put()
+        return super().attend(layer, *args, **kwargs)
 
 
 class StepComputer:
