@@ -93,7 +93,7 @@ class TorchPlan:
 
 
 class TorchAttention:
-    """`AttentionBackend` over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]."""
+    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]."""
 
     def __init__(self, pool: torch.Tensor, num_heads: int) -> None:
         _, _, num_kv_heads, _, block_size, head_dim = pool.shape

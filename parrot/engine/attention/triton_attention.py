@@ -22,7 +22,7 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """`AttentionBackend` over memory [layers, 2, blocks, kv_heads, block_size, head_dim].
+    """Attention over memory [layers, 2, blocks, kv_heads, block_size, head_dim].
 
     The last block of the memory belongs to no context: padding writes there."""
 

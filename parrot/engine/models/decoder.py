@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,26 +19,16 @@ from parrot.engine.models.layers import (
 )
 from parrot.engine.models.spec import DecoderSpec
 
-PlanT = TypeVar("PlanT", contravariant=True)
 Angles = tuple[torch.Tensor, torch.Tensor]
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Writes a step's new KV of a layer into the pool and attends over the contexts: layer,
+q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
+
+None of q, k and v is changed. A result may be overwritten by the next call."""
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
-
-
-class AttentionBackend(Protocol, Generic[PlanT]):
-    """Writes the new KV of a step into the pool and attends over the contexts. A plan (`PlanT`) is
-    made once for a step and serves all of its layers."""
-
-    def run(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT
-    ) -> torch.Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]
-        -> [rows, heads * head_dim].
-
-        k and v are written to the pool; none of the three is changed. A result may be overwritten
-        by the next call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +55,14 @@ class Layer:
     mlp_norm: Norm
     qk_norm: QKNorm | None
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        angles: Angles | None,
-        attention: AttentionBackend[PlanT],
-        plan: PlanT,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles | None, attend: Attend) -> torch.Tensor:
         if self.spec.pre_norm:
-            x = self.out(self._attend(self.attn_norm(x), angles, attention, plan), x)
+            x = self.out(self._attended(self.attn_norm(x), angles, attend), x)
             return self.mlp(self.mlp_norm(x), x)
-        x = self.attn_norm(self.out(self._attend(x, angles, attention, plan), x))
+        x = self.attn_norm(self.out(self._attended(x, angles, attend), x))
         return self.mlp_norm(self.mlp(x, x))
 
-    def _attend(
-        self,
-        x: torch.Tensor,
-        angles: Angles | None,
-        attention: AttentionBackend[PlanT],
-        plan: PlanT,
-    ) -> torch.Tensor:
+    def _attended(self, x: torch.Tensor, angles: Angles | None, attend: Attend) -> torch.Tensor:
         num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
         rotated, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
@@ -94,7 +71,7 @@ class Layer:
         if angles is not None:
             rotate_(rotated, *angles)
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
-        return attention.run(self.index, q, k, v, plan)
+        return attend(self.index, q, k, v)
 
 
 class Decoder:
@@ -135,11 +112,7 @@ class Decoder:
         return count * self.dtype.itemsize
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionBackend[PlanT],
-        plan: PlanT,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """token_ids and positions [rows] -> the last layer's output [rows, hidden]."""
         x = F.embedding(token_ids, self.embed)
@@ -149,7 +122,7 @@ class Decoder:
             x = x.add_(F.embedding(positions + self.spec.position_offset, self._positions))
         angles = None if self._rope is None else self._rope.angles(positions, self.dtype)
         for layer in self.layers:
-            x = layer(x, angles, attention, plan)
+            x = layer(x, angles, attend)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def _plain_forward(
     plan: TritonPlan,
     sample_rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    hidden = model.forward(token_ids, plan.positions, attention, plan)
+    hidden = model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
     if sample_rows is not None:
         hidden = hidden.index_select(0, sample_rows)
     return model.logits(hidden)

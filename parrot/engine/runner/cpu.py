@@ -1,5 +1,7 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -61,8 +63,7 @@ class ModelRunner:
         hidden = self._model.forward(
             self._tensor(inputs.token_ids),
             self._tensor(inputs.positions),
-            self._attention,
-            self._attention.plan(work, step),
+            partial(self._attention.run, plan=self._attention.plan(work, step)),
         )
         asked = [
             (row, spec)
