@@ -28,6 +28,7 @@ from parrot.serve.graph.nodes import (
 from parrot.serve.graph.runner import Predictor
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.quotas import QueuedByTenant
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.utils.ids import IdCounter
 from tests.support.manual_clock import ManualClock
@@ -122,7 +123,7 @@ def make_graph(
         "tenant",
         on_demand=on_demand,
         runner=runner or FakeRunner(),
-        predictor=predictor or Estimates(),
+        predictor=predictor or Estimates(LoadIndex().pace),
         clock=clock or ManualClock(),
         ids=GraphIds(IdCounter(100), IdCounter(1)),
     )
@@ -229,7 +230,7 @@ class FakeDispatcher(FakeRunner):
 
     def __init__(self, *, instant: bool = False) -> None:
         super().__init__()
-        self.estimates = Estimates()
+        self.estimates = Estimates(LoadIndex().pace)
         self.released: list[int] = []
         self.fleet = FakeFleet()
         self.kv_counts, self.prefetch_counts = KvCounts(), PrefetchCounts()

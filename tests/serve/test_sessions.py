@@ -5,6 +5,7 @@ import pytest
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.config import CoreConfig
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.sessions import PUBLIC_TENANT, Session, SessionRegistry, tenant_of
 from parrot.utils.timers import TimerQueue
@@ -25,7 +26,7 @@ class World:
             self.clock,
             self.timers,
             self.runner,
-            Estimates(),
+            Estimates(LoadIndex().pace),
             lambda session: self.expired.append((session, self.clock.now())),
             first_id=100,
         )

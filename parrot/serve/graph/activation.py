@@ -293,7 +293,12 @@ class Activation:
         """Nobody wants it any more."""
         self._discount(task)
         if task.is_started:
-            self._withdraw(task)
+            task.is_started = False
+            self.num_started -= 1
+            self._runner.withdraw(task)
+            for output in task.outputs:
+                if not output.is_settled:
+                    output.restart()
         task.state = CompletionState.IDLE
         task.objective = None
         self._unexpect(task)
@@ -301,21 +306,12 @@ class Activation:
     def _update_delivery(self, task: Task) -> set[Task]:
         """A reader of the task has come or gone. Returns the task if that changed whether its
         tokens are to be delivered as they come."""
-        completion = task
-        if not isinstance(completion, Completion):
+        if not isinstance(task, Completion):
             return set()
-        before = completion.wants_stream, completion.may_lose
-        completion.wants_stream = any(reader.wants_stream for reader in task.readers())
-        completion.may_lose = any(reader.may_lose for reader in task.readers())
-        return set() if before == (completion.wants_stream, completion.may_lose) else {task}
-
-    def _withdraw(self, task: Task) -> None:
-        task.is_started = False
-        self.num_started -= 1
-        self._runner.withdraw(task)
-        for output in task.outputs:
-            if not output.is_settled:
-                output.restart()
+        before = task.wants_stream, task.may_lose
+        task.wants_stream = any(reader.wants_stream for reader in task.readers())
+        task.may_lose = any(reader.may_lose for reader in task.readers())
+        return set() if before == (task.wants_stream, task.may_lose) else {task}
 
     # Predictions
 

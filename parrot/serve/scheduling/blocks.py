@@ -69,22 +69,42 @@ class RunningPrefixes:
         return self._running.get(key)
 
 
-class Beginnings(NamedTuple):
-    """Engines that have a beginning of a task's prompt, and its tokens, the longest first:
-    `running` in prompts that run there, `reusable` where it would not have to be computed."""
+Holders = Callable[[bytes], Collection[int] | None]
+"""The engines that have the prompt of a key."""
 
-    running: list[tuple[Collection[int], int]]
-    reusable: list[tuple[Collection[int], int]]
+
+class Beginnings:
+    """Which engines have a beginning of a task's prompt, and its tokens, the longest first: in
+    `running` prompts, or where it would not have to be computed again. That goes for those that
+    are `cached`, and for running ones if `with_running`."""
+
+    __slots__ = ("_reusable", "_running")
+
+    def __init__(
+        self, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
+    ) -> None:
+        self._running: list[tuple[Collection[int], int]] = []
+        self._reusable: list[tuple[Collection[int], int]] = []
+        length = task.prompt_len
+        for i in range(len(task.keys) - 1, -1, -1):
+            key = task.keys[i]
+            if cached is not None and (there := cached(key)) is not None:
+                self._reusable.append((there, length))
+            if (there := running(key)) is not None:
+                self._running.append((there, length))
+                if with_running:
+                    self._reusable.append((there, length))
+            length -= task.lengths[i]
 
     def shared_len(self, engine_id: int) -> int:
-        return _length(self.running, engine_id)
+        return _length(self._running, engine_id)
 
     def reused_len(self, engine_id: int) -> int:
-        return _length(self.reusable, engine_id)
+        return _length(self._reusable, engine_id)
 
     def engines(self, limit: int) -> Iterator[int]:
-        """The first of `reusable`, perhaps repeated."""
-        return islice(chain.from_iterable(holders for holders, _ in self.reusable), limit)
+        """The first of those with something reusable, perhaps repeated."""
+        return islice(chain.from_iterable(holders for holders, _ in self._reusable), limit)
 
 
 def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> int:
@@ -92,30 +112,6 @@ def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> in
         if engine_id in holders:
             return length
     return 0
-
-
-Holders = Callable[[bytes], Collection[int] | None]
-"""The engines that have the prompt of a key."""
-
-
-def find_beginnings(
-    task: CompletionTask, running: Holders, cached: Holders, with_running: bool
-) -> Beginnings:
-    """Find who has a beginning of the task's prompt. Those in `running` prompts can be
-    used again only if `with_running`, those that are `cached` in any case."""
-    running_there: list[tuple[Collection[int], int]] = []
-    reusable: list[tuple[Collection[int], int]] = []
-    length = task.prompt_len
-    for i in range(len(task.keys) - 1, -1, -1):
-        key = task.keys[i]
-        if (there := cached(key)) is not None:
-            reusable.append((there, length))
-        if (there := running(key)) is not None:
-            running_there.append((there, length))
-            if with_running:
-                reusable.append((there, length))
-        length -= task.lengths[i]
-    return Beginnings(running_there, reusable)
 
 
 class Block(NamedTuple):
@@ -142,21 +138,10 @@ class QueuedBlocks:
         return self._num_tasks[models]
 
     def add(self, task: CompletionTask) -> None:
-        self._num_tasks[task.models] += 1
-        for key in self._keys(task):
-            count, tokens = self._counts.get(key, (0, 0))
-            self._counts[key] = (count + 1, tokens + task.prompt_len)
+        self._count(task, 1)
 
     def remove(self, task: CompletionTask) -> None:
-        self._num_tasks[task.models] -= 1
-        if not self._num_tasks[task.models]:
-            del self._num_tasks[task.models]
-        for key in self._keys(task):
-            count, tokens = self._counts[key]
-            if count == 1:
-                del self._counts[key]
-            else:
-                self._counts[key] = (count - 1, tokens - task.prompt_len)
+        self._count(task, -1)
 
     def find(self, task: CompletionTask) -> Block | None:
         """The block of a queued task, if it is not alone: those with the longest common beginning,
@@ -176,6 +161,17 @@ class QueuedBlocks:
         if group is None or group[0] < 2:
             return None
         return Block((task.models, task.group), group[0], 0, group[1] / group[0])
+
+    def _count(self, task: CompletionTask, sign: int) -> None:
+        self._num_tasks[task.models] += sign
+        if not self._num_tasks[task.models]:
+            del self._num_tasks[task.models]
+        for key in self._keys(task):
+            count, tokens = self._counts.get(key, (0, 0))
+            if count + sign:
+                self._counts[key] = (count + sign, tokens + sign * task.prompt_len)
+            else:
+                del self._counts[key]
 
     def _keys(self, task: CompletionTask) -> Iterator[Hashable]:
         if self._by_prefix and task.prompt_len >= _MIN_SHARED:

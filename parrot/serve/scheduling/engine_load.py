@@ -1,17 +1,19 @@
-"""The load of one engine, and what a newcomer would find there."""
+"""The load of one engine, and what a newcomer would find there: now, and usually."""
 
 from dataclasses import dataclass, field
-from math import isclose
+from math import exp, isclose
+from typing import NamedTuple
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import StepCosts
-from parrot.serve.scheduling.outlook import Outlook, UsualLoad
 from parrot.serve.scheduling.task import CompletionTask
 
 _HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
 _TYPICAL_OUTPUT = 300  # who reads along judges by the time per token: it is that for so many,
 _MIN_OUTPUT, _MAX_OUTPUT = 150, 1024  # and more for fewer, within bounds
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
+_MEMORY_S = 10.0  # an engine's load counts for so long as usual there
+_MAX_PROMPT_SHARE = 0.8  # of the time: prompts that are given faster wait, and are not computed
 
 
 def weight_of(task: CompletionTask) -> float:
@@ -26,12 +28,36 @@ def weight_of(task: CompletionTask) -> float:
     return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
 
 
-@dataclass(frozen=True, slots=True)
-class _Charge:
-    """A placed task's part of its engine's load, to be taken back when it ends."""
+class Outlook(NamedTuple):
+    """A newcomer's view of an engine: the wait for the prompts there, the steps of the tasks there,
+    which go on for `remaining_s` on average by weight, and the engine's usual steps after that."""
 
-    room: int  # tokens kept for the output
-    num_read: int  # tokens of the output that a step reads, on average
+    wait_s: float
+    step_s: float
+    remaining_s: float
+    weight: float
+    usual_step_s: float
+    usual_weight: float
+
+    def steps_s(self, num_steps: float) -> float:
+        """Predicted seconds for `num_steps` steps."""
+        if num_steps * self.step_s <= self.remaining_s:
+            return num_steps * self.step_s
+        num_usual = num_steps - self.remaining_s / self.step_s
+        return self.remaining_s + num_usual * self.usual_step_s
+
+    def harm_s(self, prefill_s: float, num_steps: float, growth_s: float) -> float:
+        """Weighted seconds that others lose to a newcomer: those who are there wait for its prompt,
+        and the steps of whoever is there take `growth_s` longer while it lasts."""
+        remaining_s = self.remaining_s
+        steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
+        harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
+        return harm_s + self.usual_weight * (num_steps - steps) * growth_s
+
+
+class _Charge(NamedTuple):
+    """A placed task's part of its engine's weight, to be taken back when it ends."""
+
     weight: float
     end: float  # the predicted time
 
@@ -43,7 +69,9 @@ class EngineLoad:
     `num_tokens` counts their prompts (shared beginnings once) and the room for their outputs, and
     `num_read` those that a decode step reads. `weight` sums what a second is worth to each task,
     `weighted_end` that times the predicted time of its end. `prefill_until` is the time at which
-    the prompts will have been computed."""
+    the prompts will have been computed. What is usual are averages over time up to `since`, in
+    which what is older than `_MEMORY_S` counts little; `usual_prefill` is the share of the time
+    that prompts take."""
 
     id: int
     model: str
@@ -59,9 +87,12 @@ class EngineLoad:
     weighted_end: float = 0.0
     prefill_until: float = 0.0
     tasks: dict[CompletionTask, _Charge] = field(default_factory=dict)
-    _usual: UsualLoad = field(default_factory=UsualLoad)
+    since: float = 0.0
+    usual_tasks: float = 0.0
+    usual_read: float = 0.0
+    usual_weight: float = 0.0
+    usual_prefill: float = 0.0
     _outlook: Outlook | None = None  # cached while the time and the load are unchanged
-    _outlook_at: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -81,19 +112,24 @@ class EngineLoad:
         self.costs = costs
         self._outlook = None
 
+    def room_for(self, task: CompletionTask) -> int:
+        """Tokens that are kept for the task's output."""
+        return min(task.max_output, self.max_tokens)
+
     def outlook(self, now: float) -> Outlook:
-        if self._outlook is None or self._outlook_at != now:
-            usual = self._usual
-            usual.advance(now, self.num_tasks, self.num_read, self.weight, self.prefill_until)
+        if self._outlook is None or self.since != now:
+            self._advance(now)
             remaining_s = max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
-            self._outlook_at = now
+            usual_step_s = self.costs.decode_step_s(self.usual_tasks, self.usual_read)
+            # Prompts that are computed meanwhile lengthen steps.
+            usual_step_s *= 1.0 / (1.0 - min(self.usual_prefill, _MAX_PROMPT_SHARE))
             self._outlook = Outlook(
                 max(0.0, self.prefill_until - now),
                 self.step_s,
                 remaining_s,
                 self.weight,
-                self.costs.decode_step_s(usual.tasks, usual.read) * usual.stretch,
-                usual.weight,
+                usual_step_s,
+                self.usual_weight,
             )
         return self._outlook
 
@@ -102,46 +138,58 @@ class EngineLoad:
         `to_compute` in no cache. Returns the seconds that it is predicted to need, without
         waiting."""
         self._advance(now)
-        charge_room, num_read = min(task.max_output, self.max_tokens), task.expected_output // 2
-        weight = weight_of(task)
-        self.num_tasks += 1
-        self.num_latency += task.is_latency
-        self.num_tokens += new_prompt + charge_room
-        self.num_read += new_prompt + num_read
+        self._book(task, new_prompt, 1)
         prefill_s = to_compute * self.costs.prefill_s
         self.prefill_until = max(self.prefill_until, now) + prefill_s
         decode_s = task.expected_output * self.step_s
-        end = self.prefill_until + decode_s
+        weight, end = weight_of(task), self.prefill_until + decode_s
         self.weight += weight
         self.weighted_end += weight * end
-        self.tasks[task] = _Charge(charge_room, num_read, weight, end)
+        self.tasks[task] = _Charge(weight, end)
         return prefill_s + decode_s
 
     def release(self, task: CompletionTask, old_prompt: int, now: float) -> None:
         """Take back what `admit` booked; no running prompt has these `old_prompt` tokens now."""
         self._advance(now)
-        charge = self.tasks.pop(task)
-        self.num_tasks -= 1
-        self.num_latency -= task.is_latency
-        self.num_tokens -= old_prompt + charge.room
-        self.num_read -= old_prompt + charge.num_read
-        self.weight -= charge.weight
-        self.weighted_end -= charge.weight * charge.end
+        self._book(task, old_prompt, -1)
+        weight, end = self.tasks.pop(task)
+        self.weight -= weight
+        self.weighted_end -= weight * end
         if not self.tasks:
             self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
             self.prefill_until = 0.0
 
     def check_integrity(self, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompts here, shared beginnings once."""
-        charges = self.tasks.values()
-        assert self.num_tasks == len(charges), self.id
-        assert self.num_latency == sum(task.is_latency for task in self.tasks), self.id
-        assert self.num_tokens == num_prompt + sum(c.room for c in charges), self.id
-        assert self.num_read == num_prompt + sum(c.num_read for c in charges), self.id
+        tasks, charges = self.tasks, self.tasks.values()
+        assert self.num_tasks == len(tasks), self.id
+        assert self.num_latency == sum(task.is_latency for task in tasks), self.id
+        assert self.num_tokens == num_prompt + sum(map(self.room_for, tasks)), self.id
+        assert self.num_read == num_prompt + sum(t.expected_output // 2 for t in tasks), self.id
         assert isclose(self.weight, sum(c.weight for c in charges), abs_tol=1e-6), self.id
         weighted_end = sum(c.weight * c.end for c in charges)
         assert isclose(self.weighted_end, weighted_end, rel_tol=1e-6, abs_tol=1e-6), self.id
 
+    def _book(self, task: CompletionTask, prompt: int, sign: int) -> None:
+        self.num_tasks += sign
+        self.num_latency += sign * task.is_latency
+        self.num_tokens += sign * (prompt + self.room_for(task))
+        self.num_read += sign * (prompt + task.expected_output // 2)
+
     def _advance(self, now: float) -> None:
-        self._usual.advance(now, self.num_tasks, self.num_read, self.weight, self.prefill_until)
+        """Take in that the load was as it is since the last call. It will be another, or is looked
+        at anew."""
         self._outlook = None
+        if now == self.since:
+            return
+        old = exp((self.since - now) / _MEMORY_S)
+        new = 1.0 - old
+        self.usual_tasks = old * self.usual_tasks + new * self.num_tasks
+        self.usual_read = old * self.usual_read + new * self.num_read
+        self.usual_weight = old * self.usual_weight + new * self.weight
+        self.usual_prefill *= old
+        if self.prefill_until >= now:
+            self.usual_prefill += new
+        elif self.prefill_until > self.since:
+            self.usual_prefill += exp((self.prefill_until - now) / _MEMORY_S) - old
+        self.since = now

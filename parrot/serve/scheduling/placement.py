@@ -1,6 +1,6 @@
 """Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 from math import inf, nextafter
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from parrot.serve.scheduling.blocks import (
     Block,
     QueuedBlocks,
     RunningPrefixes,
-    find_beginnings,
 )
 from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
 from parrot.serve.scheduling.load_index import LoadIndex
@@ -127,8 +126,8 @@ class PredictedSeconds(Placer):
         self._blocks.check_integrity(queued)
 
     def _find(self, task: CompletionTask) -> Beginnings:
-        cached = _nobody if self._index is None else self._index.holders
-        return find_beginnings(task, self._running.holders, cached, self._with_running)
+        cached = None if self._index is None else self._index.holders
+        return Beginnings(task, self._running.holders, cached, self._with_running)
 
     def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:
         found = self._loads.least_loaded(task, count + len(task.avoided))
@@ -244,10 +243,6 @@ class PredictedSeconds(Placer):
 
 def _place(task: CompletionTask, load: EngineLoad, known: Beginnings) -> Place:
     return Place(load, task.prompt_len - known.reused_len(load.id))
-
-
-def _nobody(key: bytes) -> Collection[int] | None:
-    return None
 
 
 def end_of_patience(task: CompletionTask) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parrot.protocol.engine_api import StepCosts, Usage
+from parrot.protocol.engine_api import Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import Completion, Piece, Task, TextPiece
 from parrot.serve.graph.runner import Prediction
@@ -89,17 +89,11 @@ class Pace(NamedTuple):
     step_alone_s: float
 
 
-def _usual_pace(models: tuple[str, ...]) -> Pace:
-    costs = StepCosts()
-    step_s = costs.decode_step_s(1, 0)
-    return Pace(costs.prefill_s, step_s, step_s)
-
-
 class Estimates:
     """Predictions for one ServeCore. Every method takes constant time and touches no graph. `pace`
     says how fast engines with some models are now (none named: all engines)."""
 
-    def __init__(self, pace: Callable[[tuple[str, ...]], Pace] = _usual_pace) -> None:
+    def __init__(self, pace: Callable[[tuple[str, ...]], Pace]) -> None:
         self._pace = pace
         self._functions: LruDict[int, OutputLengths] = LruDict(_MAX_FUNCTIONS)
         self._ratios: LruDict[tuple[str, ...], _TextRatio] = LruDict(_MAX_RATIOS)

@@ -11,6 +11,7 @@ from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Objective, Task
 from parrot.serve.graph.objective import strictest
 from parrot.serve.graph.runner import Prediction
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from tests.serve.serve_fakes import (
     FakeRunner,
@@ -23,6 +24,8 @@ from tests.serve.serve_fakes import (
     taken,
     var_ids,
 )
+
+ESTIMATES = Estimates(LoadIndex().pace)
 
 
 def task(graph: SessionGraph, var_id: str) -> Task:
@@ -195,7 +198,7 @@ def test_paths_and_depths_equal_the_longest_paths_of_networkx(
             continue
         paths = list(nx.all_simple_paths(oracle, n, sink)) if n != sink else [[sink]]
         seconds = max(
-            sum(Estimates().predict(task(graph, ids[i])).seconds for i in path) for path in paths
+            sum(ESTIMATES.predict(task(graph, ids[i])).seconds for i in path) for path in paths
         )
         found = objective(graph, var_id)
         assert found.remaining_path_s == pytest.approx(seconds)

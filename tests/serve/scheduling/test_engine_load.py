@@ -5,7 +5,6 @@ import pytest
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import StepCosts
 from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
-from parrot.serve.scheduling.outlook import UsualLoad
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 
@@ -16,19 +15,22 @@ def engine_of(bench: Bench, engine_id: int = 0) -> EngineLoad:
 
 
 def test_averages_do_not_depend_on_how_often_they_are_renewed() -> None:
-    often, seldom = UsualLoad(), UsualLoad()
+    costs = StepCosts(token_s=0.0)
+    load = {"num_tasks": 4, "num_read": 1000, "weight": 40.0, "prefill_until": 2.0}
+    often, seldom = [EngineLoad(0, "m", 9, 9999, 9999, costs, **load) for _ in range(2)]
     for tenth in range(1, 51):
-        often.advance(tenth / 10, 4, 1000, 40.0, 2.0)
-    seldom.advance(5.0, 4, 1000, 40.0, 2.0)
-    assert often.tasks == pytest.approx(seldom.tasks)
-    assert 0 < often.tasks < 4
-    assert often.read / often.tasks == pytest.approx(250)
-    assert often.weight / often.tasks == pytest.approx(10)
-    assert often.stretch == pytest.approx(seldom.stretch)
-    assert 1 < often.stretch < 1.2
-    often.advance(1000.0, 0, 0, 0.0, 0.0)
-    assert often.tasks == pytest.approx(0.0, abs=1e-9)
-    assert often.stretch == pytest.approx(1.0)
+        often.outlook(tenth / 10)
+    later = seldom.outlook(5.0)
+    assert often.outlook(5.0) == pytest.approx(later)
+    assert 0 < seldom.usual_tasks < 4
+    assert seldom.usual_read / seldom.usual_tasks == pytest.approx(250)
+    assert later.usual_weight / seldom.usual_tasks == pytest.approx(10)
+    stretch = later.usual_step_s / costs.decode_step_s(seldom.usual_tasks, 0)
+    assert 1 < stretch < 1.2
+    often.num_tasks, often.num_read, often.weight = 0, 0, 0.0
+    idle = often.outlook(1000.0)
+    assert idle.usual_weight == pytest.approx(0.0, abs=1e-9)
+    assert idle.usual_step_s == pytest.approx(costs.decode_step_s(0, 0))
 
 
 def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:

@@ -8,6 +8,7 @@ from parrot.protocol.engine_api import StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, TextPiece, VariablePiece
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates, OutputLengths, Pace
 
 NATIVE = NativeCall(
@@ -47,7 +48,7 @@ def usage(output: int, prompt: int = 0, prefill_s: float = 0.0, decode_s: float 
 
 
 def test_a_fixed_length_is_predicted_exactly() -> None:
-    estimates = Estimates()
+    estimates = Estimates(LoadIndex().pace)
     fixed = completion(max_gen_length=77, ignore_tokenizer_eos=True)
     assert estimates.output_tokens(fixed) == 77
     estimates.learn(fixed, 8, usage(5))
@@ -57,7 +58,7 @@ def test_a_fixed_length_is_predicted_exactly() -> None:
 
 
 def test_lengths_are_learnt_per_template_and_tenant() -> None:
-    estimates = Estimates()
+    estimates = Estimates(LoadIndex().pace)
     mine = completion(max_gen_length=1000)
     assert estimates.output_tokens(mine) == 501
     estimates.learn(mine, 8, usage(50))
@@ -71,7 +72,7 @@ def test_lengths_are_learnt_per_template_and_tenant() -> None:
 
 
 def test_old_lengths_fade() -> None:
-    estimates, call = Estimates(), completion(max_gen_length=1000)
+    estimates, call = Estimates(LoadIndex().pace), completion(max_gen_length=1000)
     for _ in range(1000):
         estimates.learn(call, 8, usage(800))
     for _ in range(300):
@@ -80,7 +81,7 @@ def test_old_lengths_fade() -> None:
 
 
 def test_functions_do_not_pile_up() -> None:
-    estimates = Estimates()
+    estimates = Estimates(LoadIndex().pace)
     for number in range(10_000):
         estimates.learn(completion(f"template {number}", models=(str(number),)), 8, usage(50))
     assert len(estimates._functions) <= 4096
@@ -101,7 +102,7 @@ def test_a_mean_lies_between_what_was_seen(lengths: list[int], limit: int, share
 
 
 def test_seconds_follow_the_lengths_that_are_known() -> None:
-    estimates = Estimates()
+    estimates = Estimates(LoadIndex().pace)
     ready, ids, unknown = (SemanticVariable(n, n, 1) for n in "abc")
     ready.set("x" * 4000)
     ids.set("x" * 4000, TokenizedText("t", tuple(range(100))))
@@ -119,7 +120,7 @@ def test_seconds_follow_the_lengths_that_are_known() -> None:
 
 
 def test_tokens_of_a_text_are_learnt_per_set_of_models() -> None:
-    estimates = Estimates()
+    estimates = Estimates(LoadIndex().pace)
     call = completion("x" * 400, models=("terse",), max_gen_length=10)
     for _ in range(200):
         estimates.learn(call, 400, usage(10, prompt=200))
@@ -128,7 +129,7 @@ def test_tokens_of_a_text_are_learnt_per_set_of_models() -> None:
 
 
 def test_answers_that_count_nothing_teach_nothing() -> None:
-    estimates, call = Estimates(), completion(max_gen_length=1000)
+    estimates, call = Estimates(LoadIndex().pace), completion(max_gen_length=1000)
     before = estimates.predict(call).seconds
     estimates.learn(call, 8, Usage())
     assert estimates.predict(call).seconds == before
