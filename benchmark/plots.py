@@ -1,18 +1,24 @@
-"""The pictures of docs/, drawn from the result files; needs matplotlib.
+"""The pictures of docs/, drawn from the result files, and one of any runs; needs matplotlib.
 
 python -m benchmark.plots
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from benchmark.apps.metrics import key_figures
 from benchmark.results import ROOT, load
 from benchmark.tables.markdown import Row
 
 DOCS = ROOT / "docs"
 SUFFIX = "200"
+CHATS = ("jct_chat_mean", "jct_background_mean")
+COLUMNS = 3
 
 
 def lines(axes: Axes, points: Mapping[str, Iterable[tuple[float, float]]]) -> None:
@@ -112,6 +118,41 @@ def draw_speedup(axes: Axes, rows: Sequence[Row], kv_heads: int) -> None:
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_title(f"Sharing a prompt, {kv_heads} KV heads, suffixes of {SUFFIX}")
     axes.legend()
+
+
+def applications(paths: Sequence[Path], output: Path) -> None:
+    """Mean completion times by case and setting, over the repetitions; a panel each workload."""
+    runs = [run for path in paths for run in json.loads(path.read_text())["runs"]]
+    workloads = list(dict.fromkeys(run["workload"] for run in runs))
+    columns = min(len(workloads), COLUMNS)
+    rows = -(-len(workloads) // columns)
+    size = (5 * columns, 3.4 * rows)
+    figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes in panels.flat:
+        axes.set_visible(False)
+    for workload, axes in zip(workloads, panels.flat, strict=False):
+        mine = [run for run in runs if run["workload"] == workload]
+        cases = list(dict.fromkeys(run["case"] for run in mine))
+        arms = {
+            setting: [mean_seconds(mine, case, setting) for case in cases]
+            for setting in dict.fromkeys(run["setting"] for run in mine)
+        }
+        bars(axes, [case.partition(":")[2] or "default" for case in cases], arms)
+        axes.set(visible=True, title=workload, ylabel="mean completion time, s")
+    figure.savefig(output)
+
+
+def mean_seconds(runs: Sequence[Row], case: str, setting: str) -> float:
+    """The mean completion time of the application itself: the first kind of job that is no chat. 0
+    where all runs failed."""
+    found = []
+    for run in runs:
+        if (run["case"], run["setting"]) == (case, setting):
+            figures = key_figures(run["figures"])
+            names = [name for name in figures if name.startswith("jct_") and name.endswith("_mean")]
+            own = [name for name in names if name not in CHATS] or names
+            found += [figures[name] for name in own[:1]]
+    return fmean(found) if found else 0.0
 
 
 if __name__ == "__main__":

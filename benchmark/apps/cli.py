@@ -46,9 +46,9 @@ def _measure(args: argparse.Namespace, command: str) -> None:
 
 
 def _plot(args: argparse.Namespace, command: str) -> None:
-    from benchmark.apps.plot import plot  # imports matplotlib
+    from benchmark.plots import applications  # imports matplotlib
 
-    plot(args.results, args.output)
+    applications(args.results, args.output)
 
 
 def _write_model(args: argparse.Namespace, command: str) -> None:

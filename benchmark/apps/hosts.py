@@ -3,10 +3,8 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmark.apps.backends.openai import openai_backend
 from benchmark.apps.backends.parrot import parrot_backend
@@ -35,24 +33,13 @@ Config = dict[str, Any]
 
 
 class Host(ABC):
-    """Use as a context manager. `forgets`: each run's servers have no memory of earlier runs. Where
-    they have, every run needs texts of its own: a warm cache would be an unfair advantage."""
+    """`forgets`: a run's servers have no memory of earlier runs. Where they have, every run needs
+    texts of its own: a warm cache would be an unfair advantage."""
 
     forgets = False
 
     def __init__(self, network: str) -> None:
         self._network = network
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
 
     @abstractmethod
     def tokenizer_json(self) -> str | None:
@@ -62,9 +49,9 @@ class Host(ABC):
     def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
         """`seed`: of the network's delays."""
 
+    @abstractmethod
     def describe(self) -> Config:
-        """For the report: the servers' configurations."""
-        return {}
+        """The servers' configurations, for the report."""
 
 
 class ServerHost(Host):
@@ -108,6 +95,7 @@ class ClusterHost(ServerHost):
     def __init__(
         self, network: str, paths: Sequence[Path], num_engines: int | None, log_dir: Path | None
     ) -> None:
+        """Whoever uses it starts and stops its `cluster`."""
         core, engines = read_configs(paths)
         if num_engines is not None:
             engines = [dict(engines[i % len(engines)]) for i in range(num_engines)]
@@ -120,17 +108,8 @@ class ClusterHost(ServerHost):
         core["global_scheduler"] = self._features = self._usual
         self._configs = engines
         self._is_used = False
-        self._cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=START_TIMEOUT_S)
-        super().__init__(network, self._cluster.core_url, None, None)
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(self._cluster)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._stack.close()
+        self.cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=START_TIMEOUT_S)
+        super().__init__(network, self.cluster.core_url, None, None)
 
     def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
         if setting.base_url is None:
@@ -144,9 +123,9 @@ class ClusterHost(ServerHost):
         """A ServeCore with these features that has run nothing yet."""
         features = self._usual | dict(setting.overrides)
         if self._is_used or features != self._features:
-            self._cluster.configs[CORE]["global_scheduler"] = self._features = features
-            self._cluster.restart(CORE)
-            self._cluster.wait_ready()
+            self.cluster.configs[CORE]["global_scheduler"] = self._features = features
+            self.cluster.restart(CORE)
+            self.cluster.wait_ready()
         self._is_used = True
 
 

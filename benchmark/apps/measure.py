@@ -3,15 +3,15 @@
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from benchmark.apps.hosts import ClusterHost, Host, ServerHost, SimHost
-from benchmark.apps.metrics import Figures, summarise
+from benchmark.apps.metrics import Figures, key_figures, ratios, summarise
 from benchmark.apps.plan import Plan, Workload
 from benchmark.apps.program import Backend
-from benchmark.apps.report import Runs
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.settings import Setting, features, parse_setting
 from benchmark.apps.text import TextSource, load_documents, one_token_words
@@ -38,7 +38,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         servers = host.describe()
         report |= {"arguments": _arguments(args), "servers": servers}
         report.uses("servers", servers)
-        Session(args, host, text, Runs(report)).run(cases, settings)
+        report.save()
+        Runs(args, host, text, report).run(cases, settings)
 
 
 def parse_cases(text: str, args: argparse.Namespace) -> list[Case]:
@@ -60,16 +61,16 @@ def _case_name(name: str, workload: Workload) -> str:
     return ":".join([name, ",".join(f"{k}={v}" for k, v in changed.items())]).rstrip(":")
 
 
-class Session:
-    """Keeps the report and the time."""
+class Runs:
+    """Keeps the report, which is written after each run, and the time."""
 
     def __init__(
-        self, args: argparse.Namespace, host: Host, text: TextSource, results: Runs
+        self, args: argparse.Namespace, host: Host, text: TextSource, report: Report
     ) -> None:
         self._args = args
         self._host = host
         self._text = text
-        self._results = results
+        self._report = report
         self._began = time.monotonic()
         self._deadlines: dict[str, float] = {}
         self._places: dict[Setting, int] = {}
@@ -96,7 +97,8 @@ class Session:
         print(f"{time.monotonic() - self._began:7.1f} s  {title}", flush=True)
         run = self._measure(case, setting, repeat)
         figures = summarise(run, self._deadline(case, run))
-        self._results.add(
+        runs = self._report.setdefault("runs", [])
+        runs.append(
             {
                 "case": case.name,
                 "workload": case.workload.NAME,
@@ -108,6 +110,8 @@ class Session:
                 "figures": figures,
             }
         )
+        self._report["ratios"] = ratios(runs)
+        self._report.save()
         print(f"           {_line(figures)}", flush=True)
 
     def _measure(self, case: Case, setting: Setting, repeat: int) -> Run:
@@ -158,32 +162,17 @@ def learning_plan(text: TextSource, requests: int, factor: float) -> Plan:
 
 def _line(figures: Figures) -> str:
     tokens = figures["tokens"]
-    times = [
-        f"{kind} JCT mean {jct['mean']:.3f} p99 {jct['p99']:.3f} s"
-        for kind, jct in figures["jct_s"].items()
-    ]
+    times = [f"{name} {seconds:.3f} s" for name, seconds in key_figures(figures).items()]
     parts = [
-        f"{figures['seconds']:.2f} s",
         *times,
         f"{figures['output_tokens_per_s']:.0f} tok/s",
         f"{tokens['calls_done']}/{tokens['calls']} calls",
         f"prompt {tokens['prompt']} (planned {tokens['prompt_planned']})",
         f"recomputed {tokens['recomputed']}",
     ]
-    if "bystanders" in figures:
-        parts.append(_bystander_line(figures["bystanders"]))
     if figures["first_errors"]:
         parts.append(f"{figures['num_errors']} errors: {figures['first_errors'][0]}")
     return ", ".join(parts)
-
-
-def _bystander_line(harm: Figures) -> str:
-    when = [
-        f"{name} {chats['tpot_s']['p99'] * 1e3:.1f} ms"
-        for name in ("alone", "during")
-        if (chats := harm[name]) is not None
-    ]
-    return "bystanders' TPOT p99 " + ", ".join(when)
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
@@ -195,12 +184,17 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     return [parse_setting(args.backend if args.backend == "openai" else f"{args.backend}:{what}")]
 
 
-def _host(args: argparse.Namespace) -> Host:
+@contextmanager
+def _host(args: argparse.Namespace) -> Iterator[Host]:
     if args.sim is not None:
-        return SimHost(args.client_rtt, args.sim if args.sim.name else None, args.engines or 1)
-    if args.launch:
-        return ClusterHost(args.client_rtt, args.launch, args.engines, args.log_dir)
-    return ServerHost(args.client_rtt, args.base_url.rstrip("/"), args.api_key, args.model)
+        path = args.sim if args.sim.name else None
+        yield SimHost(args.client_rtt, path, args.engines or 1)
+    elif args.launch:
+        host = ClusterHost(args.client_rtt, args.launch, args.engines, args.log_dir)
+        with host.cluster:
+            yield host
+    else:
+        yield ServerHost(args.client_rtt, args.base_url.rstrip("/"), args.api_key, args.model)
 
 
 def _text_source(args: argparse.Namespace, host: Host) -> TextSource:

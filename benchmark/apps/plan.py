@@ -4,6 +4,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from benchmark.apps.program import Program
@@ -25,6 +26,11 @@ class Plan:
 
     jobs: Sequence[Job]
     one_by_one: bool = False
+
+
+def numbered(kind: str, count: int, run: Callable[..., Awaitable[None]], **given: Any) -> list[Job]:
+    """Applications of one kind, each of which is told its `number`."""
+    return [Job(kind, partial(run, number=number, **given)) for number in range(count)]
 
 
 @dataclass(frozen=True)

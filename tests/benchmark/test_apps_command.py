@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from benchmark.apps.backends.openai import openai_backend
 from benchmark.apps.cli import main
+from benchmark.apps.metrics import ratios
 from benchmark.apps.network import Network
-from benchmark.apps.report import ratios
 from benchmark.apps.runner import PlanRunner
 from benchmark.apps.settings import features, parse_setting
 from benchmark.apps.text import TextSource
@@ -42,7 +42,7 @@ def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
     (ratio,) = result["ratios"]
     assert ratio["jct_map_reduce_mean"][0] > 0
     assert result["provenance"]["command"].startswith("python -m benchmark.apps run --launch")
-    assert "map_reduce JCT mean" in capsys.readouterr().out
+    assert "jct_map_reduce_mean" in capsys.readouterr().out
 
 
 async def test_an_openai_server_gets_whole_prompts_in_order():

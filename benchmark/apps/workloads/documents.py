@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-from benchmark.apps.plan import Job, Plan, Workload
+from benchmark.apps.plan import Plan, Workload, numbered
 from benchmark.apps.program import Output, Piece, Program
 from benchmark.apps.text import Text, TextSource
 
@@ -29,8 +28,7 @@ class Chain(Workload):
     chunk_first: bool = False
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        jobs = [Job("chain", partial(self.run, text=text, number=n)) for n in range(self.documents)]
-        return Plan(jobs, one_by_one=True)
+        return Plan(numbered("chain", self.documents, self.run, text=text), one_by_one=True)
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(INSTRUCTION), "chain")
@@ -76,10 +74,7 @@ class MapReduce(Workload):
     output: int = 50
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        jobs = [
-            Job("map_reduce", partial(self.run, text=text, number=n)) for n in range(self.documents)
-        ]
-        return Plan(jobs, one_by_one=True)
+        return Plan(numbered("map_reduce", self.documents, self.run, text=text), one_by_one=True)
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(INSTRUCTION), "map")

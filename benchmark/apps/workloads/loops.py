@@ -2,11 +2,10 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from benchmark.apps.plan import Job, Plan, Workload
+from benchmark.apps.plan import Plan, Workload, numbered
 from benchmark.apps.program import Output, Piece, Program
 from benchmark.apps.text import TextSource
 
@@ -24,9 +23,7 @@ class RefineLoop(Workload):
     edits: int = 8
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan(
-            [Job("refine", partial(self.run, text=text, number=n)) for n in range(self.texts)]
-        )
+        return Plan(numbered("refine", self.texts, self.run, text=text))
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(self.instruction), "refine")
@@ -55,18 +52,10 @@ class BestOfN(Workload):
     verdict: int = 50
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        jobs = [
-            Job(
-                "best_of_n",
-                partial(self.run, text=text, number=n, rng=random.Random(f"{seed} {n}")),
-            )
-            for n in range(self.applications)
-        ]
-        return Plan(jobs)
+        return Plan(numbered("best_of_n", self.applications, self.run, text=text, seed=seed))
 
-    async def run(
-        self, program: Program, text: TextSource, number: int, rng: random.Random
-    ) -> None:
+    async def run(self, program: Program, text: TextSource, number: int, seed: int) -> None:
+        rng = random.Random(f"{seed} {number}")
         question = text.data(self.sized(self.prompt), "question", number)
         candidates = [
             program.call(
@@ -97,11 +86,8 @@ class Rag(Workload):
     gap_s: float = 1.0
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        jobs = [
-            Job("rag", partial(self.run, text=text, number=n), n * self.gap_s)
-            for n in range(self.users)
-        ]
-        return Plan(jobs)
+        jobs = numbered("rag", self.users, self.run, text=text)
+        return Plan([replace(job, start_s=n * self.gap_s) for n, job in enumerate(jobs)])
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(60), "rag")
@@ -132,16 +118,11 @@ class ToolPause(Workload):
     longest_s: float = 30.0
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        jobs = []
-        for number in range(self.chats):
-            rng = random.Random(f"{seed} {number}")
-            pauses = [rng.uniform(self.shortest_s, self.longest_s) for _ in range(self.turns - 1)]
-            jobs.append(Job("chat", partial(self.run, text=text, number=number, pauses=pauses)))
-        return Plan(jobs)
+        return Plan(numbered("chat", self.chats, self.run, text=text, seed=seed))
 
-    async def run(
-        self, program: Program, text: TextSource, number: int, pauses: list[float]
-    ) -> None:
+    async def run(self, program: Program, text: TextSource, number: int, seed: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        pauses = [rng.uniform(self.shortest_s, self.longest_s) for _ in range(self.turns - 1)]
         system = text.constant(self.sized(60), "tools")
         prompt: list[Piece] = [system, text.data(self.sized(self.first_prompt), "chat", number)]
         results = [
@@ -153,13 +134,10 @@ class ToolPause(Workload):
             answers.append(answer)
             if turn < len(results):
                 prompt = [*prompt, answer, results[turn]]
-        paused_s = 0.0
         for turn, answer in enumerate(answers):
             await program.read(answer)
             if turn < len(results):
                 await asyncio.sleep(pauses[turn])
-                paused_s += pauses[turn]
-                await program.set(
-                    results[turn], text.data(results[turn].tokens, "result", number, turn)
-                )
-        program.began += paused_s
+                program.began += pauses[turn]
+                content = text.data(results[turn].tokens, "result", number, turn)
+                await program.set(results[turn], content)
