@@ -64,10 +64,10 @@ class Context:
 
     def mark_computed(self) -> None:
         """Its engine has computed it, so also all that it was forked from."""
-        for link in self.lineage():
-            if link.is_computed:
-                return
+        link: Context | None = self
+        while link is not None and not link.is_computed:  # asked for each chunk of a stream
             link.is_computed = True
+            link = link.parent
 
 
 class Match(NamedTuple):

@@ -63,6 +63,7 @@ class Attempt:
     priority: int = 0
     is_longest: bool = True
     runner: "asyncio.Task[None] | None" = None
+    tokenizer: ModelTokenizer | None = field(init=False)
     sampling: SamplingConfig = field(init=False)
     resumed: Units = ()
     resumed_key: bytes = b""
@@ -71,12 +72,8 @@ class Attempt:
     opened: list[Context] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.tokenizer = self.engine.tokenizer
         self.sampling = self.task.completion.sampling
-
-    @property
-    def tokenizer(self) -> ModelTokenizer | None:
-        """None if the engine's contexts are text."""
-        return self.engine.tokenizer
 
 
 class Outcome(NamedTuple):
