@@ -50,7 +50,7 @@ def launch(
         float, typer.Option("--ready_timeout", help="Seconds to wait until all are up.")
     ] = 1800.0,
 ) -> None:
-    """Run ServeCore and engines on this machine until Ctrl-C, or until one of them dies."""
+    """Run ServeCore and engines here until Ctrl-C. Engines that die are started again."""
     from parrot.cli.launch import launch_and_wait
 
     launch_and_wait(configs, log_dir, ready_timeout)
@@ -106,12 +106,8 @@ def demo(
 @app.command()
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A file that ServeCore wrote to its trace_path.")],
-    policy: Annotated[
-        str | None, typer.Option("--policy", help="The global scheduler's policy.")
-    ] = None,
-    engines: Annotated[
-        int | None, typer.Option("--engines", help="How many; default as many as were recorded.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="The global scheduler's policy.")] = None,
+    engines: Annotated[int | None, typer.Option(help="How many; default as recorded.")] = None,
     kv_tokens: Annotated[
         int | None,
         typer.Option("--kv_tokens", help="Tokens of KV of each engine; default what they had."),
@@ -126,15 +122,12 @@ def simulate(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            "--against",
             metavar="KEY=VALUE,...",
             help="Replay again with these changed: engines, kv_tokens, engine_config, or a key of "
             "the global scheduler. May be given several times.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="Write the figures to this file, as JSON.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
 ) -> None:
     """Replay a recorded trace on virtual time, and show what other settings would change."""
     from parrot.cli.simulate import simulate as run_simulation
