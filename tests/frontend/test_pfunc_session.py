@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,7 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
+from parrot.protocol.serve_client import ServeClient
 from tests.support.fake_serve import FakeServe
 
 
@@ -220,8 +222,6 @@ class TestStreams:
     def test_a_broken_stream_goes_on_where_it_was(
         self, vm: P.VirtualMachine, serve: FakeServe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from parrot.protocol.serve_client import ServeClient
-
         whole = ServeClient.stream_var
         received: list[str] = []
 
@@ -293,6 +293,20 @@ class TestErrors:
         serve.ignores_timeouts = True
         with vm.running_scope(), pytest.raises(TimedOut, match="no value of `answer`"):
             hang("x").get(timeout=0.05)
+
+    @pytest.mark.parametrize(
+        "read", [lambda var: var.get(), lambda var: list(var.stream()), lambda var: P.any_of([var])]
+    )
+    def test_every_read_notices_a_server_that_hangs(
+        self, vm: P.VirtualMachine, monkeypatch: pytest.MonkeyPatch, read: Callable[..., object]
+    ) -> None:
+        async def never_answer(self: ServeClient) -> None:
+            raise Unavailable("no answer")
+
+        monkeypatch.setattr("parrot.frontend.pfunc.session._LIVENESS_INTERVAL_S", 0.01)
+        monkeypatch.setattr(ServeClient, "health", never_answer)
+        with vm.running_scope(), pytest.raises(Unavailable, match="no answer"):
+            read(hang("x"))
 
     async def test_an_async_read_times_out(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope(), pytest.raises(TimedOut):
