@@ -71,12 +71,14 @@ class Context:
 
 
 class ContextTree:
-    """Owns all contexts of an engine and the blocks of `pool` that they hold. Without a `hasher`,
-    contexts share KV only with those they were forked from."""
+    """Owns all contexts of an engine and the blocks of `pool` that they hold; `pending` are those
+    whose fork has not been carried out, in order of their creation. Without a `hasher`, contexts
+    share KV only with those they were forked from."""
 
     def __init__(self, pool: BlockPool, hasher: BlockHasher | None = None) -> None:
         self.pool = pool
         self.block_size = pool.block_size
+        self.pending: dict[Context, None] = {}
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
 
@@ -90,7 +92,9 @@ class ContextTree:
         """`salt` counts for roots only: a fork has that of its root."""
         assert context_id not in self._contexts, f"context {context_id} exists"
         context = self._contexts[context_id] = Context(context_id, fork)
-        if self._hasher is not None and fork is None:
+        if fork is not None:
+            self.pending[context] = None
+        elif self._hasher is not None:
             context.root_key = self._hasher.root(salt)
         return context
 
@@ -100,6 +104,7 @@ class ContextTree:
         assert child.fork is not None, f"context {child.context_id} is no open fork"
         parent = child.fork.parent
         child.fork = None
+        del self.pending[child]
         child.token_ids = parent.token_ids[:length]
         child.num_computed = min(parent.num_computed, length)
         child.block_ids = parent.block_ids[: self.pool.blocks_for(child.num_computed)]
@@ -243,6 +248,7 @@ class ContextTree:
     def free(self, context: Context) -> int:
         """Forget the context; returns the tokens it held. Its open forks must be settled first."""
         del self._contexts[context.context_id]
+        self.pending.pop(context, None)
         self.publish(context)
         self.pool.release(context.block_ids)
         context.block_ids = []
@@ -256,6 +262,8 @@ class ContextTree:
         )
         twice = [block for block, count in owners.items() if count > 1]
         assert not twice, f"blocks with more than one owner: {twice}"
+        waiting = [context for context in self if context.fork is not None]
+        assert waiting == list(self.pending), (waiting, self.pending)
         for context in self:
             assert 0 <= context.num_computed <= len(context.token_ids), context
             assert context.num_computed <= len(context.block_ids) * self.block_size, context

@@ -205,7 +205,7 @@ class EngineCore:
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """See `LocalScheduler`. So many steps may be planned once and delivered together."""
-        return 0 if self.requests.has_forks else self._scheduler.num_sure_steps(token_ids)
+        return 0 if self._tree.pending else self._scheduler.num_sure_steps(token_ids)
 
     def deliver_sure(
         self, step: Step, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]

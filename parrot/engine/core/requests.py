@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from parrot.engine.core.contexts import Context, ContextTree, Fork
-from parrot.engine.core.forks import PendingForks
+from parrot.engine.core.forks import create_fork, forks_of, forks_wanting, settle_lengths
 from parrot.engine.core.jobs import EngineRequest, Job, Piece, RequestState, Sink, StepTotals
 from parrot.engine.core.output import Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
@@ -73,16 +73,10 @@ class RequestTable:
         self._random_seed = random_seed
         self.outbox = Outbox()
         self._requests: dict[int, RequestState] = {}
-        self._forks = PendingForks(tree)
         self._job_ids = IdCounter()
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    @property
-    def has_forks(self) -> bool:
-        """Whether some contexts wait for their parents."""
-        return len(self._forks) > 0
 
     # -- accepting ---------------------------------------------------------------------------
 
@@ -128,7 +122,7 @@ class RequestTable:
     def _create(self, piece: Piece, salt: str) -> Context:
         if piece.parent_id == NO_PARENT:
             return self._tree.create(piece.context_id, salt=salt)
-        return self._forks.create(piece)
+        return create_fork(self._tree, piece)
 
     def _add(self, job: Job) -> None:
         job.request.jobs.append(job)
@@ -154,11 +148,12 @@ class RequestTable:
 
     def open_forks(self) -> None:
         """Carry out the forks whose parents have got far enough. One may let another follow."""
-        num_before = -1
-        while len(self._forks) != num_before:
-            num_before = len(self._forks)
-            for context, fork in self._forks:
-                self._try_fork(context, fork)
+        pending, num_before = self._tree.pending, -1
+        while len(pending) != num_before:
+            num_before = len(pending)
+            for context in list(pending):
+                if context.fork is not None:
+                    self._try_fork(context, context.fork)
 
     def _try_fork(self, context: Context, fork: Fork) -> None:
         parent, length = fork.parent, fork.length
@@ -190,7 +185,7 @@ class RequestTable:
         self._advance(parent)
 
     def _carry_out_fork(self, context: Context, length: int) -> None:
-        self._forks.carry_out(context, length)
+        self._tree.carry_out_fork(context, length)
         self._advance(context)
 
     def _advance(self, context: Context) -> None:
@@ -247,7 +242,7 @@ class RequestTable:
     def _end(self, job: Job) -> None:
         job.has_ended = True
         job.context.jobs.remove(job)
-        self._forks.settle_lengths(job)
+        settle_lengths(self._tree, job)
         request = job.request
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
@@ -304,13 +299,15 @@ class RequestTable:
         line, context_id = job.context.jobs, job.context.context_id
         lost = NotFound(f"context {context_id} was not completed: {reason.message}")
         return [(other.request, reason) for other in line[line.index(job) + 1 :]] + [
-            (other.request, lost) for child in self._forks.wanting(job) for other in child.jobs
+            (other.request, lost)
+            for child in forks_wanting(self._tree, job)
+            for other in child.jobs
         ]
 
     def _withdraw(self, job: Job) -> None:
         job.has_ended = True
         job.context.jobs.remove(job)
-        self._forks.settle_lengths(job)
+        settle_lengths(self._tree, job)
         if job.is_open:
             self._scheduler.remove(job)
 
@@ -332,10 +329,9 @@ class RequestTable:
             for job in list(context.jobs):  # that restore it for a fork
                 job.request.num_unfinished -= 1
                 self._withdraw(job)
-            while forks := self._forks.of(context):  # failing one gives its own forks to this
+            while forks := forks_of(self._tree, context):  # failing one gives its own to this
                 for child, fork in forks:
                     self._orphan(child, fork)
-            self._forks.discard(context)
             self._scheduler.idle.discard(context)
             num_tokens += self._tree.free(context)
         return num_tokens
@@ -357,7 +353,6 @@ class RequestTable:
         num_open = 0
         for context in self._tree:
             line = context.jobs
-            assert (context.fork is not None) == (context in self._forks), context
             assert line or not context.block_ids or context in self._scheduler.idle, context
             for index, job in enumerate(line):
                 assert job.context is context, job
