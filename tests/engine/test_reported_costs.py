@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core.driver import AsyncDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.runner_service import RunnerService
+from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
@@ -49,7 +49,7 @@ def test_an_engine_measures_its_steps_from_its_warm_up_on() -> None:
     async def main() -> tuple[StepCosts | None, StepCosts | None]:
         clock, runner = LoopClock(), UnknownRunner(CONFIG.instance)
         core = EngineCore(CONFIG, runner, Language.of(byte_tokenizer_response()), clock)
-        driver = AsyncDriver(core, clock, runner.cost)
+        driver = SimDriver(core, clock, runner)
         service = RunnerService(CONFIG, driver, warm_up=True)
         await service.start()
         at_first = service.engine_info().costs

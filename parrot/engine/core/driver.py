@@ -1,8 +1,8 @@
-"""The loops that run an engine core: in a thread for real models, on the event loop in simulation.
+"""What runs an engine core: for real models a thread. (Simulated ones have `parrot.engine.sim`.)
 
-Both keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox and are
-applied before a step is planned, so they take effect within one step and never meet a step half
-planned. A step that was launched before goes on as it is. A verb that fails costs nobody else
+All drivers keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox
+and are applied before a step is planned, so they take effect within one step and never meet a step
+half planned. A step that was launched before goes on as it is. A verb that fails costs nobody else
 anything. Outcomes are delivered on the event loop, all those of a step at once."""
 
 import asyncio
@@ -15,14 +15,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.plan import DeviceLost, StepPlan
+from parrot.engine.core.plan import DeviceLost
 from parrot.engine.core.requests import Delivery
 from parrot.protocol.errors import EngineFailed, Unavailable
-from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-_MAX_CATCH_UP_S = 0.02
 _THREAD_NAME = "engine-core"
 
 R = TypeVar("R")
@@ -65,7 +63,7 @@ async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
     return await answer
 
 
-def _apply(inbox: deque[Verb], core: EngineCore) -> None:
+def apply_verbs(inbox: deque[Verb], core: EngineCore) -> None:
     """Apply the verbs that have come until now."""
     for _ in range(len(inbox)):
         verb = inbox.popleft()
@@ -134,7 +132,7 @@ class ThreadDriver:
             self._serve(core, loop)
         finally:
             self.is_lost = self.is_lost or not self._is_closing
-            _apply(self._inbox, core)
+            apply_verbs(self._inbox, core)
             core.fail_everything(Unavailable("the engine is shutting down"))
             self._deliver(core, loop)
 
@@ -151,7 +149,7 @@ class ThreadDriver:
         """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
         try:
             core.wait_until_due()
-            _apply(self._inbox, core)
+            apply_verbs(self._inbox, core)
             return core.has_work and core.step()
         except DeviceLost as error:
             if not self.is_lost:
@@ -167,71 +165,6 @@ class ThreadDriver:
     def _deliver(core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
         if outcomes := core.requests.outbox.take():
             _tell(loop, deliver, outcomes)
-
-
-class AsyncDriver:
-    """Runs the core on the event loop. A step lasts `cost(plan)` seconds of `clock`."""
-
-    is_lost = False
-
-    def __init__(self, core: EngineCore, clock: Clock, cost: Callable[[StepPlan], float]) -> None:
-        self._core = core
-        self._clock = clock
-        self._cost = cost
-        self._inbox: deque[Verb] = deque()
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._busy_until = 0.0
-
-    async def start(self) -> EngineCore:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-core")
-        return self._core
-
-    def post(self, verb: Verb) -> None:
-        self._inbox.append(verb)
-        self._wake.set()
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
-        _apply(self._inbox, self._core)
-        self._core.fail_everything(Unavailable("the engine is shutting down"))
-        deliver(self._core.requests.outbox.take())
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._turn()
-            except Exception:
-                logger.exception("the engine core failed; its requests are given up")
-                self._core.fail_everything(EngineFailed("internal error of the engine"))
-                deliver(self._core.requests.outbox.take())
-
-    async def _turn(self) -> None:
-        core = self._core
-        _apply(self._inbox, core)
-        step = core.plan() if core.has_work else None
-        if step is not None:
-            result = core.run(step)
-            await self._spend(self._cost(step.plan))
-            core.deliver(step, result)
-        deliver(core.requests.outbox.take())
-        if step is None and not self._inbox:
-            self._wake.clear()
-            await self._wake.wait()
-            self._busy_until = self._clock.now()
-
-    async def _spend(self, seconds: float) -> None:
-        """Let the step's time pass. Sleeping too long is made up for in the next step."""
-        now = self._clock.now()
-        self._busy_until = max(self._busy_until, now - _MAX_CATCH_UP_S) + seconds
-        if (delay := self._busy_until - now) > 0:
-            await self._clock.sleep(delay)
-        else:
-            await asyncio.sleep(0)
 
 
 def core_thread_is_alive() -> bool:

@@ -63,6 +63,7 @@ class LocalScheduler:
         self._decoding = JobQueue()
         self._queue = JobQueue()
         self._background = JobQueue()
+        self._queues = (self._decoding, self._queue, self._background)
         self._pace = BackgroundPace(limits.background_chunk_size)
         self._turned_away: list[Job] = []
         self._num_decodes = 0
@@ -75,7 +76,7 @@ class LocalScheduler:
 
     @property
     def num_jobs(self) -> int:
-        return len(self._decoding) + len(self._queue) + len(self._background)
+        return sum(len(queue) for queue in self._queues)
 
     @property
     def num_admitted(self) -> int:
@@ -85,21 +86,15 @@ class LocalScheduler:
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
         if nothing is asked meanwhile and what is sampled is among `token_ids`."""
-        if not self._decoding or self._queue or self._background:
-            return 0
-        if self._limits.max_total_tokens is not None:
+        is_limited = self._limits.max_total_tokens is not None
+        if not self._decoding or self._queue or self._background or is_limited:
             return 0
         room = self._tree.pool.num_free // len(self._decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
         for job in self._decoding:
-            generation = job.generation
-            if (
-                job.request.wanted.stream
-                or generation is None
-                or not generation.is_unmoved_by(token_ids)
-            ):
+            if job.generation is None or not job.generation.is_unmoved_by(token_ids):
                 return 0
-            num_steps = min(num_steps, generation.num_left - 1)
+            num_steps = min(num_steps, job.generation.num_left - 1)
         return num_steps
 
     def add(self, job: Job) -> None:
@@ -276,7 +271,7 @@ class LocalScheduler:
             return True
         later = [
             other
-            for queue in (self._decoding, self._queue, self._background)
+            for queue in self._queues
             for other in queue
             if other.key > job.key and other.context.block_ids
         ]
@@ -334,7 +329,7 @@ class LocalScheduler:
         )
 
     def check_integrity(self) -> None:
-        for queue in (self._decoding, self._queue, self._background):
+        for queue in self._queues:
             keys = [job.key for job in queue]
             assert keys == sorted(keys), f"queue out of order: {keys}"
             for job in queue:

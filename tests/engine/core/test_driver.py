@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core.driver import AsyncDriver, Driver, ThreadDriver, ask, deliver, settle
+from parrot.engine.core.driver import Driver, ThreadDriver, ask, deliver, settle
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan, StepResult
 from parrot.engine.runner_service import RunnerService
+from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateResponse
@@ -23,7 +24,8 @@ from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
 
-CONFIG = SimConfig()
+COSTS = ("step_s", "sequence_s", "context_token_s", "prefill_token_s")
+CONFIG = SimConfig.model_validate({"instance": dict.fromkeys(COSTS, 0.0)})
 
 
 class BlockingRunner(SimRunner):
@@ -48,7 +50,7 @@ def make_core(runner: SimRunner | None = None) -> EngineCore:
 
 
 def on_loop() -> Driver:
-    return AsyncDriver(make_core(), MonotonicClock(), lambda plan: 0.0)
+    return SimDriver(make_core(), MonotonicClock(), SimRunner(CONFIG.instance))
 
 
 def in_thread() -> Driver:
