@@ -114,9 +114,6 @@ class GateConfig:
     launch_s: float = 2e-6
     node_s: float = 0.0
 
-    def num_tiles(self, rows: int) -> int:
-        return -(-rows // self.row_tile)
-
 
 def choose_shared(
     tree: ContextTree, q_lens: IntArray, shape: AttentionShape, gate: GateConfig
@@ -138,7 +135,7 @@ def choose_shared(
             child, child_tiles = done.pop()
             unshared += child_tiles - (tiles_before[child.hi] - tiles_before[child.lo])
         num_tokens = tokens[node.hi] - tokens[node.lo]
-        shared = gate.num_tiles(num_tokens * shape.group)
+        shared = -(-num_tokens * shape.group // gate.row_tile)
         saved_s = _saved_seconds(node, unshared - shared, num_tokens, shape, gate)
         if saved_s > 0.0:
             kept.append((node, saved_s))

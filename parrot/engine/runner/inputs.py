@@ -6,6 +6,7 @@ step to step, so that only entries that changed are sent: mostly none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class InputBuilder:
         self._table = np.zeros((max_rows, self.width), dtype=np.int32)
         self._places: dict[int, _Place] = {}
         self._free = list(range(max_rows - 1, -1, -1))
-        self._num_versions = 0
+        self._versions = count(1)
 
     def forget(self) -> None:
         """The device's table is not what it should be: send everything again."""
@@ -113,21 +114,17 @@ class InputBuilder:
         """The context's place, its row brought up to date; `changes` get (flat index, blocks)."""
         place = self._places.get(s.context_id)
         if place is None:
-            place = self._places[s.context_id] = _Place(self._free.pop(), self._new_version(), [])
+            place = self._places[s.context_id] = _Place(self._free.pop(), next(self._versions), [])
         elif type(s.block_ids) is list and place.blocks == s.block_ids:
             return place  # mostly: a copy would take longer than all the rest
         blocks = list(s.block_ids)
         same = max(len(place.blocks) - 1, 0)
         if blocks[:same] != place.blocks[:same]:
-            place.version, same = self._new_version(), 0
+            place.version, same = next(self._versions), 0
         place.blocks = blocks
         self._table[place.row, same : len(blocks)] = blocks[same:]
         changes.append((place.row * self.width + same, blocks[same:]))
         return place
-
-    def _new_version(self) -> int:
-        self._num_versions += 1
-        return self._num_versions
 
     def _evict(self, wanted: set[int]) -> None:
         """Take the rows of contexts that this step does not run."""
