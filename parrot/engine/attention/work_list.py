@@ -327,11 +327,7 @@ def _cut(
 
 
 def _chunk_lengths(
-    spans: _Spans,
-    kinds: LongArray,
-    blocks: LongArray,
-    shape: AttentionShape,
-    split: SplitConfig,
+    spans: _Spans, kinds: LongArray, blocks: LongArray, shape: AttentionShape, split: SplitConfig
 ) -> LongArray:
     """Tokens per split of each span: even splits, none far above its class's fair share."""
     work = (blocks * spans.length).astype(np.float64)

@@ -193,11 +193,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self.pools: tuple[torch.Tensor, ...] = ()
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args: object,
-        **kwargs: object,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both [rows, heads, new tokens, dim]; returns them with the past before them."""
         slots = self.slots

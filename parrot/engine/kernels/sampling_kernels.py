@@ -40,15 +40,7 @@ _FIELDS = tl.constexpr(layout.NUM_FIELDS)
 
 @triton.jit
 def adjust_logits_kernel(
-    logits,
-    token_ids,
-    rows,
-    rows_f,
-    entries,
-    entries_f,
-    stride,
-    vocab_size,
-    BLOCK: tl.constexpr,
+    logits, token_ids, rows, rows_f, entries, entries_f, stride, vocab_size, BLOCK: tl.constexpr
 ):
     """Program (adjusted row): the logits of its entries' tokens, in place. The row's pending token
     counts once more; if it is not among the entries, it is one more at their end, so that it gets
@@ -196,16 +188,7 @@ def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _least_kept(
-    base,
-    largest,
-    scale,
-    vocab_size,
-    low,
-    top_k,
-    max_weight,
-    BLOCK: tl.constexpr,
-):
+def _least_kept(base, largest, scale, vocab_size, low, top_k, max_weight, BLOCK: tl.constexpr):
     """The least score with fewer than `top_k` scores above it, that weigh less than `max_weight`.
     `low` must not be above it."""
     high = low * 0.0  # the largest score
@@ -224,14 +207,7 @@ def _least_kept(
 
 @triton.jit
 def find_floors_kernel(
-    logits,
-    best_tokens,
-    settings,
-    settings_f,
-    floors,
-    stride,
-    vocab_size,
-    BLOCK: tl.constexpr,
+    logits, best_tokens, settings, settings_f, floors, stride, vocab_size, BLOCK: tl.constexpr
 ):
     """Program (row): the least score that top-k, and then top-p, leave."""
     row = tl.program_id(0).to(tl.int64)

@@ -8,15 +8,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.utils.config import ConfigError

@@ -71,11 +71,7 @@ class CudaRunner:
     behind the other."""
 
     def __init__(
-        self,
-        model: Decoder,
-        num_blocks: int,
-        block_size: int,
-        options: CudaOptions | None = None,
+        self, model: Decoder, num_blocks: int, block_size: int, options: CudaOptions | None = None
     ) -> None:
         options = options or CudaOptions()
         spec, device = model.spec, model.device

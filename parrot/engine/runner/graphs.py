@@ -120,11 +120,7 @@ class StepGraphs:
     steps with prompts. `compute` reads a step's arrays from the same places each time."""
 
     def __init__(
-        self,
-        attention: TritonAttention,
-        rooms: Rooms,
-        sizes: Sequence[StepSize],
-        compute: Compute,
+        self, attention: TritonAttention, rooms: Rooms, sizes: Sequence[StepSize], compute: Compute
     ) -> None:
         self._attention = attention.sibling(max(rooms.largest(size).slots for size in sizes))
         self._rooms = rooms
