@@ -30,12 +30,12 @@ def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | Generat
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A fork not yet carried out, since the parent had too little text: it happens after another
-    job's turn, and after what the same job did before. If `length` is None, it takes all
-    that the parent has."""
+    """A fork not yet carried out, since the parent had too little text. It takes of what the parent
+    has at the end of the turn `after`, or (None: the fork's own job writes to the parent) now. If
+    `length` is None, it takes all."""
 
     length: int | None
-    after: asyncio.Event | None
+    after: "Turn | None"
 
 
 @dataclass(slots=True, eq=False)
@@ -64,42 +64,45 @@ class TextContext:
             context = context.parent
         return "".join(reversed(parts))
 
-    def carry_out_fork(self, length: int | None) -> None:
-        """Take `length` characters of the parent, all if None."""
+    def carry_out(self, fork: Fork) -> None:
+        """Raises `NotFound` if the parent is too short. The fork's turn must be over."""
         assert self.parent is not None
-        known = len(self.parent)
-        if length is not None and length > known:
+        known = len(self.parent) if fork.after is None else fork.after.final_len
+        if fork.length is not None and fork.length > known:
             raise NotFound(
-                f"context {self.parent.context_id} has {known} characters, not {length}",
+                f"context {self.parent.context_id} has {known} characters, not {fork.length}",
                 param="parent_len",
             )
-        self.parent_len = known if length is None else length
+        self.parent_len = known if fork.length is None else fork.length
         self.fork = None
 
 
 class Turn:
-    """One job's place in the order of a context, behind all that have one."""
+    """One job's place in the order of a context, behind all that have one. `final_len`: the
+    context's length when the turn was over."""
 
     def __init__(self, context: TextContext, job: Any) -> None:
         self.context = context
         self.job = job
-        self.before: asyncio.Event | None = context.turns[-1].over if context.turns else None
+        self.final_len = 0
         self.over: asyncio.Event = asyncio.Event()
+        self._before: asyncio.Event | None = context.turns[-1].over if context.turns else None
         context.turns.append(self)
 
     async def ready(self) -> TextContext:
         """The context, when it is this turn's and its fork is carried out."""
-        if self.before is not None:
-            await self.before.wait()
+        if self._before is not None:
+            await self._before.wait()
         if (fork := self.context.fork) is not None:
             if fork.after is not None:
-                await fork.after.wait()
-            self.context.carry_out_fork(fork.length)
+                await fork.after.over.wait()
+            self.context.carry_out(fork)
         return self.context
 
     def leave(self) -> None:
         """Let the next job begin. Leaving twice is harmless."""
         if not self.over.is_set():
+            self.final_len = len(self.context)
             self.over.set()
             self.context.turns.remove(self)
 
@@ -147,10 +150,9 @@ class TextContexts:
             raise NotFound(f"no context {piece.parent_context_id}", param="parent_context_id")
         child, length = TextContext(piece.context_id, parent), piece.parent_len
         if parent.turns and (length is None or length > len(parent)):
-            own = turns.get(parent.context_id)
-            child.fork = Fork(length, parent.turns[-1].over if own is None else own.before)
+            child.fork = Fork(length, None if parent.context_id in turns else parent.turns[-1])
         else:
-            child.carry_out_fork(length)
+            child.carry_out(Fork(length, None))
         return child
 
     def fill(self, context: TextContext, text: str) -> None:

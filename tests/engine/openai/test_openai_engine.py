@@ -241,6 +241,32 @@ async def test_jobs_of_one_context_keep_their_order(start: Start, fake: FakeOpen
     }
 
 
+async def test_a_fork_that_comes_late_takes_what_its_parent_had_when_it_was_asked_for(
+    start: Start, fake: FakeOpenAI
+) -> None:
+    fake.hold = asyncio.Event()
+    service = await start()
+    parent = service.generate_stream(ask(1, "a"))
+    assert await anext(parent) == StreamChunk(ids=[], text="one ")
+    other = asyncio.ensure_future(service.generate(ask(9, "b")))
+    await fake.wait_for_requests(2)
+    fork = GenerateRequest(
+        context_id=2,
+        fills=[
+            FillPiece(context_id=9, text="waits for the other"),
+            FillPiece(context_id=2, parent_context_id=1, text="!"),
+        ],
+    )
+    late = asyncio.ensure_future(service.generate(fork))
+    more = asyncio.ensure_future(service.fill(FillRequest(context_id=1, text="+c")))
+    await asyncio.sleep(0)
+    await parent.aclose()  # type: ignore[attr-defined]
+    await more
+    fake.hold.set()
+    await asyncio.gather(other, late)
+    assert fake.bodies[-1]["prompt"] == "aone !"
+
+
 async def test_wrong_requests_are_refused_and_leave_nothing(start: Start) -> None:
     service = await start()
     with pytest.raises(InvalidRequest, match="contexts are text"):
