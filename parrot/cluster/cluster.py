@@ -140,7 +140,6 @@ class Cluster:
         engine has run for a minute; `tell` hears of every death. Returns ServeCore's process once
         that has ended."""
         first_s, longest_s = self.RESTART_PAUSES_S
-        started = dict.fromkeys(self.engine_names, time.monotonic())
         pauses = dict.fromkeys(self.engine_names, first_s)
         due: dict[str, float] = {}
         while True:
@@ -151,7 +150,7 @@ class Cluster:
                 name = dead.name
                 if name == CORE:
                     return dead
-                if now - started[name] > _STABLE_S:
+                if now - dead.started_at > _STABLE_S:
                     pauses[name] = first_s
                 due[name] = now + pauses[name]
                 tell(f"{dead.death_message()}\n{name} starts again in {pauses[name]:g} s.")
@@ -159,7 +158,6 @@ class Cluster:
             for name in [name for name, when in due.items() if when <= now]:
                 del due[name]
                 self.restart(name)
-                started[name] = time.monotonic()
 
     def dead(self) -> ServerProcess | None:
         """A process that does not run (any more), if there is one. Deaths are noticed a moment

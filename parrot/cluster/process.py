@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class ServerProcess:
         self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
         self._on_death = on_death
         self._is_to_end = False
+        self.started_at = 0.0
+        """On the clock `time.monotonic`."""
         self._popen: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         self._ended.set()
@@ -63,6 +66,7 @@ class ServerProcess:
     def start(self) -> None:
         assert not self.is_alive, f"{self.name} already runs"
         self._is_to_end = False
+        self.started_at = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             popen = subprocess.Popen(

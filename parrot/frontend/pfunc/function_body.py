@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from parrot.protocol.sampling import SamplingConfig
@@ -87,25 +88,24 @@ def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiec
 def check_body(body: Iterable[FuncBodyPiece], params: Iterable[Parameter]) -> None:
     """Raise `ValueError` unless every output has exactly one place, with something before it that
     is not an output."""
-    seen: set[str] = set()
-    before: FuncBodyPiece | None = None
-    for piece in body:
-        if isinstance(piece, ParameterLoc) and piece.param.is_output:
-            name = piece.param.name
-            if before is None:
-                raise ValueError(f"output `{name}` is at the very beginning: nothing to go on")
-            if isinstance(before, ParameterLoc) and before.param.is_output:
-                raise ValueError(f"outputs `{before.param.name}` and `{name}` are adjacent")
-            if name in seen:
-                raise ValueError(f"output `{name}` is filled twice")
-            seen.add(name)
-        before = piece
+    places = _output_places(body)
+    names = [place.param.name for place in places]
+    if places and places[0].idx == 0:
+        raise ValueError(f"output `{names[0]}` is at the very beginning: nothing to go on")
+    for before, place in pairwise(places):
+        if place.idx == before.idx + 1:
+            raise ValueError(f"outputs `{before.param.name}` and `{place.param.name}` are adjacent")
     for param in params:
-        if param.is_output and param.name not in seen:
-            raise ValueError(f"output `{param.name}` has no place in the template")
+        if param.is_output and names.count(param.name) != 1:
+            problem = "is filled twice" if param.name in names else "has no place in the template"
+            raise ValueError(f"output `{param.name}` {problem}")
 
 
 def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:
     """The body up to its last output; all of it if there is none."""
-    outputs = [p.idx for p in body if isinstance(p, ParameterLoc) and p.param.is_output]
-    return body[: outputs[-1] + 1] if outputs else body
+    places = _output_places(body)
+    return body[: places[-1].idx + 1] if places else body
+
+
+def _output_places(body: Iterable[FuncBodyPiece]) -> list[ParameterLoc]:
+    return [piece for piece in body if isinstance(piece, ParameterLoc) and piece.param.is_output]
