@@ -57,8 +57,8 @@ class Programs:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         if isinstance(request, NativeCallRequest):
             check_call(request)
-        if session.graph.is_known(request):
-            return session.graph.submit(request)
+        if (answer := session.graph.answered(request)) is not None:
+            return answer
         self._runner.require_room(session.tenant)
         usage = usage_of(request)
         session.account.require(**usage)

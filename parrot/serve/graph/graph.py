@@ -1,6 +1,6 @@
 """One session's graph: its variables, the calls that make and take them, what is wanted of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -102,15 +102,14 @@ class SessionGraph:
             raise Conflict(f"variable `{variable.name}` is the output of a call")
         variable.set(text)
 
-    def is_known(self, request: CallRequest) -> bool:
-        """Whether its idempotency key was used before, so that submitting it adds no call."""
-        return request.idempotency_key in self._replays
+    def answered(self, request: CallRequest) -> CallResponse | None:
+        """The answer that the request got before, by its idempotency key; None if it is new. Raises
+        `Conflict` if the key was used for another request."""
+        return self._replays.find(request)
 
     def submit(self, request: CallRequest) -> CallResponse:
-        """Add a call; or repeat the answer, if it is a request that was answered before. Raises
-        `InvalidRequest`, `CyclicGraph`, `Conflict`, `NotFound` or `AlreadySet`."""
-        if (replay := self._replays.find(request)) is not None:
-            return replay
+        """Add a call that was not `answered` before. Raises `InvalidRequest`, `CyclicGraph`,
+        `Conflict`, `NotFound` or `AlreadySet`."""
         index_parameters(request.parameters)
         if isinstance(request, NativeCallRequest):
             request_id, bound, call = self._native_call(request)
@@ -119,14 +118,9 @@ class SessionGraph:
         on_demand = self._on_demand if request.on_demand is None else request.on_demand
         for task in call.tasks:
             task.is_held = not on_demand
-        link(call.tasks)
-        for variable in bound.values():
-            if variable.id not in self.variables:
-                self._register(variable)
-        self.calls[request_id] = call
+        self._add_call(request_id, call, bound.values(), request.output_criteria)
         response = _describe(request_id, request.parameters, bound)
         self._replays.remember(request, response)
-        self._enter(call.tasks, request.output_criteria)
         return response
 
     def submit_prompt(self, prompt: Prompt) -> tuple[int, list[Completion]]:
@@ -147,11 +141,8 @@ class SessionGraph:
             )
             for i, sampling in enumerate(prompt.samplings)
         ]
-        link(completions)
-        for completion in completions:
-            self._register(completion.output)
-        self.calls[request_id] = Call(tuple(completions), None)
-        self._enter(completions, None)
+        outputs = [completion.output for completion in completions]
+        self._add_call(request_id, Call(tuple(completions), None), outputs)
         return request_id, completions
 
     def cancel_variable(self, var_id: str) -> None:
@@ -281,15 +272,29 @@ class SessionGraph:
             raise Conflict(f"the variable of output `{name}` has a producer", param=name)
         return variable
 
-    def _enter(self, tasks: Sequence[Task], criteria: PerformanceCriteria | None) -> None:
-        """The call is part of the graph now; whatever it owes to others may begin."""
+    def _add_call(
+        self,
+        request_id: int,
+        call: Call,
+        variables: Iterable[SemanticVariable],
+        criteria: PerformanceCriteria | None = None,
+    ) -> None:
+        """Make a call and its variables part of the graph, and begin what others want of it. A
+        reader with the `criteria` wants its last output. Raises `CyclicGraph`."""
+        link(call.tasks)
+        for variable in variables:
+            if variable.id not in self.variables:
+                self._register(variable)
+        self.calls[request_id] = call
         now = self._clock.now()
-        for task in tasks:
+        for task in call.tasks:
             task.times.submitted = now
-        for task in tasks:
+        for task in call.tasks:
             self._flow.enter(task)
-        if criteria is not None and tasks and not tasks[-1].outputs[-1].is_settled:
-            self.activation.add_reader(Reader(tasks[-1].outputs[-1], criteria))
+        if criteria is not None and call.tasks:
+            last = call.tasks[-1].outputs[-1]
+            if not last.is_settled:
+                self.activation.add_reader(Reader(last, criteria))
 
 
 def _describe(request_id: int, parameters: Sequence[CallParameter], bound: Bound) -> CallResponse:

@@ -14,17 +14,12 @@ class Replays:
     def __init__(self) -> None:
         self._answers: dict[str, tuple[bytes, CallResponse]] = {}
 
-    def __contains__(self, key: str | None) -> bool:
-        return key in self._answers
-
     def find(self, request: CallRequest) -> CallResponse | None:
         """The answer that this key got, if any. Raises `Conflict` if it was for another request."""
-        if request.idempotency_key is None:
+        key = request.idempotency_key
+        if key is None or key not in self._answers:
             return None
-        known = self._answers.get(request.idempotency_key)
-        if known is None:
-            return None
-        fingerprint, response = known
+        fingerprint, response = self._answers[key]
         if fingerprint != _fingerprint(request):
             raise Conflict("the idempotency key was used for another request")
         return response

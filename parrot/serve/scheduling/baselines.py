@@ -74,8 +74,7 @@ class Router(Placer):
 
     def _has_room(self, task: CompletionTask, load: EngineLoad) -> bool:
         new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
-        room = min(task.max_output, load.max_tokens)
-        is_free = load.is_open and self._fits(load, new_prompt + room)
+        is_free = load.is_open and load.fits(task, new_prompt)
         return is_free and self._loads.takes(load, task)
 
     def _place(self, task: CompletionTask, load: EngineLoad | None) -> Place | None:

@@ -116,6 +116,12 @@ class EngineLoad:
         """Tokens that are kept for the task's output."""
         return min(task.max_output, self.max_tokens)
 
+    def fits(self, task: CompletionTask, new_prompt: int) -> bool:
+        """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
+        one. An idle engine takes any task: none has more room for it."""
+        added = new_prompt + self.room_for(task)
+        return not self.num_tasks or self.num_tokens + added <= self.max_tokens
+
     def outlook(self, now: float) -> Outlook:
         if self._outlook is None or self.since != now:
             self._advance(now)

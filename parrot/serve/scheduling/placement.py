@@ -61,9 +61,6 @@ class Placer:
 
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None: ...
 
-    def _fits(self, load: EngineLoad, new_tokens: int) -> bool:
-        return not load.num_tasks or load.num_tokens + new_tokens <= load.max_tokens
-
 
 class PredictedSeconds(Placer):
     """The least sum of the seconds that the task takes, and of those that it takes from the tasks
@@ -171,7 +168,7 @@ class PredictedSeconds(Placer):
         """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
         now."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
-        if not self._fits(load, new_prompt + min(task.max_output, load.max_tokens)):
+        if not load.fits(task, new_prompt):
             return None
         num_read = new_prompt + task.expected_output // 2
         growth_s = load.costs.sequence_s + num_read * load.costs.token_s
@@ -224,7 +221,7 @@ class PredictedSeconds(Placer):
         own_fill_s = own * cost.prefill_s
         growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
         shared_growth_s = new_shared * cost.token_s
-        each = own + min(task.max_output, load.max_tokens)
+        each = own + load.room_for(task)
         free = load.max_tokens - load.num_tokens - new_shared
         room = min(load.max_tasks - load.num_tasks, int(free / each))
         spare_s = _growth_limit_s(task, load, now) - shared_growth_s

@@ -6,6 +6,8 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, Objective, PieceKind
 from parrot.serve.prompts.segments import Segment
 
+_NO_OBJECTIVE = Objective(PerformanceCriteria.LATENCY, depth=0, remaining_path_s=0.0)
+
 
 @dataclass(slots=True, eq=False)
 class CompletionTask:
@@ -56,14 +58,12 @@ class CompletionTask:
 
     def refresh(self) -> None:
         """Read the objective anew. Only while no queue or engine counts the task."""
-        objective = self.objective
-        self.is_latency = (
-            objective is None or objective.criteria is not PerformanceCriteria.THROUGHPUT
-        )
-        self.is_background = objective is not None and objective.is_background
-        self.remaining_path_s = 0.0 if objective is None else objective.remaining_path_s
-        self.deadline = None if objective is None else objective.deadline
-        group = None if objective is None else objective.task_group
+        objective = self.objective or _NO_OBJECTIVE
+        self.is_latency = objective.criteria is not PerformanceCriteria.THROUGHPUT
+        self.is_background = objective.is_background
+        self.remaining_path_s = objective.remaining_path_s
+        self.deadline = objective.deadline
+        group = objective.task_group
         self.group = None if group is None else (self.completion.session_id, group)
 
     @property
