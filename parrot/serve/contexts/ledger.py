@@ -42,9 +42,8 @@ class Account:
         """Tokens of the blocks that only this context and its forks have: a fork inside a block
         copies that block."""
         end = context.length + context.reserved
-        return (-(-end // self.block_size) - context.parent_len // self.block_size) * (
-            self.block_size
-        )
+        num_blocks = -(-end // self.block_size) - context.parent_len // self.block_size
+        return num_blocks * self.block_size
 
     def check_integrity(self) -> None:
         """Recount. Raises AssertionError with what differs."""

@@ -53,6 +53,11 @@ class Engine:
     review: Timer | None = None
     ping: "asyncio.Task[bool] | None" = None
 
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence that it takes."""
+        return min(self.info.max_seq_len, self.info.tokens_capacity)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:

@@ -248,10 +248,7 @@ class Prefetcher:
     async def _fill(self, ahead: _Ahead, piece: FillPiece) -> None:
         completion = ahead.completion
         request = FillRequest.model_construct(
-            context_id=piece.context_id,
-            parent_context_id=piece.parent_context_id,
-            parent_len=piece.parent_len,
-            token_ids=piece.token_ids,
+            **dict(piece),
             session_id=completion.session_id,
             task_id=completion.id,
             cache_salt=completion.options.tenant,

@@ -90,13 +90,13 @@ class _Prompt:
     def limit_output(self) -> int:
         """How much room the output needs, in the engine's units; limits the attempt's sampling to
         it. Engines with text know their limits themselves, so there it is only a guess."""
-        attempt, info = self.attempt, self.attempt.engine.info
+        attempt = self.attempt
         room = attempt.sampling.max_gen_length - attempt.num_delivered
         length = self.length + sum(map(len, self.parts[self.covered :]))
         if not length:
             raise InvalidRequest("the prompt is empty")
         if attempt.tokenizer is not None:
-            limit = min(info.max_seq_len, info.tokens_capacity)
+            limit = attempt.engine.max_len
             prompt_len = length - len(attempt.resumed)
             is_cut = room > limit - length and not attempt.is_longest
             if prompt_len >= limit or is_cut:

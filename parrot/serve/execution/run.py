@@ -163,8 +163,7 @@ def runs_again(run: Run, attempt: Attempt, error: ParrotError) -> bool:
     engine = attempt.engine
     match error:
         case PromptTooLong() if not attempt.is_longest:
-            limit = min(engine.info.max_seq_len, engine.info.tokens_capacity)
-            run.wanted_len = max(run.wanted_len, limit + 1)
+            run.wanted_len = max(run.wanted_len, engine.max_len + 1)
             return True
         case ModelNumerics() | InvalidRequest():
             return False
