@@ -173,6 +173,11 @@ class EngineConfig(ConfigModel):
     serve_core: ServeCoreAddress = ServeCoreAddress()
     scheduler: SchedulerConfig = SchedulerConfig()
 
+    @property
+    def max_requests(self) -> int:
+        """Requests at once; one task may have fills, retries and aborted attempts among them."""
+        return max(1024, 4 * self.tasks_capacity)
+
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, payload: Any) -> Any:

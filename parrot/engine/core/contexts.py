@@ -176,8 +176,7 @@ class ContextTree:
         if tail >= context.owned_from and end <= len(context.block_ids) * size:
             return ()  # nearly every generated token
         must_copy = self.must_copy(context)
-        grow = max(0, self.pool.blocks_for(end) - len(context.block_ids))
-        taken = self.pool.allocate(grow + must_copy)
+        taken = self.pool.allocate(self.blocks_missing(context, end))
         if taken is None:
             return None
         copies: tuple[BlockCopy, ...] = ()

@@ -36,8 +36,6 @@ from parrot.utils.clock import Clock
 
 _NO_BACKGROUND_ROOM = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
-_REQUESTS_PER_TASK = 4  # a task may have fills, retries and aborted attempts in flight
-_MIN_REQUESTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +65,11 @@ class EngineCore:
         self._suspects: list[Job] = []
         hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
         self._tree = ContextTree(BlockPool(num_blocks, info.block_size), hasher)
-        self._scheduler = LocalScheduler(config.scheduler, config.fill_chunk_size, self._tree)
+        self._scheduler = LocalScheduler(config, self._tree)
         self._totals = StepTotals()
+        limits = RequestLimits(self.max_context_len, info.vocab_size)
         self.requests = RequestTable(
-            self._tree,
-            self._scheduler,
-            language,
-            RequestLimits(self.max_context_len, info.vocab_size),
-            clock,
-            self._totals,
-            max_requests=max(_MIN_REQUESTS, _REQUESTS_PER_TASK * config.tasks_capacity),
-            random_seed=config.random_seed,
+            config, self._tree, self._scheduler, language, limits, clock, self._totals
         )
         self._costs = StepCostMeter(info)
         self._latency_ns = 0.0

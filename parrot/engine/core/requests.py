@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.forks import create_fork, forks_of, forks_wanting, settle_lengths
 from parrot.engine.core.jobs import EngineRequest, Job, Piece, RequestState, Sink, StepTotals
@@ -53,24 +54,21 @@ class RequestTable:
 
     def __init__(
         self,
+        config: EngineConfig,
         tree: ContextTree,
         scheduler: LocalScheduler,
         language: Language,
         limits: RequestLimits,
         clock: Clock,
         totals: StepTotals,
-        *,
-        max_requests: int,
-        random_seed: int,
     ) -> None:
+        self._config = config
         self._tree = tree
         self._scheduler = scheduler
         self._language = language
         self._limits = limits
         self._clock = clock
         self._totals = totals
-        self._max_requests = max_requests
-        self._random_seed = random_seed
         self.outbox = Outbox()
         self._requests: dict[int, RequestState] = {}
         self._job_ids = IdCounter()
@@ -91,7 +89,7 @@ class RequestTable:
             self._refuse(request, sink, EngineFailed("internal error of the engine"))
 
     def _accept(self, request: EngineRequest, sink: Sink) -> None:
-        if len(self._requests) >= self._max_requests:
+        if len(self._requests) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
         self._limits.check(request, self._tree)
         generation = self._generation(request)
@@ -116,7 +114,7 @@ class RequestTable:
             return None
         seed = request.sampling.seed
         if seed is None:
-            seed = hash((self._random_seed, request.request_id)) & (2**63 - 1)
+            seed = hash((self._config.random_seed, request.request_id)) & (2**63 - 1)
         return Generation(request.sampling, seed, self._language, request.stream)
 
     def _create(self, piece: Piece, salt: str) -> Context:
@@ -240,15 +238,18 @@ class RequestTable:
         self._advance(job.context)
 
     def _end(self, job: Job) -> None:
-        job.has_ended = True
-        job.context.jobs.remove(job)
-        settle_lengths(self._tree, job)
+        self._leave(job)
         request = job.request
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             self._close(request)
             response = request.response(self._clock.now(), self._totals)
             self.outbox.add(request.sink, response)
+
+    def _leave(self, job: Job) -> None:
+        job.has_ended = True
+        job.context.jobs.remove(job)
+        settle_lengths(self._tree, job)
 
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
@@ -266,7 +267,7 @@ class RequestTable:
         self.fail_all([job.request], error)
 
     def fail_everything(self, error: ParrotError) -> None:
-        self.fail_all(list(self._requests.values()), error)
+        self.fail_all(self._requests.values(), error)
 
     def fail_all(self, requests: Iterable[RequestState], error: ParrotError) -> None:
         """Fail these requests, and those that cannot succeed without them."""
@@ -305,9 +306,7 @@ class RequestTable:
         ]
 
     def _withdraw(self, job: Job) -> None:
-        job.has_ended = True
-        job.context.jobs.remove(job)
-        settle_lengths(self._tree, job)
+        self._leave(job)
         if job.is_open:
             self._scheduler.remove(job)
 

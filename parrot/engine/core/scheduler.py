@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from parrot.engine.config import SchedulerConfig
+from parrot.engine.config import EngineConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.jobs import POLICIES, Job, JobQueue
@@ -53,11 +53,9 @@ class LocalScheduler:
     room, and every job becomes the first. Background jobs are the exception: they take free blocks
     only, give way before idle contexts do, and without room they are turned away."""
 
-    def __init__(
-        self, limits: SchedulerConfig, fill_chunk_size: int | None, tree: ContextTree
-    ) -> None:
-        self._limits = limits
-        self._max_chunk = fill_chunk_size or limits.max_num_batched_tokens
+    def __init__(self, config: EngineConfig, tree: ContextTree) -> None:
+        self._limits = limits = config.scheduler
+        self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
         self._policy = POLICIES[limits.policy]
         self._decoding = JobQueue()

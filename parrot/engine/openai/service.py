@@ -44,8 +44,6 @@ from parrot.protocol.errors import (
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import Clock, MonotonicClock
 
-_BACKLOG_PER_TASK = 4
-_MIN_BACKLOG = 1024
 _CHARS_PER_TOKEN = 4
 
 R = TypeVar("R")
@@ -68,7 +66,6 @@ class OpenAIService:
         self._upstream = Upstream(config, environ)
         self._gate = PriorityGate(config.scheduler.max_batch_size)
         self._by_priority = config.scheduler.policy == "priority"
-        self._max_jobs = max(_MIN_BACKLOG, _BACKLOG_PER_TASK * config.tasks_capacity)
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * _CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
         self._jobs: set[Job[Any]] = set()
@@ -181,8 +178,8 @@ class OpenAIService:
         a task of its own, so that whoever frees its context can stop it."""
         if not self._is_ready:
             raise Unavailable("the engine is not running")
-        if len(self._jobs) >= self._max_jobs:
-            raise QuotaExceeded(f"the engine already has {self._max_jobs} requests")
+        if len(self._jobs) >= self._config.max_requests:
+            raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")
         job: Job[R] = Job({}, asyncio.Queue())
         job.turns = self._contexts.enter(wanted, job)
         self._jobs.add(job)
