@@ -23,6 +23,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, TextPiece
 from parrot.serve.program_sessions import ProgramSessions
+from parrot.serve.prompts.answers import AnswerParser, PlainParser, tool_parser
 from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.prompts.transcript import Message, render_transcript
@@ -67,7 +68,8 @@ class _Ending(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
-    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages."""
+    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages.
+    `make_parser` makes a parser for each answer."""
 
     session: Session
     request_id: int
@@ -76,6 +78,7 @@ class Turn:
     history: bytes
     reads: Reads
     options: ReadOptions
+    make_parser: Callable[[], AnswerParser]
 
     async def read(self, choice: int) -> VarGetResponse:
         """Raises the answer's error."""
@@ -120,6 +123,7 @@ class Turns:
     def submit(self, request: TurnRequest) -> Turn:
         """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`."""
         self._require_room(request.tenant)
+        make_parser = self._parser(request)
         pieces = self._pieces(request)
         text = "".join([piece.text for piece in pieces])
         keys = _history_keys(request)
@@ -147,7 +151,9 @@ class Turns:
         )
         session.account.add(**usage)
         read = ReadOptions(session_id=session.id, criteria=request.criteria)
-        return Turn(session, request_id, completions, text, keys[-1], self._reads, read)
+        return Turn(
+            session, request_id, completions, text, keys[-1], self._reads, read, make_parser
+        )
 
     def remember(self, turn: Turn, choice: int, message: Message) -> None:
         """The program will send `message` for this answer if it goes on."""
@@ -169,6 +175,18 @@ class Turns:
         return render_transcript(
             tokenizer.chat, request.prompt, special_texts=special, **request.options
         )
+
+    def _parser(self, request: TurnRequest) -> Callable[[], AnswerParser]:
+        """Raises `UnsupportedField` if it is not known how the model calls tools."""
+        if not request.options.get("tools"):
+            return PlainParser
+        tokenizer = self._find_tokenizer(request.model)
+        chat = None if tokenizer is None else tokenizer.chat
+        parser = None if chat is None else tool_parser(chat.source)
+        if parser is None:
+            message = f"it is not known how model `{request.model}` calls tools"
+            raise UnsupportedField(message, param="tools")
+        return parser
 
     def _continued(self, keys: Sequence[bytes], text: str) -> _Ending | None:
         """Where the longest known beginning of the prompt ended, if that can be continued."""

@@ -27,7 +27,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
-from tests.support.byte_tokenizer import byte_tokenizer, tokenizer_id_of
+from tests.support.byte_tokenizer import CHATML, byte_tokenizer, tokenizer_id_of
 
 Contents = list[Any]  # ids, or characters
 
@@ -197,8 +197,9 @@ def fake_engine(
     name: str = "fake", *, model: str = "tiny", text: bool = False, add_bos: bool = False,
     tokens_capacity: int = 100_000, tasks_capacity: int = 64, max_seq_len: int = 50_000,
     script: Script | None = None, ping_error: ParrotError | None = None,
+    chat_template: str = CHATML,
 ) -> FakeEngine:  # fmt: skip
-    payload = None if text else byte_tokenizer(add_bos=add_bos)
+    payload = None if text else byte_tokenizer(add_bos=add_bos, chat_template=chat_template)
     info = EngineInfo(
         engine_type=EngineType.SIM,
         engine_name=name,

@@ -41,6 +41,7 @@ class ChatTemplate:
             self._template = environment.from_string(_GENERATION_MARK.sub("", template))
         except TemplateError as error:
             raise InvalidRequest(f"the model's chat template is broken: {error}") from None
+        self.source = template
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._openings: dict[bool, tuple[str, ...]] = {}  # by whether there is a system message
         self._later: list[tuple[str, str]] = []  # around the second user's message, the third's, ..

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +61,18 @@ def core_config() -> CoreConfig:
     return CoreConfig()
 
 
-@pytest.fixture
-async def site(core_config: CoreConfig) -> AsyncIterator[Site]:
+@asynccontextmanager
+async def serve(config: CoreConfig, engine: FakeEngine) -> AsyncIterator[Site]:
     clock = MonotonicClock()
-    engine = fake_engine("e0", model=MODEL)
-    dispatcher = Dispatcher(core_config, clock, lambda info: engine)
-    core = ServeCore(core_config, clock=clock, dispatcher=dispatcher)
+    dispatcher = Dispatcher(config, clock, lambda info: engine)
+    core = ServeCore(config, clock=clock, dispatcher=dispatcher)
     async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
         await core.register_engine(RegisterRequest(engine_config=engine.info))
         yield Site(core, engine, http)
         core.check_integrity()
+
+
+@pytest.fixture
+async def site(core_config: CoreConfig) -> AsyncIterator[Site]:
+    async with serve(core_config, fake_engine("e0", model=MODEL)) as site:
+        yield site

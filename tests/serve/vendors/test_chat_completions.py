@@ -1,15 +1,17 @@
 """OpenAI's chat completions over one graph."""
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
 
 import pytest
 
 from parrot.protocol.engine_api import NO_PARENT, FinishReason
 from parrot.protocol.errors import EngineFailed, PromptTooLong
 from parrot.serve.config import CoreConfig
-from tests.serve.vendors.conftest import MODEL, Site, payloads
-from tests.support.fake_engine import Script
+from tests.serve.prompts.test_transcript import HERMES
+from tests.serve.vendors.conftest import MODEL, Site, payloads, serve
+from tests.support.fake_engine import Script, fake_engine
 
 PATH = "/v1/chat/completions"
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -195,3 +197,69 @@ class TestWithKeys:
         for i in range(5):
             await site.post(PATH, body(user(str(i))), headers={"x-api-key": "one"})
         assert len({request.session_id for request in site.engine.requests}) == 5
+
+
+class TestTools:
+    """A model whose chat template shows tools, and whose answers call them between tags."""
+
+    TOOL: ClassVar = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+
+    @pytest.fixture
+    async def site(self, core_config: CoreConfig) -> AsyncIterator[Site]:
+        engine = fake_engine("e0", model=MODEL, chat_template=HERMES)
+        engine.script = Script(text=lambda prompt: f"I look.\n{self.CALL}")
+        async with serve(core_config, engine) as site:
+            yield site
+
+    async def test_a_call_and_its_result(self, site: Site) -> None:
+        messages = [user("Weather?")]
+        answer = await site.post(PATH, body(*messages, tools=[self.TOOL]))
+        (choice,) = answer["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["message"]["content"] == "I look."
+        assert call["function"] == {"name": "look", "arguments": '{"at":"sky"}'}
+        assert choice["finish_reason"] == "tool_calls"
+        result = {"role": "tool", "content": "blue", "tool_call_id": call["id"]}
+        await site.post(PATH, body(*messages, choice["message"], result, tools=[self.TOOL]))
+        first, second = site.engine.requests
+        assert second.fills[0].parent_context_id == first.context_id
+        assert site.engine.prompts[1].endswith(
+            f"I look.\n{self.CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\nblue\n"
+            "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    async def test_a_streamed_call(self, site: Site) -> None:
+        chunks = payloads(
+            await site.stream(PATH, body(user("Weather?"), tools=[self.TOOL], stream=True))
+        )
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+        ((call,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert (call["index"], call["function"]["name"]) == (0, "look")
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    async def test_tools_are_not_shown_to_a_model_that_must_not_call_them(self, site: Site) -> None:
+        fields = {"tools": [self.TOOL], "tool_choice": "none"}
+        answer = await site.post(PATH, body(user("Weather?"), **fields))
+        assert "tool_calls" not in answer["choices"][0]["message"]
+        assert "look" not in site.engine.prompts[0]
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tools": [{"type": "web_search"}]}, "tools.0"),
+            ({"tools": [{"type": "function", "function": {}}]}, "tools.0"),
+        ],
+    )
+    async def test_what_is_not_supported(
+        self, site: Site, fields: dict[str, Any], param: str
+    ) -> None:
+        status, answer = await site.send(PATH, body(user("Hi")) | {"tools": [self.TOOL]} | fields)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_a_model_without_tools_says_so(site: Site) -> None:
+    status, answer = await site.send(PATH, body(user("Hi"), tools=[TestTools.TOOL]))
+    assert (status, answer["error"]["param"]) == (400, "tools")

@@ -1,9 +1,8 @@
 """`POST /v1/chat/completions`: a turn, and its answers as chat completions or their chunks."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
-from typing import Any
 
 import orjson
 
@@ -15,6 +14,14 @@ from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_chat import ChatRequest, template_messages, template_options
 from parrot.serve.api.vendors.openai_common import Json, program_of, usage_of
 from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.prompts.answers import (
+    Answer,
+    AnswerParser,
+    FirstCallParser,
+    ToolCall,
+    read_answer,
+)
+from parrot.serve.prompts.answers import Event as AnswerEvent
 from parrot.serve.turns import Turn, TurnRequest, Turns
 from parrot.utils.ids import new_token
 
@@ -45,20 +52,20 @@ class ChatCompletions:
         }
         if request.stream:
             return self._chunks(turn, frame, request)
-        return self._whole(turn, frame)
+        return self._whole(turn, frame, request)
 
-    async def _whole(self, turn: Turn, frame: Json) -> bytes:
+    async def _whole(self, turn: Turn, frame: Json, request: ChatRequest) -> bytes:
         answers = await read_all([turn])
         choices = []
-        for i, answer in enumerate(answers):
-            message = {"role": "assistant", "content": answer.content}
-            self._turns.remember(turn, i, message)
+        for i, value in enumerate(answers):
+            answer = read_answer(_parser(turn, request), value.content)
+            self._turns.remember(turn, i, answer.message())
             choices.append(
                 {
                     "index": i,
-                    "message": message | {"refusal": None},
+                    "message": _message(answer),
                     "logprobs": None,
-                    "finish_reason": answer.finish_reason,
+                    "finish_reason": _finish_reason(answer, value),
                 }
             )
         usage = usage_of(answers, len(answers))
@@ -67,36 +74,90 @@ class ChatCompletions:
         )
 
     async def _chunks(self, turn: Turn, frame: Json, request: ChatRequest) -> AsyncGenerator[Event]:
+        wants_usage = request.stream_options is not None and request.stream_options.include_usage
         frame = frame | {"object": "chat.completion.chunk"}
-        options = request.stream_options
-        if options is not None and options.include_usage:
+        if wants_usage:
             frame["usage"] = None
-        begun: set[int] = set()
-        answers: list[VarGetResponse] = []
+        streams = [_Stream(frame, i, _parser(turn, request)) for i in range(len(turn.completions))]
+        ended: list[VarGetResponse] = []
         try:
             async with aclosing(stream_all([turn])) as deltas:
-                async for choice, delta in deltas:
-                    if choice not in begun:
-                        begun.add(choice)
-                        yield None, _chunk(frame, choice, {"role": "assistant", "content": ""})
+                async for i, delta in deltas:
                     if isinstance(delta, str):
-                        yield None, _chunk(frame, choice, {"content": delta})
-                        continue
-                    answers.append(delta)
-                    message = {"role": "assistant", "content": delta.content}
-                    self._turns.remember(turn, choice, message)
-                    yield None, _chunk(frame, choice, {}, delta.finish_reason)
-            if options is not None and options.include_usage:
-                yield None, frame | {"choices": [], "usage": usage_of(answers, len(answers))}
+                        chunks = streams[i].feed(delta)
+                    else:
+                        ended.append(delta)
+                        chunks = streams[i].finish(delta)
+                    for chunk in chunks:
+                        yield None, chunk
+                    if isinstance(delta, VarGetResponse):
+                        self._turns.remember(turn, i, streams[i].answer.message())
+            if wants_usage:
+                yield None, frame | {"choices": [], "usage": usage_of(ended, len(ended))}
         except ParrotError as error:
-            if not begun:
+            if not any(stream.has_begun for stream in streams):
                 raise
             yield None, openai_error(error)[1]
         yield None, "[DONE]"
 
 
-def _chunk(
-    frame: Json, choice: int, delta: Mapping[str, Any], finish_reason: str | None = None
-) -> Json:
-    fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    return frame | {"choices": [fields]}
+class _Stream:
+    """The chunks of one choice."""
+
+    def __init__(self, frame: Json, index: int, parser: AnswerParser) -> None:
+        self.answer = Answer()
+        self.has_begun = False
+        self._frame = frame
+        self._index = index
+        self._parser = parser
+
+    def feed(self, text: str) -> Iterator[Json]:
+        if not self.has_begun:
+            self.has_begun = True
+            yield self._chunk({"role": "assistant", "content": ""})
+        yield from self._deltas(self._parser.feed(text))
+
+    def finish(self, value: VarGetResponse) -> Iterator[Json]:
+        yield from self.feed("")
+        yield from self._deltas(self._parser.finish())
+        yield self._chunk({}, _finish_reason(self.answer, value))
+
+    def _deltas(self, events: Iterable[AnswerEvent]) -> Iterator[Json]:
+        for event in events:
+            if isinstance(event, ToolCall):
+                call = {"index": len(self.answer.calls)} | _tool_call(event)
+                yield self._chunk({"tool_calls": [call]})
+            elif event.text:
+                yield self._chunk({"content": event.text})
+            self.answer.add(event)
+
+    def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
+        choice = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        return self._frame | {"choices": [choice]}
+
+
+def _parser(turn: Turn, request: ChatRequest) -> AnswerParser:
+    parser = turn.make_parser()
+    return FirstCallParser(parser) if request.parallel_tool_calls is False else parser
+
+
+def _message(answer: Answer) -> Json:
+    content = None if answer.calls and not answer.text else answer.text
+    message: Json = {"role": "assistant", "content": content, "refusal": None}
+    if answer.calls:
+        message["tool_calls"] = [_tool_call(call) for call in answer.calls]
+    return message
+
+
+def _tool_call(call: ToolCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _finish_reason(answer: Answer, value: VarGetResponse) -> str | None:
+    return "tool_calls" if answer.calls else value.finish_reason

@@ -70,8 +70,20 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
     if request.tools and request.tool_choice != "none":
-        options["tools"] = request.tools
+        if request.tool_choice not in (None, "auto"):
+            raise UnsupportedField("a tool's call cannot be enforced", param="tool_choice")
+        options["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
     return options
+
+
+def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+    match tool:
+        case {"type": "function", "function": {"name": str(), "strict": True}}:
+            param = f"tools.{index}.function.strict"
+            raise UnsupportedField("a call's arguments cannot be enforced", param=param)
+        case {"type": "function", "function": {"name": str()} as function}:
+            return {"type": "function", "function": function}
+    raise InvalidRequest("a tool is a function with a name", param=f"tools.{index}")
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Calls of tools in answers, read as the answers come."""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot.serve.prompts.answers import (
+    Answer,
+    AnswerParser,
+    FirstCallParser,
+    PlainParser,
+    ToolCall,
+    read_answer,
+    tool_parser,
+)
+
+HERMES, LLAMA, MISTRAL = "<tool_call>", '{"name": f, "parameters": args}', "[TOOL_CALLS]"
+CALL = '{"name": "look", "arguments": {"at": "sky"}}'
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            CALL,
+            "{",
+            "}",
+            "\n",
+            " ",
+            "<tool",
+            "a",
+            "ü",
+        ]
+    ),
+    max_size=8,
+).map("".join)
+
+
+def parser(template: str) -> Callable[[], AnswerParser]:
+    make = tool_parser(template)
+    assert make is not None
+    return make
+
+
+def said(answer: Answer) -> tuple[str, list[tuple[str, str]]]:
+    return answer.text, [(call.name, call.arguments) for call in answer.calls]
+
+
+def streamed(parser: AnswerParser, chunks: Sequence[str]) -> Answer:
+    answer = Answer()
+    for chunk in chunks:
+        for event in parser.feed(chunk):
+            answer.add(event)
+    for event in parser.finish():
+        answer.add(event)
+    return answer
+
+
+def test_calls_between_tags() -> None:
+    text = f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+    answer = read_answer(parser(HERMES)(), text)
+    assert said(answer) == ("I look.", [("look", '{"at":"sky"}')] * 2)
+    assert len({call.id for call in answer.calls}) == 2
+
+
+def test_a_call_that_is_the_whole_answer() -> None:
+    call = '{"name": "look", "parameters": {"at": "sky"}}'
+    assert said(read_answer(parser(LLAMA)(), f"\n{call}")) == ("", [("look", '{"at":"sky"}')])
+    assert said(read_answer(parser(LLAMA)(), f"So: {call}")) == (f"So: {call}", [])
+    assert said(read_answer(parser(LLAMA)(), '{"a": 1}')) == ('{"a": 1}', [])
+
+
+def test_a_list_of_calls_behind_a_tag() -> None:
+    answer = read_answer(parser(MISTRAL)(), f"[TOOL_CALLS] [{CALL}, {CALL}]")
+    assert said(answer) == ("", [("look", '{"at":"sky"}')] * 2)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["", "no json", "[]", "3", '{"name": 3, "arguments": {}}', '{"name": "f", "arguments": "x"}'],
+)
+def test_what_is_no_call_is_text(inner: str) -> None:
+    text = f"<tool_call>{inner}</tool_call>"
+    assert said(read_answer(parser(HERMES)(), text)) == (text, [])
+
+
+def test_only_the_first_call() -> None:
+    text = f"<tool_call>{CALL}</tool_call>" * 3 + "done"
+    answer = read_answer(FirstCallParser(parser(HERMES)()), text)
+    assert (len(answer.calls), answer.text) == (1, "done")
+
+
+def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
+    one = parser(HERMES)()
+    assert list(one.feed("Hello <tool")) == [("Hello",)]
+    assert list(one.feed("box")) == [(" <toolbox",)]
+
+
+@given(
+    template=st.sampled_from([HERMES, LLAMA, MISTRAL]),
+    text=PIECES,
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+)
+def test_it_does_not_matter_how_an_answer_is_cut(template: str, text: str, cuts: list[int]) -> None:
+    ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    chunks = [text[a:b] for a, b in pairwise(ends)]
+    whole = said(read_answer(parser(template)(), text))
+    assert said(streamed(parser(template)(), chunks)) == whole
+
+
+def test_white_space_behind_a_call_is_markup_however_it_comes() -> None:
+    call = f"<tool_call>{CALL}</tool_call>"
+    for chunks in ([f"{call} \n a"], [call, " ", "\n a"], [call, " ", "\n"]):
+        answer = streamed(parser(HERMES)(), chunks)
+        assert answer.text == "a" * ("a" in chunks[-1][-1])
+
+
+@given(template=st.sampled_from([HERMES, LLAMA, MISTRAL]), text=PIECES)
+def test_no_character_is_lost(template: str, text: str) -> None:
+    """But for white space and tags around calls."""
+    answer = read_answer(parser(template)(), text)
+    if not answer.calls:
+        assert answer.text == text
+    for call in answer.calls:
+        assert json.loads(call.arguments) == {"at": "sky"}
+
+
+def test_answers_without_tools_are_text() -> None:
+    assert said(read_answer(PlainParser(), f"<tool_call>{CALL}</tool_call>"))[1] == []
+
+
+def test_the_message_of_an_answer() -> None:
+    call = ToolCall("look", '{"at":"sky"}', "call_1")
+    function = {"name": "look", "arguments": {"at": "sky"}}
+    assert Answer("Hm", [call]).message() == {
+        "role": "assistant",
+        "content": "Hm",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+    }
+
+
+def test_templates_without_tools() -> None:
+    assert tool_parser("{% for m in messages %}{{ m.content }}{% endfor %}") is None
