@@ -1,4 +1,4 @@
-"""Which idle context is evicted first."""
+"""Orders of eviction: which idle context goes first."""
 
 from collections.abc import Callable, Collection
 from itertools import islice
@@ -7,8 +7,8 @@ from parrot.serve.contexts.index import Context
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap, LruDict
 
-_REVIEW = 0.25  # of the predicted time to the next use: until it is predicted anew
-_SOONER = 0.9  # of the predicted time: then something new is known, and the order may change
+_REVIEW = 0.25  # a prediction is made anew after this part of the time to the next use
+_SOONER = 0.9  # a use expected within this part of the predicted time changes the order
 _MIN_REVIEW_S = 0.05
 _MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
 _MAX_FIRST_LOOKS = 64  # likewise, of contexts that have no prediction yet
@@ -21,8 +21,8 @@ class LeastRecentlyUsed:
         self._idle: LruDict[int, Context] = LruDict()
 
     def add(self, context: Context, *, recent: bool) -> None:
-        """It is idle now. `recent`: it was used just now; else only what was forked from it has
-        gone. No effect but that if it was idle before."""
+        """It is idle now, or was already and has moved. `recent`: it was used just now; else only
+        what was forked from it has gone."""
         self._idle.put(context.id, context)
         self._idle.touch(context.id, newest=recent)
 

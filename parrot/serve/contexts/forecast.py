@@ -1,4 +1,4 @@
-"""What is known of the uses that contexts will have: who is going to use them, and when.
+"""Forecasts of the uses that contexts will have: who is going to use them, and when.
 
     template       "Read " {{book}} " and " {{notes}} " and answer: " {{answer}}
     book is ready  |-- ready prefix -----|  missing

@@ -1,4 +1,4 @@
-"""What becomes of computed tokens: found again, computed again, or freed, and why."""
+"""Counts of computed tokens: found again, computed again, or freed, and why."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

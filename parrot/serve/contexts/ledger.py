@@ -67,7 +67,7 @@ def _check_links(context: Context, live: Mapping[int, Context]) -> None:
 
 
 class Owners:
-    """Whose each context is: a session's, until that ends, or a tenant's, until nobody has used it
+    """The contexts by owner: a session has them until it ends, a tenant until nobody has used them
     for long."""
 
     def __init__(self) -> None:
@@ -114,6 +114,8 @@ class Owners:
 
 
 class ContextLedger:
+    """Owns every context, and what is known of its past and future uses."""
+
     def __init__(
         self,
         config: CoreConfig,

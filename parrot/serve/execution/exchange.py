@@ -122,7 +122,7 @@ def _output_key(run: Run, text: str) -> bytes:
 
 
 def delivered(run: Run, attempt: Attempt) -> Outcome:
-    """What the run has delivered until now."""
+    """The part of the output that the run has delivered until now."""
     tokenizer = attempt.tokenizer
     if tokenizer is None:
         return Outcome(run.text, None, len(run.text) - len(attempt.resumed), _NOTHING_MORE)

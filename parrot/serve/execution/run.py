@@ -1,4 +1,4 @@
-"""What runs: the work that makes one result, and its attempts on engines.
+"""Runs: the work that makes one result, and its attempts on engines.
 
     completion --.              .-- attempt on an engine that is lost
     completion ---> Run --------+
@@ -126,7 +126,7 @@ class Run(CompletionTask):
 
     @property
     def owner(self) -> Owner:
-        """Whose its context will be: the tenant's where sessions share it."""
+        """The owner of its context: the session, or the tenant where sessions share the run."""
         first = self.waiters[0].session_id
         if all(waiter.session_id == first for waiter in self.waiters):
             return first
