@@ -64,18 +64,24 @@ class CallParameter(Payload):
         return self
 
 
-class SemanticCallRequest(SessionScoped):
-    template: Content
+class CallFields(SessionScoped):
+    """The fields of calls of both kinds."""
+
     parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
+    output_criteria: PerformanceCriteria | None = None
+    on_demand: bool | None = Field(
+        None, description="Whether only a reader makes it run; null: as the session says."
+    )
+    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
+
+
+class SemanticCallRequest(CallFields):
+    template: Content
     func_name: str | None = Field(None, max_length=256)
     models: list[Name] = Field([], max_length=64)
     model_type: Literal["token_id", "text"] = "token_id"
     remove_pure_fill: bool = True
     cache_prefix: bool = True
-    output_criteria: PerformanceCriteria | None = None
-    on_demand: bool | None = Field(
-        None, description="Whether only a reader makes it run; null: as the session says."
-    )
     fuse_fill: bool = False
     chat: bool = Field(
         False, description="Render the template as a chat with the serving model's chat template."
@@ -90,19 +96,12 @@ class SemanticCallRequest(SessionScoped):
     successor_of: int | None = Field(
         None, description="request_id of an earlier call whose whole context this call continues."
     )
-    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
 
 
-class NativeCallRequest(SessionScoped):
+class NativeCallRequest(CallFields):
     func_name: Name
     func_source: str = Field(max_length=65536)
-    parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
     timeout: float = Field(1.0, gt=0, le=60, allow_inf_nan=False)
-    output_criteria: PerformanceCriteria | None = None
-    on_demand: bool | None = Field(
-        None, description="Whether only a reader makes it run; null: as the session says."
-    )
-    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
 
 
 class ParameterInfo(BaseModel):

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ValidationError
@@ -59,7 +58,6 @@ def create_base_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.add_exception_handler(ParrotError, _on_parrot_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_defect)
     app.add_middleware(_BodyLimit, max_body_size=max_body_size)
@@ -146,15 +144,11 @@ def parse_payload(model: type[T], payload: Any) -> T:
     try:
         return model.model_validate(payload)
     except ValidationError as error:
-        raise validation_failed(error.errors(include_url=False, include_input=False)) from None
-
-
-def validation_failed(errors: Any) -> ValidationFailed:
-    first = errors[0]
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "path", "query"))
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    where = f"`{param}`: " if param else ""
-    return ValidationFailed(f"{where}{first['msg']}{more}", param=param or None)
+        first, *others = error.errors(include_url=False, include_input=False)
+        param = ".".join(map(str, first["loc"]))
+        where = f"`{param}`: " if param else ""
+        more = f" (and {len(others)} more)" if others else ""
+        raise ValidationFailed(f"{where}{first['msg']}{more}", param=param or None) from None
 
 
 def bearer_token(request: Request) -> str | None:
@@ -258,11 +252,6 @@ def _error_event(error: ParrotError) -> bytes:
 async def _on_parrot_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ParrotError)
     return error_response(error)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(validation_failed(error.errors()))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -23,7 +23,6 @@ from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
-from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
 from parrot.serve.turns import Turns
 from parrot.serve.views import engine_view, session_view
@@ -47,15 +46,12 @@ class ServeCore:
         sandbox: Sandbox | None = None,
         observers: Sequence[Observer] = (),
         first_session_id: int = 0,
-        order: MakeOrder | None = None,
-        placer: MakePlacer | None = None,
     ) -> None:
-        """`order` and `placer` replace the configured ones, unless a `dispatcher` is given."""
         self.config = config
         self.is_closing = False
         self._clock = clock or MonotonicClock()
         self._timers = TimerQueue(self._clock)
-        self._dispatcher = dispatcher or Dispatcher(config, self._clock, order=order, placer=placer)
+        self._dispatcher = dispatcher or Dispatcher(config, self._clock)
         self._metrics = CoreMetrics(tenant_labels(config.api_keys))
         self._observers = Observers(observers)
         self._runner = TaskRunner(

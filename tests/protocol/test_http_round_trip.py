@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from parrot.protocol import server
+from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import (
     AuthenticationFailed,
     InternalError,
@@ -64,9 +65,7 @@ def make_app(probe: Probe) -> FastAPI:
         parsed = server.parse_payload(Item, await server.read_json(request))
         return server.json_response(parsed)
 
-    @app.get("/typed/{number}")
-    async def typed(number: int) -> dict[str, int]:
-        return {"number": number}
+    app.router.routes.append(Endpoint("GET", "/typed/{session_id}", typed).route())
 
     @app.get("/guarded")
     async def guarded(request: Request) -> dict[str, str]:
@@ -94,6 +93,9 @@ def make_app(probe: Probe) -> FastAPI:
         return server.event_stream(probe.numbers())
 
     return app
+
+
+def typed(session_id: int) -> None: ...
 
 
 async def generate(end: str) -> AsyncIterator[tuple[str, BaseModel]]:
