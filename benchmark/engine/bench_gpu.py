@@ -93,19 +93,19 @@ def run_ms(runner: CudaRunner, plans: Iterable[StepPlan]) -> list[float]:
 def bench_decode(runner: CudaRunner, case: Decode) -> Row:
     """`ms`: a step as the engine core sees it. `gpu_ms`: its graph alone."""
     sequences = Sequences(case, runner.info)
-    shared = runner.num_shared_steps
+    shared = runner.planner.num_shared_steps
     plans = (sequences.next_plan() for _ in range(WARM_STEPS + STEPS))
     times = run_ms(runner, plans)[WARM_STEPS:]
     return {
         "ms": statistics.median(times),
         "p90_ms": sorted(times)[int(STEPS * 0.9)],
         "gpu_ms": _graph_ms(runner),
-        "shared_steps": runner.num_shared_steps - shared,
+        "shared_steps": runner.planner.num_shared_steps - shared,
     }
 
 
 def _graph_ms(runner: CudaRunner) -> float | None:
-    graphs, work = runner.computer.graphs, runner._planner.last
+    graphs, work = runner.computer.graphs, runner.planner.last
     assert graphs is not None
     assert work is not None
     captured = (graph for rooms in graphs._graphs.values() for graph in rooms.values())

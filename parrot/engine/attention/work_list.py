@@ -173,7 +173,7 @@ class WorkPlanner:
     """Plans steps, and returns the previous plan while the same contexts only decode.
 
     A plan stays right as its contexts grow, since the device reads their positions.
-    `num_shared_steps` counts, to notice sharing that is off."""
+    `num_shared_steps` and `num_shared_tokens` count, to notice sharing that is off."""
 
     def __init__(self, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig) -> None:
         self._arguments = (shape, gate, split)
@@ -181,6 +181,7 @@ class WorkPlanner:
         self._starts: IntArray = np.zeros(0, dtype=np.int32)
         self.last: WorkList | None = None
         self.num_shared_steps = 0
+        self.num_shared_tokens = 0
 
     def plan(
         self, context_ids: Sequence[int], step: StepRows, table_rows: IntArray | None = None
@@ -198,6 +199,7 @@ class WorkPlanner:
             self.last = work = work if table_rows is None else work.with_table_rows(table_rows)
             self._context_ids, self._starts = key, step.starts.copy()
         self.num_shared_steps += work.num_shared_tokens > 0
+        self.num_shared_tokens += work.num_shared_tokens
         return work
 
     def _still_holds(self, work: WorkList, step: StepRows) -> bool:

@@ -249,9 +249,8 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _require_room(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     free, total = torch.cuda.mem_get_info(device)
-    need = count * dtype.itemsize
+    need = checkpoint.spec.num_weights * dtype.itemsize
     if need > free:
         raise ConfigError(
             f"{checkpoint.source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "

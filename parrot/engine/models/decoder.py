@@ -92,8 +92,10 @@ class Decoder:
         names = spec.names
         self.embed = take(f"{names.embed}.weight")
         self._positions = take(f"{names.positions}.weight") if names.positions else None
-        self._project_in = self._projection(take, names.project_in)
-        self._project_out = self._projection(take, names.project_out)
+        self._project_in = self._project_out = None
+        if spec.embed_dim is not None:
+            self._project_in = make_linear(take(f"{names.project_in}.weight"), None)
+            self._project_out = make_linear(take(f"{names.project_out}.weight"), None)
         self._rope = Rope(spec.rope, spec.head_dim, device) if spec.rope is not None else None
         self.layers = list(
             map_layers(lambda i: _build_layer(spec, take, i), range(spec.num_layers))
@@ -105,8 +107,7 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """Memory of the weights; a tied embedding counts twice where its copy is packed."""
-        shapes = self.spec.tensor_shapes()
-        count = sum(torch.Size(shape).numel() for shape in shapes.values())
+        count = self.spec.num_weights
         if self.spec.tie_embeddings and self.device.type == "cpu":
             count += self.embed.numel()
         return count * self.dtype.itemsize
@@ -132,10 +133,6 @@ class Decoder:
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         return self.lm_head(hidden).float()
-
-    def _projection(self, take: TakeTensor, name: str) -> Linear | None:
-        has_projections = self.spec.embed_dim is not None
-        return make_linear(take(f"{name}.weight"), None) if has_projections else None
 
 
 def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> Layer:

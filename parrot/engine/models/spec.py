@@ -87,6 +87,10 @@ class DecoderSpec:
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
     @property
+    def num_weights(self) -> int:
+        return sum(prod(shape) for shape in self.tensor_shapes().values())
+
+    @property
     def num_layer_weights(self) -> int:
         return sum(prod(shape) for shape in self._layer_shapes().values())
 

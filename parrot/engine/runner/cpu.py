@@ -40,8 +40,7 @@ class ModelRunner:
         self._attention = TorchAttention(self._cache.pool, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
-        self._planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
-        self.shared_tokens_saved = 0
+        self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
 
     @property
     def info(self) -> RunnerInfo:
@@ -58,8 +57,7 @@ class ModelRunner:
         self._cache.prepare(plan.copies, step.fresh_pages(self._info.block_size))
         if not inputs.num_tokens:
             return StepResult({}, {})
-        work = self._planner.plan(inputs.versions, step)
-        self.shared_tokens_saved += work.num_shared_tokens
+        work = self.planner.plan(inputs.versions, step)
         hidden = self._model.forward(
             self._tensor(inputs.token_ids),
             self._tensor(inputs.positions),

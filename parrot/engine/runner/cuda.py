@@ -89,7 +89,7 @@ class CudaRunner:
         )
         shape = self._attention.shape
         split = split_for(shape, model.dtype, device)
-        self._planner = WorkPlanner(shape, options.gate, split)
+        self.planner = WorkPlanner(shape, options.gate, split)
         self.computer = StepComputer(
             make_forward(model, max_seq_len),
             self._attention,
@@ -106,19 +106,10 @@ class CudaRunner:
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launching: Future[torch.Tensor] = Future()
         self._launching.set_result(torch.empty(0))
-        self.shared_tokens_saved = 0
 
     @property
     def info(self) -> RunnerInfo:
         return self._info
-
-    @property
-    def num_shared_steps(self) -> int:
-        return self._planner.num_shared_steps
-
-    @property
-    def num_graph_steps(self) -> int:
-        return 0 if self.computer.graphs is None else self.computer.graphs.num_replays
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""
@@ -159,8 +150,7 @@ class CudaRunner:
             self._inputs.forget()
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
-        work = self._planner.plan(inputs.versions, inputs.step, inputs.rows)
-        self.shared_tokens_saved += work.num_shared_tokens
+        work = self.planner.plan(inputs.versions, inputs.step, inputs.rows)
         sources = None
         if inputs.pending:
             assert isinstance(previous, Launched), "tokens are pending of no step"

@@ -128,8 +128,8 @@ def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateCon
             child.tokens += [index, 3]
         outputs.append(driver.generate(children, 3))
     assert outputs[0] == outputs[1]
-    assert (own.shared_tokens_saved > 0) == (gate is not None)
-    assert (own.num_shared_steps > 0) == (gate is not None)
+    assert (own.planner.num_shared_tokens > 0) == (gate is not None)
+    assert (own.planner.num_shared_steps > 0) == (gate is not None)
 
 
 class Launches:

@@ -126,7 +126,7 @@ def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
         for child, prompt in zip(children, golden.prompts, strict=False):
             child.tokens += prompt
         outputs.append(driver.generate(children, 8))
-        assert (runner.shared_tokens_saved >= 8 * 3 * 480) == (gate is not None)
+        assert (runner.planner.num_shared_tokens >= 8 * 3 * 480) == (gate is not None)
     assert outputs[0] == outputs[1]
 
 
