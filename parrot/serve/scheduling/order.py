@@ -7,6 +7,7 @@ the tasks within each by theirs, least first.
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from parrot.serve.scheduling.hold_back import RunningApps
 from parrot.serve.scheduling.task import CompletionTask
@@ -24,6 +25,8 @@ _MARGIN = 2.0  # a deadline is at risk when less than so many times the predicte
 _MARGIN_S = 1.0  # and so much;
 _HOPELESS = 0.5  # with less than this of them, the call has no right of way any more
 _AFTER_S = 1e-6  # so much after a change it has happened, however times are rounded
+
+_URGENT = (-1, True)  # the group of calls with right of way
 
 
 class OrderPolicy:
@@ -201,7 +204,7 @@ class CriticalPath(ByApplication):
     def group_key(self, group: Hashable) -> float:
         assert isinstance(group, tuple)
         if group == _URGENT:
-            return float("-inf")
+            return -inf
         session_id, is_latency = group
         account = self._accounts[session_id]
         work_s = _WORK_WEIGHT * account.remaining_s + _SERVED_WEIGHT * account.served_s
@@ -225,7 +228,7 @@ class CriticalPath(ByApplication):
         """Urgency alone counts. Which application is first is decided before its calls are placed:
         prompts in that order would wait beside each call that generates, and batches be small."""
         if self._deadlines.is_urgent(task):
-            return float("-inf")
+            return -inf
         return 0.0 if task.is_latency else _LATENCY_LEAD_S
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
@@ -266,6 +269,3 @@ class CriticalPath(ByApplication):
         if not account.is_active and now - account.last_active > _BURST_GAP_S:
             account.start, account.served_s = now, 0.0
         return account
-
-
-_URGENT = (-1, True)

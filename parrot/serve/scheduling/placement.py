@@ -87,10 +87,7 @@ class PredictedSeconds(Placer):
 
     def choose(self, task: CompletionTask, now: float) -> Place | None:
         known = self._find(task)
-        load = None
-        if not task.avoided and self._loads.num_open(task.models) > 1:
-            load = self._next_planned(task, now, known)
-        load = load or self._cheapest(task, now, known)
+        load = self._next_planned(task, now, known) or self._cheapest(task, now, known)
         return None if load is None else _place(task, load, known)
 
     def preview(self, task: CompletionTask, now: float) -> Place | None:
@@ -127,24 +124,22 @@ class PredictedSeconds(Placer):
         return Beginnings(task, self._running.holders, cached, self._with_running)
 
     def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:
+        """The `count` least loaded engines and those with a beginning of the prompt; engines that
+        failed with the task only if there is no other."""
+        models = task.models
         found = self._loads.least_loaded(task, count + len(task.avoided))
         candidates = {load.id: load for load in found}
-        if len(candidates) < self._loads.num_open(task.models):
-            candidates |= self._proposed(task, known)
+        if len(candidates) < self._loads.num_open(models):
+            for engine_id in known.engines(_MAX_HOLDERS):
+                load = self._loads.get(engine_id)
+                if load is None or not load.is_open or (models and load.model not in models):
+                    continue
+                if self._loads.takes(load, task):
+                    candidates[engine_id] = load
         for engine_id in task.avoided:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
         return list(candidates.values())
-
-    def _proposed(self, task: CompletionTask, known: Beginnings) -> dict[int, EngineLoad]:
-        models, proposed = task.models, {}
-        for engine_id in known.engines(_MAX_HOLDERS):
-            load = self._loads.get(engine_id)
-            if load is None or not load.is_open or (models and load.model not in models):
-                continue
-            if self._loads.takes(load, task):
-                proposed[engine_id] = load
-        return proposed
 
     # One task
 
@@ -181,6 +176,8 @@ class PredictedSeconds(Placer):
     ) -> EngineLoad | None:
         """The engine that its block's plan has for the task; None without a plan, or if it has no
         room any more."""
+        if task.avoided or self._loads.num_open(task.models) < 2:
+            return None
         block = self._blocks.find(task)
         # The last one of a group is no block, but has its place in the plan.
         key = (task.models, task.group) if block is None else block.key
