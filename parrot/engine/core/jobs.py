@@ -8,13 +8,7 @@ from operator import attrgetter
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.output import Generation
-from parrot.protocol.engine_api import (
-    NO_PARENT,
-    FillResponse,
-    GenerateResponse,
-    StreamChunk,
-    Usage,
-)
+from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse, StreamChunk, Usage
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
 

@@ -75,7 +75,7 @@ class StopStrings:
             self.found = True
             self.held = ""
             return text[: min(hits)]
-        cut = len(text) - max(self._overlap(text, stop) for stop in self._stops)
+        cut = len(text) - max((self._overlap(text, stop) for stop in self._stops), default=0)
         self.held = text[cut:]
         return text[:cut]
 
@@ -127,8 +127,9 @@ class Generation:
         self.max_tokens = sampling.max_gen_length
         self._language = language
         self._stop_ids = language.stop_ids(sampling)
-        self._stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
-        self._detokenizer = Detokenizer(language.tokenizer) if stream or self._stops else None
+        self._stops = StopStrings(sampling.stop_strings)
+        is_seen = stream or sampling.stop_strings
+        self._detokenizer = Detokenizer(language.tokenizer) if is_seen else None
         self._pieces: list[str] = []  # of the text, as far as it is certain
         self._num_streamed_pieces = 0
         self._num_streamed_ids = 0
@@ -160,26 +161,24 @@ class Generation:
 
     def _end_text(self) -> None:
         """Let go of what was held back, unless it is beyond a stop string."""
-        if self._detokenizer is None or (self._stops is not None and self._stops.found):
+        if self._detokenizer is None or self._stops.found:
             return
         self._add_text(self._detokenizer.flush())
-        if self._stops is not None and not self._stops.found:
+        if not self._stops.found:
             self._pieces.append(self._stops.flush())
 
     def _add_text(self, piece: str) -> None:
-        if self._stops is not None and piece:
-            piece = self._stops.push(piece)
-            if self._stops.found:
-                self.finish_reason = FinishReason.STOP
-        if piece:
-            self._pieces.append(piece)
+        certain = self._stops.push(piece)
+        if self._stops.found:
+            self.finish_reason = FinishReason.STOP
+        if certain:
+            self._pieces.append(certain)
 
     def take_chunk(self) -> StreamChunk | None:
         """The tokens since the last chunk and exactly their text, or None while their text is
         uncertain: it may end inside a character or begin a stop string."""
         pieces = self._pieces[self._num_streamed_pieces :]
-        is_held = self._stops is not None and self._stops.held
-        if self.finish_reason is None and (is_held or not pieces):
+        if self.finish_reason is None and (self._stops.held or not pieces):
             return None
         text = "".join(pieces)
         ids = self.output_ids[self._num_streamed_ids :]
