@@ -23,10 +23,12 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, TextPiece
 from parrot.serve.program_sessions import ProgramSessions
-from parrot.serve.prompts.answers import AnswerParser, PlainParser, tool_parser
-from parrot.serve.prompts.chat import PLAIN_CHAT
+from parrot.serve.prompts.answers import AnswerParser
+from parrot.serve.prompts.conversation import answer_parser, prompt_pieces
+from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer
-from parrot.serve.prompts.transcript import Message, render_transcript
+from parrot.serve.prompts.transcript import Message
 from parrot.serve.quotas import num_bytes
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
@@ -123,8 +125,9 @@ class Turns:
     def submit(self, request: TurnRequest) -> Turn:
         """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`."""
         self._require_room(request.tenant)
-        make_parser = self._parser(request)
-        pieces = self._pieces(request)
+        tokenizer = self._find_tokenizer(request.model)
+        make_parser = answer_parser(request.options, request.model, tokenizer)
+        pieces = prompt_pieces(request.prompt, request.options, request.model, tokenizer)
         text = "".join([piece.text for piece in pieces])
         keys = _history_keys(request)
         ending = self._continued(keys, text)
@@ -155,6 +158,18 @@ class Turns:
             session, request_id, completions, text, keys[-1], self._reads, read, make_parser
         )
 
+    async def count_tokens(
+        self, model: str, prompt: Sequence[Message] | str, options: Mapping[str, Any]
+    ) -> int:
+        """Tokens of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of the
+        model take text."""
+        tokenizer = self._find_tokenizer(model)
+        if tokenizer is None:
+            raise UnsupportedField(f"nobody here knows the tokens of `{model}`", param="model")
+        pieces = prompt_pieces(prompt, options, model, tokenizer)
+        segments = [Segment(piece.kind, piece.text) for piece in pieces]
+        return sum(map(len, await encode_prompt(segments, False, tokenizer)))
+
     def remember(self, turn: Turn, choice: int, message: Message) -> None:
         """The program will send `message` for this answer if it goes on."""
         completion = turn.completions[choice]
@@ -162,31 +177,6 @@ class Turns:
             text = turn.text + completion.output.text
             ending = _Ending(turn.session.id, completion, len(text), _digest(text))
             self._endings.put(_extend(turn.history, message), ending)
-
-    def _pieces(self, request: TurnRequest) -> list[TextPiece]:
-        tokenizer = self._find_tokenizer(request.model)
-        if isinstance(request.prompt, str):
-            return [TextPiece(request.prompt)]
-        if tokenizer is None:
-            return render_transcript(PLAIN_CHAT, request.prompt)
-        if tokenizer.chat is None:
-            raise UnsupportedField(f"model `{request.model}` has no chat template", param="model")
-        special = tokenizer.encoder.special_texts
-        return render_transcript(
-            tokenizer.chat, request.prompt, special_texts=special, **request.options
-        )
-
-    def _parser(self, request: TurnRequest) -> Callable[[], AnswerParser]:
-        """Raises `UnsupportedField` if it is not known how the model calls tools."""
-        if not request.options.get("tools"):
-            return PlainParser
-        tokenizer = self._find_tokenizer(request.model)
-        chat = None if tokenizer is None else tokenizer.chat
-        parser = None if chat is None else tool_parser(chat.source)
-        if parser is None:
-            message = f"it is not known how model `{request.model}` calls tools"
-            raise UnsupportedField(message, param="tools")
-        return parser
 
     def _continued(self, keys: Sequence[bytes], text: str) -> _Ending | None:
         """Where the longest known beginning of the prompt ended, if that can be continued."""

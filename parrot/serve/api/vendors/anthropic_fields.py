@@ -1,0 +1,196 @@
+"""Anthropic's messages: their fields, and the messages that chat templates are shown for them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.public import MAX_TEXT
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.server import parse_payload
+from parrot.serve.api.vendors.openai_common import Ignored, Json, Metadata, Wire
+
+_MAX_MESSAGES = 16_384
+_MAX_TOOLS = 512
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+
+
+class _Block(Wire):
+    cache_control: Ignored = None
+    citations: Ignored = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: _Text
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str = Field(max_length=256)
+    input: dict[str, Any]
+    caller: Ignored = None
+
+
+class ThinkingBlock(_Block):
+    """Thoughts of earlier turns, which are not shown again."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: Ignored = None
+    signature: Ignored = None
+    data: Ignored = None
+
+
+class OtherBlock(BaseModel):
+    """An image, a document and the like; there is no model for them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=64)
+
+
+Text = _Text | list[Annotated[TextBlock | OtherBlock, Field(union_mode="left_to_right")]]
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text | None = None
+    is_error: bool | None = None
+
+
+_AnyBlock = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | OtherBlock,
+    Field(union_mode="left_to_right"),
+]
+
+
+class Message(Wire):
+    role: Literal["user", "assistant", "system"]
+    content: _Text | list[_AnyBlock]
+
+
+class Tool(Wire):
+    name: str = Field(max_length=256)
+    description: _Text | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    strict: bool | None = None
+
+
+class ToolChoice(Wire):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(BaseModel):
+    """Accepted, since a model thinks or does not, whatever it is asked."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class CountRequest(Wire):
+    model: str = Field(min_length=1, max_length=256)
+    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    system: Text | None = None
+    tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: Ignored = None
+    context_management: Ignored = None
+    cache_control: Ignored = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def sampling(self) -> SamplingConfig:
+        given = {
+            "max_gen_length": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop_str": self.stop_sequences or None,
+        }
+        return parse_payload(SamplingConfig, {k: v for k, v in given.items() if v is not None})
+
+    @property
+    def may_call_many(self) -> bool:
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+
+def template_messages(request: CountRequest) -> list[Json]:
+    """The messages as chat templates take them."""
+    messages: list[Json] = []
+    if request.system is not None:
+        messages.append({"role": "system", "content": _text(request.system)})
+    for i, message in enumerate(request.messages):
+        messages += _messages(message, f"messages.{i}.content")
+    return messages
+
+
+def template_options(request: CountRequest) -> Json:
+    """The variables of the chat template beside the messages."""
+    choice = None if request.tool_choice is None else request.tool_choice.type
+    if not request.tools or choice == "none":
+        return {}
+    if choice in ("any", "tool"):
+        raise UnsupportedField("a tool's call cannot be enforced", param="tool_choice")
+    return {"tools": [_tool(i, tool) for i, tool in enumerate(request.tools)]}
+
+
+def _messages(message: Message, param: str) -> Iterator[Json]:
+    """A user's message may begin with results of tools, which are messages of their own."""
+    blocks: Sequence[Any]
+    if isinstance(message.content, str):
+        blocks = [TextBlock(type="text", text=message.content)]
+    else:
+        blocks = message.content
+    texts: list[str] = []
+    calls: list[Json] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolUseBlock) and message.role == "assistant":
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ToolResultBlock) and message.role == "user":
+            content = "" if block.content is None else _text(block.content)
+            yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+        elif not isinstance(block, ThinkingBlock):
+            raise UnsupportedField(
+                f"blocks of type `{block.type}` are not supported for `{message.role}`", param=param
+            )
+    if texts or calls or not blocks:
+        fields: Json = {"role": message.role, "content": "".join(texts)}
+        yield fields | ({"tool_calls": calls} if calls else {})
+
+
+def _text(content: Text) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if isinstance(block, OtherBlock):
+            raise UnsupportedField(f"blocks of type `{block.type}` are not supported", param="type")
+    return "\n".join([block.text for block in content if isinstance(block, TextBlock)])
+
+
+def _tool(index: int, tool: Tool) -> Json:
+    if tool.strict:
+        raise UnsupportedField("an input cannot be enforced", param=f"tools.{index}.strict")
+    function: Json = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}

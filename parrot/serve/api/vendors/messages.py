@@ -1,0 +1,175 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, in Anthropic's format."""
+
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
+from contextlib import aclosing
+
+import orjson
+
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.public import TokenUsage, VarGetResponse
+from parrot.protocol.server import Event
+from parrot.serve.api.vendors.anthropic_errors import anthropic_error
+from parrot.serve.api.vendors.anthropic_fields import (
+    CountRequest,
+    MessagesRequest,
+    template_messages,
+    template_options,
+)
+from parrot.serve.api.vendors.choices import read_all, stream_all
+from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.openai_common import Json
+from parrot.serve.prompts.answers import (
+    Answer,
+    AnswerParser,
+    FirstCallParser,
+    ToolCall,
+    read_answer,
+)
+from parrot.serve.prompts.answers import Event as AnswerEvent
+from parrot.serve.turns import Turn, TurnRequest, Turns
+from parrot.utils.ids import new_token
+
+
+class Messages:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def create(
+        self, request: MessagesRequest, caller: Caller
+    ) -> Awaitable[bytes] | AsyncGenerator[Event]:
+        user = None if request.metadata is None else request.metadata.user_id
+        turn = self._turns.submit(
+            TurnRequest(
+                tenant=caller.tenant,
+                model=request.model,
+                prompt=template_messages(request),
+                samplings=[request.sampling()],
+                options=template_options(request),
+                program=caller.program or user,
+            )
+        )
+        parser = turn.make_parser()
+        if not request.may_call_many:
+            parser = FirstCallParser(parser)
+        frame: Json = {
+            "id": f"msg_{new_token()}",
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+        }
+        if request.stream:
+            return self._events(turn, parser, frame, caller.request_id)
+        return self._whole(turn, parser, frame)
+
+    async def count(self, request: CountRequest, caller: Caller) -> bytes:
+        """The tokens of the prompt that the request would have."""
+        count = await self._turns.count_tokens(
+            request.model, template_messages(request), template_options(request)
+        )
+        return orjson.dumps({"input_tokens": count})
+
+    async def _whole(self, turn: Turn, parser: AnswerParser, frame: Json) -> bytes:
+        (value,) = await read_all([turn])
+        answer = read_answer(parser, value.content)
+        self._turns.remember(turn, 0, answer.message())
+        content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
+        content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
+        ended = {"stop_reason": _stop_reason(answer, value), "stop_sequence": None}
+        return orjson.dumps(frame | {"content": content} | ended | {"usage": _usage(value.usage)})
+
+    async def _events(
+        self, turn: Turn, parser: AnswerParser, frame: Json, request_id: str
+    ) -> AsyncGenerator[Event]:
+        stream = _Stream(parser)
+        has_begun = False
+        try:
+            async with aclosing(stream_all([turn])) as deltas:
+                async for _, delta in deltas:
+                    if not has_begun:
+                        has_begun = True
+                        begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+                        message = frame | begun | {"usage": _usage(None)}
+                        yield _event("message_start", message=message)
+                    for event in stream.add(delta):
+                        yield event
+            self._turns.remember(turn, 0, stream.answer.message())
+        except ParrotError as error:
+            if not has_begun:
+                raise
+            yield "error", anthropic_error(error, request_id)[1]
+            return
+        yield _event("message_stop")
+
+
+class _Stream:
+    """The events of an answer's content blocks, of which each is a text or a call."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.answer = Answer()
+        self._parser = parser
+        self._num_blocks = 0
+        self._is_text_open = False
+
+    def add(self, delta: str | VarGetResponse) -> Iterator[Event]:
+        if isinstance(delta, str):
+            yield from self._blocks(self._parser.feed(delta))
+            return
+        yield from self._blocks(self._parser.finish())
+        yield from self._close_text()
+        ended = {"stop_reason": _stop_reason(self.answer, delta), "stop_sequence": None}
+        yield _event("message_delta", delta=ended, usage=_usage(delta.usage))
+
+    def _blocks(self, events: Iterable[AnswerEvent]) -> Iterator[Event]:
+        for event in events:
+            self.answer.add(event)
+            if isinstance(event, ToolCall):
+                yield from self._close_text()
+                yield from self._block(_tool_use(event, {}))
+                partial = {"type": "input_json_delta", "partial_json": event.arguments}
+                yield _event("content_block_delta", index=self._num_blocks, delta=partial)
+                yield from self._close()
+            elif event.text:
+                if not self._is_text_open:
+                    self._is_text_open = True
+                    yield from self._block({"type": "text", "text": ""})
+                delta = {"type": "text_delta", "text": event.text}
+                yield _event("content_block_delta", index=self._num_blocks, delta=delta)
+
+    def _block(self, block: Json) -> Iterator[Event]:
+        yield _event("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _close_text(self) -> Iterator[Event]:
+        if self._is_text_open:
+            self._is_text_open = False
+            yield from self._close()
+
+    def _close(self) -> Iterator[Event]:
+        yield _event("content_block_stop", index=self._num_blocks)
+        self._num_blocks += 1
+
+
+def _event(kind: str, **fields: object) -> Event:
+    return kind, {"type": kind} | fields
+
+
+def _tool_use(call: ToolCall, arguments: object) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _stop_reason(answer: Answer, value: VarGetResponse) -> str:
+    if answer.calls:
+        return "tool_use"
+    return "max_tokens" if value.finish_reason == "length" else "end_turn"
+
+
+def _usage(usage: TokenUsage | None) -> Json:
+    """Anthropic counts tokens that were cached apart from the others."""
+    prompt, cached, output = 0, 0, 0
+    if usage is not None:
+        prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": output,
+    }
