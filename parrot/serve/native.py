@@ -135,7 +135,7 @@ class NativeRunner:
         self._slots = asyncio.Semaphore(config.native_workers)
         self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
-        self._waiting: dict[int, NativeCall] = {}  # those of them without a worker
+        self._waiting: set[int] = set()  # those of them without a worker
         self._tasks = TaskSet()
         self.waiting_by_tenant = QueuedByTenant()
 
@@ -145,7 +145,7 @@ class NativeRunner:
 
     def start(self, call: NativeCall) -> None:
         """Run it and settle its outputs."""
-        self._waiting[call.id] = call
+        self._waiting.add(call.id)
         self.waiting_by_tenant.enter(call.options.tenant)
         running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
         self._running[call.id] = running
@@ -168,7 +168,8 @@ class NativeRunner:
         await self._sandbox.close()
 
     def _end_wait(self, call: NativeCall) -> None:
-        if self._waiting.pop(call.id, None) is not None:
+        if call.id in self._waiting:
+            self._waiting.remove(call.id)
             self.waiting_by_tenant.leave(call.options.tenant)
 
     def _forget(self, call_id: int, done: asyncio.Task[None]) -> None:

@@ -7,6 +7,8 @@ import asyncio
 import logging
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product, starmap
 from typing import Any, NamedTuple
 
 import orjson
@@ -39,19 +41,14 @@ class PieceEncoder:
     def __init__(self, tokenizer_json: str, cache_ids: int = CACHE_IDS) -> None:
         definition = orjson.loads(tokenizer_json)
         inner = _without_leading_space(definition)
-        special, plain = _load(tokenizer_json), _load(tokenizer_json, plain=True)
+        inner_json = tokenizer_json if inner == definition else orjson.dumps(inner).decode()
+        load = cache(_load)  # most tokenizers read the first piece as any other
         self._tokenizers = {
-            Style(special=True, first=True): special,
-            Style(special=False, first=True): plain,
-            Style(special=True, first=False): special,
-            Style(special=False, first=False): plain,
+            style: load(tokenizer_json if style.first else inner_json, plain=not style.special)
+            for style in starmap(Style, product((True, False), repeat=2))
         }
-        if inner != definition:
-            inner_json = orjson.dumps(inner).decode()
-            self._tokenizers[Style(special=True, first=False)] = _load(inner_json)
-            self._tokenizers[Style(special=False, first=False)] = _load(inner_json, plain=True)
-        self._decoder = special
-        added = special.get_added_tokens_decoder()
+        self._decoder = self._tokenizers[Style(special=True, first=True)]
+        added = self._decoder.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.special_texts = frozenset(str(token.content) for token in added.values())
         self._cache: LruDict[tuple[Style, str], Ids] = LruDict(cache_ids, weigh=len)
@@ -174,7 +171,7 @@ def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ChatTem
         return None
 
 
-def _load(definition: str, *, plain: bool = False) -> Tokenizer:
+def _load(definition: str, *, plain: bool) -> Tokenizer:
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
