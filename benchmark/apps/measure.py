@@ -134,7 +134,6 @@ class Runs:
                 bystanders=bystanders,
                 time_limit_s=args.time_limit,
                 prepared=args.open_sessions,
-                report=lambda line: print(f"           {line}", flush=True),
             )
             return await runner.run(plan)
 

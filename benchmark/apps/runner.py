@@ -2,9 +2,8 @@
 
 import asyncio
 import random
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,9 +13,6 @@ from benchmark.apps.program import Account, Backend, Call, Output
 from benchmark.apps.text import Text, TextSource
 
 BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50
-_PROGRESS_S = 5.0
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +75,14 @@ class PlanRunner:
         bystanders: Bystanders | None = None,
         time_limit_s: float | None = None,
         prepared: bool = False,
-        report: Report = lambda line: None,
     ) -> None:
         self._backend = backend
         self._text = text
         self._bystanders = bystanders
         self._time_limit_s = time_limit_s
         self._prepared = prepared
-        self._report = report
         self._now = asyncio.get_running_loop().time
         self._run = Run()
-        self._num_started = 0
 
     async def run(self, plan: Plan) -> Run:
         """Jobs that are unfinished at the time limit count as errors."""
@@ -101,9 +94,8 @@ class PlanRunner:
             await asyncio.sleep(self._bystanders.alone_s)
         began = self._now()
         try:
-            with reported(self._progress, self._report):
-                async with asyncio.timeout(self._time_limit_s):
-                    await self._run_jobs(plan, began)
+            async with asyncio.timeout(self._time_limit_s):
+                await self._run_jobs(plan, began)
         except TimeoutError:
             self._run.timed_out = True
         finally:
@@ -133,24 +125,15 @@ class PlanRunner:
                 await program.prepare()
             if (delay := began + job.start_s - self._now()) > 0:
                 await asyncio.sleep(delay)
-            self._num_started += 1
             program.begin_now()
             await job.run(program)
             seconds, error = self._now() - program.began, None
         except Exception as failure:  # noqa: BLE001 - a job's failure is a result
             error = f"{type(failure).__name__}: {failure}"
-            self._report(f"{job.kind} failed: {error}")
         finally:
             result = JobResult(job.kind, job.start_s, seconds, program.account, error)
             self._run.jobs.append(result)
             await asyncio.shield(program.end())
-
-    def _progress(self) -> str:
-        done = len(self._run.jobs)
-        return (
-            f"{done} of {self._run.num_planned} jobs done, {self._num_started - done} running, "
-            f"{len(self._run.errors)} failed"
-        )
 
     async def _stream_of_chats(self, others: Bystanders, began: float) -> None:
         """Until cancelled. A chat is alone if it began and ended before the jobs."""
@@ -171,29 +154,10 @@ class PlanRunner:
             is_alone = self._now() < jobs_begin
             if is_alone or began >= jobs_begin:
                 self._run.chats.append(Chat(is_alone, times.first - began, tpot_s))
-        except Exception as failure:  # noqa: BLE001 - a chat's failure is a result
+        except Exception:  # noqa: BLE001 - a chat's failure is a result
             self._run.num_failed_chats += 1
-            self._report(f"a bystander failed: {type(failure).__name__}: {failure}")
         finally:
             await asyncio.shield(program.end())
-
-
-@contextmanager
-def reported(progress: Callable[[], str], report: Report) -> Iterator[None]:
-    """Every few seconds, by a thread of its own: the event loop's time may be virtual."""
-    ended = threading.Event()
-
-    def show() -> None:
-        while not ended.wait(_PROGRESS_S):
-            report(progress())
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def unique_prompt_tokens(calls: Iterable[Call]) -> int:

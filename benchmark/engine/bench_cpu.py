@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,48 +92,37 @@ def twin_of(model: str, dtype: torch.dtype) -> Any:
     return twin.to(dtype).eval()
 
 
-def arms_of(
-    model: str, dtypes: list[str], args: argparse.Namespace
-) -> dict[str, Callable[[], float]]:
-    arms: dict[str, Callable[[], float]] = {}
-    for name in dtypes:
-        instance = {"num_kv_cache_blocks": 4096, "num_threads": args.threads}
-        config = BuiltinConfig.model_validate({"model": model, "dtype": name, "instance": instance})
-        runner = load_runner(config)[0]
-        for batch in (1, 8, 16):
-            load = Load(batch, args.prompt, args.decode)
-            arms[f"parrot_{name}_b{batch}"] = lambda r=runner, x=load: parrot_rate(r, x)
-        shared = Load(8, args.prompt, args.decode)
-        arms[f"parrot_{name}_b8_shared_{SHARED_PREFIX}"] = lambda r=runner, x=shared: parrot_rate(
-            r, x, SHARED_PREFIX
-        )
-        if not args.without_transformers:
-            twin = twin_of(model, DTYPES[name])
-            for batch in (1, 8):
-                load = Load(batch, args.prompt, args.decode)
-                arms[f"transformers_{name}_b{batch}"] = lambda t=twin, x=load: transformers_rate(
-                    t, x
-                )
+def arms_of(args: argparse.Namespace, dtype: str) -> dict[str, Callable[[], float]]:
+    """What is timed, tokens per second, by name."""
+    instance = {"num_kv_cache_blocks": 4096, "num_threads": args.threads}
+    runner = load_runner(
+        BuiltinConfig.model_validate({"model": args.model, "dtype": dtype, "instance": instance})
+    )[0]
+    loads = {batch: Load(batch, args.prompt, args.decode) for batch in (1, 8, 16)}
+    arms: dict[str, Callable[[], float]] = {
+        f"parrot_{dtype}_b{batch}": partial(parrot_rate, runner, load)
+        for batch, load in loads.items()
+    }
+    shared = partial(parrot_rate, runner, loads[8], SHARED_PREFIX)
+    arms[f"parrot_{dtype}_b8_shared_{SHARED_PREFIX}"] = shared
+    if not args.without_transformers:
+        twin = twin_of(args.model, DTYPES[dtype])
+        for batch in (1, 8):
+            arm = partial(transformers_rate, twin, loads[batch])
+            arms[f"transformers_{dtype}_b{batch}"] = arm
     return arms
 
 
 def ratios_of(rates: dict[str, list[float]], dtypes: list[str]) -> dict[str, float]:
     pairs = {}
     for name in dtypes:
-        one = f"parrot_{name}_b1"
-        pairs |= {
-            f"{name}: batch 8 / batch 1": (f"parrot_{name}_b8", one),
-            f"{name}: batch 16 / batch 1": (f"parrot_{name}_b16", one),
-            f"{name}: parrot / transformers, batch 1": (one, f"transformers_{name}_b1"),
-            f"{name}: parrot / transformers, batch 8": (
-                f"parrot_{name}_b8",
-                f"transformers_{name}_b8",
-            ),
-        }
-    pairs["parrot bfloat16 / transformers float32, batch 1"] = (
-        "parrot_bfloat16_b1",
-        "transformers_float32_b1",
-    )
+        ours, theirs = f"parrot_{name}", f"transformers_{name}"
+        pairs[f"{name}: batch 8 / batch 1"] = f"{ours}_b8", f"{ours}_b1"
+        pairs[f"{name}: batch 16 / batch 1"] = f"{ours}_b16", f"{ours}_b1"
+        pairs[f"{name}: parrot / transformers, batch 1"] = f"{ours}_b1", f"{theirs}_b1"
+        pairs[f"{name}: parrot / transformers, batch 8"] = f"{ours}_b8", f"{theirs}_b8"
+    both = "parrot bfloat16 / transformers float32, batch 1"
+    pairs[both] = "parrot_bfloat16_b1", "transformers_float32_b1"
     return {
         label: round(
             statistics.median(a / b for a, b in zip(rates[top], rates[bottom], strict=True)), 3
@@ -153,7 +143,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    arms = arms_of(args.model, args.dtypes, args)
+    arms = {name: arm for dtype in args.dtypes for name, arm in arms_of(args, dtype).items()}
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for round_number in range(args.rounds + 1):  # the first one warms up
         for name, arm in arms.items():

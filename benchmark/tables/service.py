@@ -1,6 +1,8 @@
 """Tables of whole applications and of ServeCore."""
 
+from collections.abc import Iterator
 from statistics import fmean
+from typing import Any
 
 from benchmark.results import load
 from benchmark.tables.markdown import Row, ratio, spread, table
@@ -166,40 +168,41 @@ def mixed(name: str) -> str:
     return table([*heads, *gained], rows)
 
 
+RULES = ("lru", "next_use")
+TOOLS = {"five": "five tools", "two": "two tools", "one": "nothing tells"}
+
+
 def tool_pause() -> str:
     """Chats that pause: tokens computed again by each rule, each seed for itself."""
-    runs, rows = load("kv_tool_pause.json")["runs"], []
-    for tools in dict.fromkeys(run["setup"]["tools"] for run in runs):
-        mine = [run for run in runs if run["setup"]["tools"] == tools]
-        rows.append(
-            [
-                {"five": "five tools", "two": "two tools", "one": "nothing tells"}[tools],
-                *(_thousands([run[rule]["recomputed_tokens"] for run in mine]) for rule in RULES),
-                ", ".join(f"{run['next_use_over_lru']:.2f}" for run in mine),
-                ", ".join(f"{run['next_use']['vs_belady']:.2f}" for run in mine),
-            ]
-        )
-    return table(["pauses", "LRU", "next use", "of LRU's", "of Belady's"], rows)
-
-
-RULES = ("lru", "next_use")
+    heads = ["pauses", "LRU", "next use", "of LRU's", "of Belady's"]
+    rows = [
+        [TOOLS[tools], *cells, ", ".join(f"{run['next_use']['vs_belady']:.2f}" for run in runs)]
+        for tools, cells, runs in _evictions("kv_tool_pause.json", "tools")
+    ]
+    return table(heads, rows)
 
 
 def dag() -> str:
     """Documents that are read twice: tokens computed again, and job completion times."""
-    runs, rows = load("kv_dag.json")["runs"], []
-    for factor in dict.fromkeys(run["setup"]["oversubscription"] for run in runs):
-        mine = [run for run in runs if run["setup"]["oversubscription"] == factor]
-        rows.append(
-            [
-                f"{factor:g}x",
-                *(_thousands([run[rule]["recomputed_tokens"] for run in mine]) for rule in RULES),
-                ", ".join(f"{run['next_use_over_lru']:.2f}" for run in mine),
-                *(", ".join(f"{run[rule]['jct_s']:.1f}" for run in mine) for rule in RULES),
-            ]
-        )
     heads = ["documents over memory", "LRU", "next use", "of LRU's", "JCT with LRU, s"]
+    rows = [
+        [
+            f"{factor:g}x",
+            *cells,
+            *(", ".join(f"{run[rule]['jct_s']:.1f}" for run in runs) for rule in RULES),
+        ]
+        for factor, cells, runs in _evictions("kv_dag.json", "oversubscription")
+    ]
     return table([*heads, "JCT with next use, s"], rows)
+
+
+def _evictions(name: str, key: str) -> Iterator[tuple[Any, list[str], list[Row]]]:
+    """The runs of each value of a setup's `key`, and what each rule computed again in them."""
+    runs = load(name)["runs"]
+    for value in dict.fromkeys(run["setup"][key] for run in runs):
+        mine = [run for run in runs if run["setup"][key] == value]
+        cells = [_thousands([run[rule]["recomputed_tokens"] for run in mine]) for rule in RULES]
+        yield value, [*cells, ", ".join(f"{run['next_use_over_lru']:.2f}" for run in mine)], mine
 
 
 def _thousands(counts: list[int]) -> str:
