@@ -43,7 +43,7 @@ class Placer:
         self._running = running
 
     def choose(self, task: CompletionTask, now: float) -> Place | None:
-        """An open engine with one of the task's models; None if it fits none."""
+        """Choose an open engine with one of the task's models; None if it fits none."""
         raise NotImplementedError
 
     def preview(self, task: CompletionTask, now: float) -> Place | None:

@@ -42,11 +42,11 @@ class GraphMachine(RuleBasedStateMachine):
         self.reasons: dict[str, type[ParrotError]] = {}  # by the ids of variables that failed first
         self.held: set[Task] = set()  # what nobody has given up, in a way that tells
 
-    def nodes(self) -> list[SemanticVariable]:
+    def variables(self) -> list[SemanticVariable]:
         return list(self.graph.variables.values())
 
-    def pick(self, data: st.DataObject, nodes: list[SemanticVariable]) -> SemanticVariable:
-        return nodes[data.draw(st.integers(0, len(nodes) - 1))]
+    def pick(self, data: st.DataObject, variables: list[SemanticVariable]) -> SemanticVariable:
+        return variables[data.draw(st.integers(0, len(variables) - 1))]
 
     @rule(has_text=st.booleans())
     def add_variable(self, has_text: bool) -> None:
@@ -70,14 +70,14 @@ class GraphMachine(RuleBasedStateMachine):
         on_demand: bool,
     ) -> None:
         parameters, template = [], "t"
-        nodes = self.nodes()
-        for n in range(num_inputs if nodes else 0):
+        variables = self.variables()
+        for n in range(num_inputs if variables else 0):
             if data.draw(st.booleans()):
-                parameters.append(taken(f"i{n}", self.pick(data, nodes).id))
+                parameters.append(taken(f"i{n}", self.pick(data, variables).id))
             else:
                 parameters.append(given(f"i{n}", "value"))
             template += f"{{{{i{n}}}}}"
-        free = [v for v in nodes if v.producer is None and not v.is_settled]
+        free = [v for v in variables if v.producer is None and not v.is_settled]
         for n in range(num_outputs):
             premade = self.pick(data, free) if free and data.draw(st.booleans()) else None
             if premade is not None:
@@ -97,11 +97,11 @@ class GraphMachine(RuleBasedStateMachine):
         if not on_demand:
             self.held |= set(self.graph.calls[response.request_id].tasks)
 
-    @precondition(lambda self: any(not v.is_settled for v in self.nodes()))
+    @precondition(lambda self: any(not v.is_settled for v in self.variables()))
     @rule(data=st.data(), criteria=CRITERIA, stream=st.booleans())
     def read(self, data: st.DataObject, criteria: PerformanceCriteria, stream: bool) -> None:
-        node = self.pick(data, [v for v in self.nodes() if not v.is_settled])
-        self.readers.append(add_reader(self.graph, node, criteria, wants_stream=stream))
+        variable = self.pick(data, [v for v in self.variables() if not v.is_settled])
+        self.readers.append(add_reader(self.graph, variable, criteria, wants_stream=stream))
 
     @rule()
     def wake(self) -> None:
@@ -118,29 +118,31 @@ class GraphMachine(RuleBasedStateMachine):
         self.graph.activation.remove_reader(reader)
         self.held -= connected
 
-    @precondition(lambda self: self.nodes())
+    @precondition(lambda self: self.variables())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         """Nothing of it is made in the background; what a reader asks for goes on."""
-        node = self.pick(data, self.nodes())
+        variable = self.pick(data, self.variables())
         asked = self.asked_for()
-        self.graph.activation.release(node)
+        self.graph.activation.release(variable)
         assert self.asked_for() == asked
-        if node.producer is not None and node.producer not in asked:
-            assert not node.producer.is_wanted
-            self.held -= self.connected(node)
+        if variable.producer is not None and variable.producer not in asked:
+            assert not variable.producer.is_wanted
+            self.held -= self.connected(variable)
 
-    def connected(self, node: SemanticVariable) -> set[Task]:
+    def connected(self, variable: SemanticVariable) -> set[Task]:
         """What may stop with the variable: all that needs it, and all that any of those needs."""
         below = reachable(
-            [*node.consumers, *([node.producer] if node.producer else [])],
+            [*variable.consumers, *([variable.producer] if variable.producer else [])],
             lambda task: [consumer for v in task.outputs for consumer in v.consumers],
         )
         return reachable(below, lambda task: [v.producer for v in task.inputs if v.producer])
 
     def asked_for(self) -> set[Task]:
         """The unfinished tasks that a reader waits for, by a walk from the readers."""
-        stack = [v.producer for v in self.nodes() if v.readers and v.producer and not v.is_settled]
+        stack = [
+            v.producer for v in self.variables() if v.readers and v.producer and not v.is_settled
+        ]
         found: set[Task] = set()
         while stack:
             task = stack.pop()
@@ -162,21 +164,21 @@ class GraphMachine(RuleBasedStateMachine):
         else:
             self.runner.finish(task)
 
-    @precondition(lambda self: any(not v.is_settled and not v.producer for v in self.nodes()))
+    @precondition(lambda self: any(not v.is_settled and not v.producer for v in self.variables()))
     @rule(data=st.data())
     def set_variable(self, data: st.DataObject) -> None:
-        free = [v for v in self.nodes() if not v.is_settled and not v.producer]
+        free = [v for v in self.variables() if not v.is_settled and not v.producer]
         self.graph.set_variable(self.pick(data, free).id, "text")
 
-    @precondition(lambda self: self.nodes())
+    @precondition(lambda self: self.variables())
     @rule(data=st.data())
     def cancel_variable(self, data: st.DataObject) -> None:
-        node = self.pick(data, self.nodes())
-        self.give_up(node.id)
-        made_with = node.producer.outputs if node.producer else [node]
+        variable = self.pick(data, self.variables())
+        self.give_up(variable.id)
+        made_with = variable.producer.outputs if variable.producer else [variable]
         self.blame((other for other in made_with), Cancelled)
-        self.graph.cancel_variable(node.id)
-        assert node.is_settled
+        self.graph.cancel_variable(variable.id)
+        assert variable.is_settled
 
     @precondition(lambda self: self.graph.calls)
     @rule(data=st.data())
@@ -205,58 +207,58 @@ class GraphMachine(RuleBasedStateMachine):
     def only_wanted_work_is_started(self) -> None:
         assert len(self.runner.started) == self.graph.activation.num_started
         for call in self.graph.calls.values():
-            for node in call.tasks:
-                assert (node in self.runner.started) == node.is_started
-                if node.is_started:
-                    assert node.demand > 0
-                    assert all(v.state is VariableState.READY for v in node.inputs)
+            for task in call.tasks:
+                assert (task in self.runner.started) == task.is_started
+                if task.is_started:
+                    assert task.demand > 0
+                    assert all(v.state is VariableState.READY for v in task.inputs)
 
     @invariant()
     def what_is_asked_for_is_wanted_and_all_else_is_background_work(self) -> None:
         asked = self.asked_for()
         for call in self.graph.calls.values():
-            for node in call.tasks:
-                if node.is_finished:
+            for task in call.tasks:
+                if task.is_finished:
                     continue
-                assert node in asked or not node.asked
-                assert node.is_wanted or node not in asked
-                if (objective := node.objective) is not None:
-                    assert objective.is_background == (node not in asked)
+                assert task in asked or not task.asked
+                assert task.is_wanted or task not in asked
+                if (objective := task.objective) is not None:
+                    assert objective.is_background == (task not in asked)
                 if not self.is_awake:
-                    assert node.is_wanted == (node in asked)
-                elif node in self.held and node in self.woken:
-                    assert node.is_wanted
+                    assert task.is_wanted == (task in asked)
+                elif task in self.held and task in self.woken:
+                    assert task.is_wanted
 
     @invariant()
     def whatever_waits_is_expected(self) -> None:
         waiting = {
-            node.id
+            task.id
             for call in self.graph.calls.values()
-            for node in call.tasks
-            if node.state is CompletionState.WAITING and isinstance(node, Completion)
+            for task in call.tasks
+            if task.state is CompletionState.WAITING and isinstance(task, Completion)
         }
         assert {completion.id for completion in self.runner.expected} == waiting
 
     @invariant()
     def every_variable_fails_for_a_reason_of_its_own_history(self) -> None:
         """Its own or its call's end, or that of something it needs; of that reason's type."""
-        for node in self.nodes():
-            if node.error is None:
-                assert node.state is VariableState.EMPTY or node.id not in self.reasons
+        for variable in self.variables():
+            if variable.error is None:
+                assert variable.state is VariableState.EMPTY or variable.id not in self.reasons
                 continue
             above = reachable(
-                [node.producer] if node.producer else [],
+                [variable.producer] if variable.producer else [],
                 lambda task: [v.producer for v in task.inputs if v.producer],
             )
-            history = [node, *(v for task in above for v in task.inputs)]
+            history = [variable, *(v for task in above for v in task.inputs)]
             reasons = {self.reasons.get(other.id) for other in history}
-            assert type(node.error) in reasons, (node.error, reasons)
+            assert type(variable.error) in reasons, (variable.error, reasons)
 
     @invariant()
     def failure_reaches_every_dependent(self) -> None:
-        for node in self.nodes():
-            if node.state is VariableState.FAILED:
-                for consumer in node.consumers:
+        for variable in self.variables():
+            if variable.state is VariableState.FAILED:
+                for consumer in variable.consumers:
                     assert all(output.is_settled for output in consumer.outputs)
 
     def teardown(self) -> None:
@@ -265,21 +267,21 @@ class GraphMachine(RuleBasedStateMachine):
             self.runner.finish(self.runner.started[0])
         self.graph.check_integrity()
         for reader in self.readers:
-            node = reader.variable
-            if not node.is_settled:  # only for want of a producer somewhere above
-                assert self.lacks_producer(node)
+            variable = reader.variable
+            if not variable.is_settled:  # only for want of a producer somewhere above
+                assert self.lacks_producer(variable)
         self.graph.close(SessionGone("the session ends"))
         self.graph.check_integrity()
-        assert all(node.is_settled for node in self.nodes())
+        assert all(variable.is_settled for variable in self.variables())
         assert not self.runner.started
 
-    def lacks_producer(self, node: SemanticVariable) -> bool:
-        if node.is_settled:
+    def lacks_producer(self, variable: SemanticVariable) -> bool:
+        if variable.is_settled:
             return False
-        if node.producer is None:
+        if variable.producer is None:
             return True
-        assert node.producer.state is CompletionState.WAITING
-        return any(self.lacks_producer(above) for above in node.producer.inputs)
+        assert variable.producer.state is CompletionState.WAITING
+        return any(self.lacks_producer(above) for above in variable.producer.inputs)
 
 
 def reachable(starts: Iterable[Task], step: Callable[[Task], Iterable[Task]]) -> set[Task]:
