@@ -9,53 +9,29 @@ begins with exactly the text of an earlier one, its answer included, continues i
 same graph, on the same KV. Any other turn begins a program, or belongs to one that it names."""
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import orjson
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import SessionGone, UnsupportedField
-from parrot.protocol.public import ReadOptions, VarGetResponse
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.errors import SessionGone
+from parrot.protocol.public import ReadOptions
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, TextPiece
 from parrot.serve.program_sessions import ProgramSessions
-from parrot.serve.prompts.answers import AnswerParser
-from parrot.serve.prompts.conversation import answer_parser, prompt_pieces
-from parrot.serve.prompts.encode import encode_prompt
-from parrot.serve.prompts.segments import Segment
+from parrot.serve.prompts.conversation import answer_parser, count_tokens, prompt_pieces
 from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.prompts.transcript import Message
 from parrot.serve.quotas import num_bytes
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
-from parrot.serve.views import value_view
+from parrot.serve.turn import Turn, TurnRequest
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 from parrot.utils.timers import TimerQueue
 
 _MAX_ENDINGS = 65_536  # turns that can be continued
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """A prompt and how to go on from it.
-
-    `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
-    may have special tokens in it. There is an answer for each of `samplings`. `program` names the
-    program that asks."""
-
-    tenant: str
-    model: str
-    prompt: Sequence[Message] | str
-    samplings: Sequence[SamplingConfig]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    program: str | None = None
-    func_name: str = "chat"
-    criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
 
 
 class _Ending(NamedTuple):
@@ -65,40 +41,6 @@ class _Ending(NamedTuple):
     completion: Completion
     length: int
     digest: bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
-    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages.
-    `make_parser` makes a parser for each answer."""
-
-    session: Session
-    request_id: int
-    completions: Sequence[Completion]
-    text: str
-    history: bytes
-    reads: Reads
-    options: ReadOptions
-    make_parser: Callable[[], AnswerParser]
-
-    async def read(self, choice: int) -> VarGetResponse:
-        """Raises the answer's error."""
-        output = self.completions[choice].output
-        await self.reads.value(self.session, output, self.options)
-        return value_view(output)
-
-    def stream(self, choice: int) -> AsyncGenerator[str]:
-        """The answer's text in deltas. Raises as `read` does."""
-        return self.reads.stream(self.session, self.completions[choice].output, self.options)
-
-    def ended(self, choice: int) -> VarGetResponse:
-        """An answer that was streamed to its end."""
-        return value_view(self.completions[choice].output)
-
-    def cancel(self) -> None:
-        """Stop whatever is not done."""
-        self.session.graph.cancel_call(self.request_id)
 
 
 class Turns:
@@ -164,11 +106,7 @@ class Turns:
         """Tokens of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of the
         model take text."""
         tokenizer = self._find_tokenizer(model)
-        if tokenizer is None:
-            raise UnsupportedField(f"nobody here knows the tokens of `{model}`", param="model")
-        pieces = prompt_pieces(prompt, options, model, tokenizer)
-        segments = [Segment(piece.kind, piece.text) for piece in pieces]
-        return sum(map(len, await encode_prompt(segments, False, tokenizer)))
+        return await count_tokens(prompt, options, model, tokenizer)
 
     def remember(self, turn: Turn, choice: int, message: Message) -> None:
         """The program will send `message` for this answer if it goes on."""

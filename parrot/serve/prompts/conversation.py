@@ -7,6 +7,8 @@ from parrot.protocol.errors import UnsupportedField
 from parrot.serve.graph.nodes import TextPiece
 from parrot.serve.prompts.answers import AnswerParser, PlainParser, tool_parser
 from parrot.serve.prompts.chat import PLAIN_CHAT
+from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.prompts.transcript import Message, render_transcript
 
@@ -27,6 +29,21 @@ def prompt_pieces(
         raise UnsupportedField(f"model `{model}` has no chat template", param="model")
     special = tokenizer.encoder.special_texts
     return render_transcript(tokenizer.chat, prompt, special_texts=special, **options)
+
+
+async def count_tokens(
+    prompt: Sequence[Message] | str,
+    options: Mapping[str, Any],
+    model: str,
+    tokenizer: ModelTokenizer | None,
+) -> int:
+    """Tokens of the prompt. Raises as `prompt_pieces` does, and `UnsupportedField` if the engines
+    of the model take text."""
+    if tokenizer is None:
+        raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
+    pieces = prompt_pieces(prompt, options, model, tokenizer)
+    segments = [Segment(piece.kind, piece.text) for piece in pieces]
+    return sum(map(len, await encode_prompt(segments, False, tokenizer)))
 
 
 def answer_parser(

@@ -26,7 +26,8 @@ from parrot.serve.prompts.answers import (
     read_answer,
 )
 from parrot.serve.prompts.answers import Event as AnswerEvent
-from parrot.serve.turns import Turn, TurnRequest, Turns
+from parrot.serve.turn import Turn, TurnRequest
+from parrot.serve.turns import Turns
 from parrot.utils.ids import new_token
 
 

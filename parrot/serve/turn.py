@@ -1,0 +1,67 @@
+"""A turn: a prompt that comes whole, and the answers that are made of it."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.public import ReadOptions, VarGetResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.graph.nodes import Completion
+from parrot.serve.prompts.answers import AnswerParser
+from parrot.serve.prompts.transcript import Message
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import Session
+from parrot.serve.views import value_view
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A prompt and how to go on from it.
+
+    `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
+    may have special tokens in it. There is an answer for each of `samplings`. `program` names the
+    program that asks."""
+
+    tenant: str
+    model: str
+    prompt: Sequence[Message] | str
+    samplings: Sequence[SamplingConfig]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    program: str | None = None
+    func_name: str = "chat"
+    criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
+    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages.
+    `make_parser` makes a parser for each answer."""
+
+    session: Session
+    request_id: int
+    completions: Sequence[Completion]
+    text: str
+    history: bytes
+    reads: Reads
+    options: ReadOptions
+    make_parser: Callable[[], AnswerParser]
+
+    async def read(self, choice: int) -> VarGetResponse:
+        """Raises the answer's error."""
+        output = self.completions[choice].output
+        await self.reads.value(self.session, output, self.options)
+        return value_view(output)
+
+    def stream(self, choice: int) -> AsyncGenerator[str]:
+        """The answer's text in deltas. Raises as `read` does."""
+        return self.reads.stream(self.session, self.completions[choice].output, self.options)
+
+    def ended(self, choice: int) -> VarGetResponse:
+        """An answer that was streamed to its end."""
+        return value_view(self.completions[choice].output)
+
+    def cancel(self) -> None:
+        """Stop whatever is not done."""
+        self.session.graph.cancel_call(self.request_id)
