@@ -3,7 +3,8 @@
 A benchmark is a module with two functions, and a last line that calls `run(__name__)`:
 
     arguments(parser)       adds its options; `--output` and `--commit` are there already
-    measure(args, report)   fills the report, which is written even if it raises
+    measure(args, report)   fills the report, which is written even if it raises; rows that are
+                            `add`ed are shown and written as they come
 
 Files from before reports had a provenance are listed in `results/history.json`, with what is known
 of them: the commit that last changed the file, the command that measures the same today, and why

@@ -13,6 +13,7 @@ import argparse
 import random
 import time
 from collections import Counter
+from typing import Any
 
 from benchmark.results import Report, run
 from parrot.protocol.criteria import PerformanceCriteria
@@ -67,7 +68,7 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
         index.publish(context, Boundary(task.keys[0], task.lengths[0], 0))
 
 
-def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, object]:
+def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, Any]:
     rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
     scheduler = Scheduler(GlobalSchedulerConfig(), MonotonicClock(), index)
     for engine_id in range(num_engines):
@@ -128,8 +129,10 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("global_scheduler", GlobalSchedulerConfig().model_dump(mode="json"))
     if args.curves:
         tasks, engines = (100, 300, 1000, 3000, 10_000), (2, 8, 32, 128, 512)
-        report["by_tasks"] = [time_placements(count, 512, args.slots) for count in tasks]
-        report["by_engines"] = [time_placements(10_000, count, args.slots) for count in engines]
+        for count in tasks:
+            report.add("by_tasks", time_placements(count, 512, args.slots))
+        for count in engines:
+            report.add("by_engines", time_placements(10_000, count, args.slots))
     else:
         report |= time_placements(args.tasks, args.engines, args.slots)
 

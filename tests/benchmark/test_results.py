@@ -68,7 +68,7 @@ def benchmark_module(measure) -> ModuleType:
 def test_a_benchmark_that_fails_keeps_what_it_measured(tmp_path):
     def measure(args, report):
         report.uses("size", args.size)
-        report["rows"] = [1]
+        report.add("rows", {"step": 1})
         raise RuntimeError("the device is gone")
 
     name, path = benchmark_module(measure).__name__, tmp_path / "new" / "result.json"
@@ -76,7 +76,7 @@ def test_a_benchmark_that_fails_keeps_what_it_measured(tmp_path):
     with pytest.raises(RuntimeError, match="gone"):
         run(name, arguments)
     content = json.loads(path.read_text())
-    assert content["rows"] == [1]
+    assert content["rows"] == [{"step": 1}]
     assert content["provenance"]["commit"] == "abc"
     assert content["provenance"]["command"].startswith("python -m benchmark.bench_made_up --size 3")
 
