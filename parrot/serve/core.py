@@ -17,6 +17,7 @@ from parrot.protocol.public import (
     SessionInfo,
 )
 from parrot.serve.config import CoreConfig
+from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.metrics import CoreMetrics
 from parrot.serve.native import Sandbox
@@ -24,7 +25,6 @@ from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
-from parrot.serve.turns import Turns
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue

@@ -14,6 +14,8 @@ from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_chat import ChatRequest, template_messages, template_options
 from parrot.serve.api.vendors.openai_common import Json, program_of, usage_of
 from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
     Answer,
     AnswerParser,
@@ -22,8 +24,6 @@ from parrot.serve.prompts.answers import (
     read_answer,
 )
 from parrot.serve.prompts.answers import Event as AnswerEvent
-from parrot.serve.turn import Turn, TurnRequest
-from parrot.serve.turns import Turns
 from parrot.utils.ids import new_token
 
 

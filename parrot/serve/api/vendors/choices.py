@@ -7,7 +7,7 @@ from typing import Any
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
-from parrot.serve.turn import Turn
+from parrot.serve.conversations.turn import Turn
 
 _Delta = str | VarGetResponse
 _MAX_AHEAD = 64  # deltas that wait for the client

@@ -20,8 +20,8 @@ from parrot.serve.api.vendors.openai_common import (
     usage_of,
 )
 from parrot.serve.api.vendors.openai_errors import openai_error
-from parrot.serve.turn import Turn, TurnRequest
-from parrot.serve.turns import Turns
+from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.conversations.turns import Turns
 from parrot.utils.ids import new_token
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's

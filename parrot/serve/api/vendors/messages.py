@@ -18,6 +18,8 @@ from parrot.serve.api.vendors.anthropic_fields import (
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import Json
+from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
     Answer,
     AnswerParser,
@@ -26,8 +28,6 @@ from parrot.serve.prompts.answers import (
     read_answer,
 )
 from parrot.serve.prompts.answers import Event as AnswerEvent
-from parrot.serve.turn import Turn, TurnRequest
-from parrot.serve.turns import Turns
 from parrot.utils.ids import new_token
 
 

@@ -17,16 +17,16 @@ import orjson
 
 from parrot.protocol.errors import SessionGone
 from parrot.protocol.public import ReadOptions
+from parrot.serve.conversations.sessions import ProgramSessions
+from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState, TextPiece
-from parrot.serve.program_sessions import ProgramSessions
 from parrot.serve.prompts.conversation import answer_parser, count_tokens, prompt_pieces
 from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.prompts.transcript import Message
 from parrot.serve.quotas import num_bytes
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
-from parrot.serve.turn import Turn, TurnRequest
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 from parrot.utils.timers import TimerQueue
