@@ -80,6 +80,13 @@ class Endpoint:
     async def _answer(self, request: Request) -> Response:
         if self._cluster_token is not None:
             require_cluster_token(request, self._cluster_token)
+        result = self._verb(**await self._arguments(request))
+        if inspect.isawaitable(result):
+            result = await run_until_disconnect(request, result)
+        return self._response(result)
+
+    async def _arguments(self, request: Request) -> dict[str, Any]:
+        """What the verb is called with."""
         arguments: dict[str, Any] = {}
         if request.path_params:
             path = parse_payload(PathParameters, request.path_params)
@@ -92,10 +99,7 @@ class Endpoint:
                     fields[name] = value
             payload = parse_payload(self.takes, fields)
             arguments |= {"request": payload} if self._wants_request else dict(payload)
-        result = self._verb(**arguments)
-        if inspect.isawaitable(result):
-            result = await run_until_disconnect(request, result)
-        return self._response(result)
+        return arguments
 
     async def _read_fields(self, request: Request) -> Any:
         fields = await read_json(request)

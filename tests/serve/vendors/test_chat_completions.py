@@ -1,6 +1,7 @@
 """OpenAI's chat completions over one graph."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
@@ -8,6 +9,7 @@ import pytest
 
 from parrot.protocol.engine_api import NO_PARENT, FinishReason
 from parrot.protocol.errors import EngineFailed, PromptTooLong
+from parrot.serve.api.vendors import endpoint
 from parrot.serve.config import CoreConfig
 from tests.serve.prompts.test_transcript import HERMES
 from tests.serve.vendors.conftest import MODEL, Site, payloads, serve
@@ -160,6 +162,25 @@ async def test_an_engine_that_fails_fails_the_request(site: Site) -> None:
     site.engine.script = Script(error=PromptTooLong("too long"))
     status, answer = await site.send(PATH, body(user("Ho"), stream=True))
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_an_error_that_comes_late_is_the_streams_last_event(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_FIRST_EVENT_S", 0.0)
+    site.engine.script = Script(error=EngineFailed("broken"))
+    ((name, data),) = await site.stream(PATH, body(user("Hi"), stream=True))
+    assert name == "error"
+    assert json.loads(data)["error"] == {
+        "message": "broken",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_failed",
+    }
+
+
+async def test_fields_of_a_query_mean_nothing_here(site: Site) -> None:
+    await site.post(f"{PATH}?beta=true", body(user("Hi")))
 
 
 async def test_a_client_that_goes_away_stops_the_work(site: Site) -> None:

@@ -19,7 +19,6 @@ from parrot.protocol.server import (
     Event,
     bearer_token,
     event_stream,
-    parse_payload,
     read_json,
     run_until_disconnect,
 )
@@ -52,8 +51,8 @@ class VendorAnswer(BaseModel):
 
 
 class VendorEndpoint(Endpoint):
-    """`verb` is called with the request and its caller, and gives what an endpoint's verb does. The
-    API key is the Bearer token, or the header `x-api-key`."""
+    """`verb` is called with what an endpoint's verb is, and the caller, and gives the same. The API
+    key is the Bearer token, or the header `x-api-key`."""
 
     def __init__(
         self,
@@ -85,14 +84,33 @@ class VendorEndpoint(Endpoint):
     async def _ask(self, request: Request, request_id: str) -> Response:
         key = bearer_token(request) or request.headers.get("x-api-key")
         caller = Caller(self._core.tenant(key), _program(request), request_id)
-        assert self.takes is not None
-        payload = parse_payload(self.takes, await read_json(request))
-        result = self._verb(payload, caller)
+        result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
             return self._response(await run_until_disconnect(request, result))
         if isinstance(result, AsyncGenerator):
-            return event_stream(await run_until_disconnect(request, _begun(result)))
+            first = await run_until_disconnect(request, _begin(result))
+            return event_stream(self._events(first, result, request_id))
         return self._response(result)
+
+    async def _read_fields(self, request: Request) -> Any:
+        """The body's, or the query's where there is no body: clients put fields into the query of
+        a POST that mean nothing here."""
+        return await read_json(request) if self.method == "POST" else dict(request.query_params)
+
+    async def _events(
+        self, first: asyncio.Future[Event | None], events: AsyncGenerator[Event], request_id: str
+    ) -> AsyncGenerator[Event]:
+        async with aclosing(events):
+            try:
+                if (event := await first) is not None:
+                    yield event
+            except ParrotError as error:
+                yield "error", self._error_body(error, request_id)[1]
+                return
+            finally:
+                first.cancel()
+            async for event in events:
+                yield event
 
     def _failed(self, error: ParrotError, request_id: str) -> Response:
         status, body = self._error_body(error, request_id)
@@ -109,9 +127,9 @@ def _program(request: Request) -> str | None:
     return next((name[:_MAX_NAME] for name in names if name), None)
 
 
-async def _begun(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
-    """The same events, of which the first is there, or has taken a while."""
-    first = asyncio.ensure_future(anext(events))
+async def _begin(events: AsyncGenerator[Event]) -> asyncio.Future[Event | None]:
+    """The first event, which is there, or has taken a while; None if there is none."""
+    first = asyncio.ensure_future(anext(events, None))
     try:
         await asyncio.wait((first,), timeout=_FIRST_EVENT_S)
         if first.done() and (error := first.exception()) is not None:
@@ -121,16 +139,4 @@ async def _begun(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
         await asyncio.wait((first,))
         await events.aclose()
         raise
-    return _continued(first, events)
-
-
-async def _continued(
-    first: asyncio.Future[Event], events: AsyncGenerator[Event]
-) -> AsyncGenerator[Event]:
-    async with aclosing(events):
-        try:
-            yield await first
-        finally:
-            first.cancel()
-        async for event in events:
-            yield event
+    return first
