@@ -1,6 +1,8 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -12,6 +14,15 @@ hypothesis.settings.load_profile("parrot")
 
 _NO_DEVICE = "needs a CUDA device"
 _unexpected_skips: list[str] = []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Servers that tests start keep their state here, not where this user's servers do."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

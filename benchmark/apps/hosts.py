@@ -19,6 +19,7 @@ from parrot.cluster import Cluster
 from parrot.cluster.cluster import CORE
 from parrot.engine.config import SimConfig, parse_engine_config
 from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ReadyResponse
 from parrot.protocol.serve_client import ServeClient
@@ -171,14 +172,15 @@ class SimHost(Host):
 
 
 async def engine_tokenizer(base_url: str) -> str | None:
-    """From the first engine of a ServeCore; None if this is no ServeCore."""
+    """From the first engine of a ServeCore of this user; None if this is no ServeCore."""
     async with HttpClient(base_url) as http:
         try:
             ready = ReadyResponse.model_validate(await http.request("GET", "/ready"))
         except Exception:  # noqa: BLE001 - another kind of server: whatever it answers
             return None
     engine = ready.engines[0]
-    client = EngineClient(HttpClient(f"http://{engine.host}:{engine.port}"))
+    url = f"http://{engine.host}:{engine.port}"
+    client = EngineClient(HttpClient(url, bearer_token=kept_token(state_dir=None)))
     try:
         return (await client.tokenizer()).tokenizer_json
     finally:

@@ -41,6 +41,7 @@ SAMPLING = {"temperature": 0.0, "max_gen_length": 8}
 ZERO_COST = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
 ENGINE = {"engine_type": "sim", "instance": ZERO_COST}
 CALLS_PER_SESSION = 50
+JSON = {"Content-Type": "application/json"}
 WARM_UP_TURNS = 8
 
 
@@ -106,13 +107,19 @@ async def throughput(url: str, concurrency: int, num_calls: int) -> float:
 
 
 def connect() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=JSON)
 
 
-async def latency(core_url: str, engine_url: str, num_calls: int) -> dict[str, Any]:
+async def latency(
+    core_url: str, engine_url: str, cluster_token: str | None, num_calls: int
+) -> dict[str, Any]:
     """Milliseconds of a call through ServeCore and of one straight to the engine, in turns.
     `added`: the difference of each such pair."""
-    async with aiohttp.ClientSession() as http:
+    authorization = {"Authorization": f"Bearer {cluster_token}"}
+    async with (
+        connect() as http,
+        aiohttp.ClientSession(headers=JSON | authorization) as engine_http,
+    ):
         program = Program(http, core_url)
         through, direct = [], []
         for number in range(num_calls):
@@ -120,7 +127,7 @@ async def latency(core_url: str, engine_url: str, num_calls: int) -> dict[str, A
             await program.call(f"what is {number}?")
             through.append(time.perf_counter() - start)
             start = time.perf_counter()
-            await generate_directly(http, engine_url, context_id=2**40 + number)
+            await generate_directly(engine_http, engine_url, context_id=2**40 + number)
             direct.append(time.perf_counter() - start)
     added = [1e3 * (a - b) for a, b in zip(through, direct, strict=True)]
     return {
@@ -189,7 +196,9 @@ def alone(args: argparse.Namespace, report: Report) -> None:
         core_cpu = cpu_seconds(cluster.process("core").pid) - before
         report["core_cpu_ms_per_call"] = 1e3 * core_cpu / (args.calls * args.runs)
         engine_url = cluster.url(cluster.engine_names[0])
-        report["latency"] = asyncio.run(latency(cluster.core_url, engine_url, args.pairs))
+        report["latency"] = asyncio.run(
+            latency(cluster.core_url, engine_url, cluster.cluster_token, args.pairs)
+        )
 
 
 def compare_features(args: argparse.Namespace, report: Report) -> None:

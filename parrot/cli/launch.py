@@ -18,9 +18,9 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
     started again."""
     try:
         core, engines = read_configs(paths)
-    except ConfigError as error:
+        cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
+    except (ConfigError, ClusterError) as error:
         fail(str(error))
-    cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
     with orderly_exit(), running(cluster):
         OUT.print(_table(cluster))
         OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")

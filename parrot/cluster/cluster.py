@@ -14,11 +14,14 @@ from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ClusterError, ServerProcess
+from parrot.protocol.gate.cluster_token import is_loopback, kept_token
 from parrot.protocol.public import ReadyResponse
+from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
 
 Config = Mapping[str, Any]
 CORE = "core"
+_HOST = "127.0.0.1"
 _STABLE_S = 60.0  # an engine that ran for so long starts again after the first pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _NOTICED_S = 0.1
@@ -59,7 +62,7 @@ class Cluster:
         self._deaths: queue.SimpleQueue[ServerProcess] = queue.SimpleQueue()
         self._former_ids: dict[str, int] = {}  # registrations of runs that are over
         if with_core:
-            self._add(CORE, self.CORE_MODULE, core or {}, [])
+            self._add(CORE, self.CORE_MODULE, _with_token(core or {}), [])
         for config in engines:
             self._add_engine(config)
 
@@ -68,6 +71,12 @@ class Cluster:
     @property
     def core_url(self) -> str:
         return self.url(CORE)
+
+    @property
+    def cluster_token(self) -> str | None:
+        """What callers of `/register_engine` and of the engines must present."""
+        token: str | None = self.configs.get(CORE, {}).get("cluster_token")
+        return token
 
     @property
     def engine_names(self) -> list[str]:
@@ -204,8 +213,9 @@ class Cluster:
         if CORE in self.configs:
             core = self.configs[CORE]
             config["serve_core"] = {"host": _reachable(core["host"]), "port": core["port"]}
-            if core.get("cluster_token") is not None:
-                config.setdefault("cluster_token", core["cluster_token"])
+            for key in ("cluster_token", "insecure"):
+                if config.get(key) is None and core.get(key) is not None:
+                    config[key] = core[key]
         else:
             args.append("--without_core")
         self._add(name, self.ENGINE_MODULE, config, args)
@@ -213,7 +223,7 @@ class Cluster:
 
     def _add(self, name: str, module: str, config: Config, args: list[str]) -> None:
         """Complete the config and prepare the process."""
-        full = {"host": "127.0.0.1", **config}
+        full = {"host": _HOST, **config}
         if "port" not in full:
             full["port"] = free_port(full["host"], self._ports)
         self._ports.add(full["port"])
@@ -263,6 +273,18 @@ class Cluster:
         slow = sorted(missing) or [CORE]
         tails = "\n".join(f"--- {name}\n{self._processes[name].log_tail()}" for name in slow)
         return f"not ready in time: {', '.join(slow)}\n{tails}"
+
+
+def _with_token(core: Config) -> Config:
+    """The config with the token of this user's file, where ServeCore would take it from there."""
+    if core.get("cluster_token") is not None or core.get("insecure"):
+        return core
+    if not is_loopback(core.get("host", _HOST)):
+        return core  # it refuses to start, and says why
+    try:
+        return {**core, "cluster_token": kept_token(core.get("state_dir"))}
+    except ConfigError as error:
+        raise ClusterError(str(error)) from None
 
 
 def _reachable(host: str) -> str:

@@ -168,8 +168,16 @@ class EngineConfig(ConfigModel):
     )
     heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
     cluster_token: str | None = Field(
-        None, min_length=1, repr=False, description="Shared with ServeCore, if it has one."
+        None,
+        min_length=1,
+        repr=False,
+        description="Shared with ServeCore. Needed beyond loopback; null on loopback: that of a "
+        "file in `state_dir`, or none if it serves alone (`--without_core`).",
     )
+    insecure: bool = Field(
+        False, description="As ServeCore's: start without `cluster_token`, and ask nobody for one."
+    )
+    state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
     serve_core: ServeCoreAddress = ServeCoreAddress()
     scheduler: SchedulerConfig = SchedulerConfig()
 

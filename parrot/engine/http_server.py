@@ -18,6 +18,7 @@ from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
+from parrot.protocol.gate.cluster_token import is_loopback, settled_token
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
@@ -28,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
-    only then does the engine register. Raises what loading raises."""
+    only then does the engine register. Raises what loading raises, and `ConfigError` if a cluster
+    token is needed and missing."""
+    config = config.model_copy(update={"cluster_token": _token(config, with_core=with_core)})
     service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
     app = create_app(service, reorder, config)
     server = AppServer(app, config.host, config.port, service.close)
@@ -66,6 +69,19 @@ async def run_engine(
         await heartbeat.run()
 
 
+def _token(config: AnyEngineConfig, *, with_core: bool) -> str | None:
+    """The token that callers must present. One that serves alone has no ServeCore to share a file
+    with: on loopback it lets in this machine's programs."""
+    if not with_core and config.cluster_token is None and is_loopback(config.host):
+        return None
+    return settled_token(
+        config.host,
+        config.cluster_token,
+        insecure=config.insecure,
+        state_dir=config.state_dir,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = server_options("Run one Parrot engine.", "engine_server.log")
     options.add_argument("--engine_name", help="name to register, instead of the config's")
@@ -76,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options.parse_args(argv)
     try:
         payload = read_json_object(args.config_path) if args.config_path else {}
-        payload |= given_options(args, "host", "port", "engine_name", "device")
+        payload |= given_options(args, "host", "port", "engine_name", "device", "insecure")
         config = parse_engine_config(payload, args.config_path or "command line")
         run_server(args, serve(config, with_core=not args.without_core))
     except (ConfigError, DeviceLost) as error:

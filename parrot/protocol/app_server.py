@@ -55,6 +55,12 @@ def server_options(description: str, log_filename: str) -> argparse.ArgumentPars
     parser.add_argument("--config_path", help="JSON config file; without it, the defaults")
     parser.add_argument("--host", help="address to bind, instead of the config's")
     parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="start without a cluster token: whoever can connect is let in",
+    )
     parser.add_argument("--log_dir", help="also write the log to a file in this folder")
     parser.add_argument("--log_filename", default=log_filename)
     parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")

@@ -116,7 +116,21 @@ class CoreConfig(ConfigModel):
         (), repr=False, description="If any, session creation needs one of them."
     )
     cluster_token: Secret | None = Field(
-        None, repr=False, description="If set, engines must present it, and are sent it."
+        None,
+        repr=False,
+        description="Engines must present it, and are sent it. Needed with `api_keys`, and beyond "
+        "loopback; null on loopback: that of a file in `state_dir`.",
+    )
+    insecure: bool = Field(
+        False,
+        description="Start without `cluster_token` also where others can connect, and ask nobody "
+        "for one: whoever connects may use the service and, as an engine, read its prompts.",
+    )
+    state_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of the file `cluster_token`, which is made at the first start, for "
+        "this user's eyes only; null: `$XDG_STATE_HOME/parrot` or `~/.local/state/parrot`.",
     )
     global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
     session_quota: SessionQuota = SessionQuota()

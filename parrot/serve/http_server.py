@@ -4,13 +4,13 @@
 """
 
 import gc
-import ipaddress
 import logging
 import sys
 import time
 from collections.abc import Sequence
 
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
+from parrot.protocol.gate.cluster_token import is_loopback, settled_token
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -24,8 +24,17 @@ _YOUNG_OBJECTS = 10_000  # the interpreter's 700 are a call's or two
 
 
 async def serve(config: CoreConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written."""
-    if not _is_loopback(config.host) and not config.api_keys:
+    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written, or a
+    cluster token is needed and missing."""
+    token = settled_token(
+        config.host,
+        config.cluster_token,
+        insecure=config.insecure,
+        has_api_keys=bool(config.api_keys),
+        state_dir=config.state_dir,
+    )
+    config = config.model_copy(update={"cluster_token": token})
+    if not is_loopback(config.host) and not config.api_keys:
         logger.warning(
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,
@@ -52,15 +61,6 @@ def _first_session_id() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _spare_garbage_collection() -> None:
     """Modules live as long as the process, and nearly all that a call makes is freed without the
     collector: let it pass over the first, and look at the others less often."""
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _spare_garbage_collection()
     try:
         payload = read_json_object(args.config_path) if args.config_path else {}
-        payload |= given_options(args, "host", "port")
+        payload |= given_options(args, "host", "port", "insecure")
         config = parse_config(CoreConfig, payload, args.config_path or "command line")
         run_server(args, serve(config))
     except ConfigError as error:

@@ -30,7 +30,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 async def engine(cluster: Cluster) -> AsyncIterator[EngineClient]:
-    async with HttpClient(cluster.url(cluster.engine_names[0])) as http:
+    async with HttpClient(
+        cluster.url(cluster.engine_names[0]), bearer_token=cluster.cluster_token
+    ) as http:
         yield EngineClient(http)
 
 

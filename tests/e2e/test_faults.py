@@ -61,7 +61,10 @@ async def engine_of_a_running_call(session: Program) -> str:
 
 async def assert_engine_is_empty(cluster: Cluster, name: str) -> None:
     """Nothing runs there any more; what remains is cache, and its accounts are in order."""
-    async with HttpClient(cluster.url(name)) as http, asyncio.timeout(HANGS_S):
+    async with (
+        HttpClient(cluster.url(name), bearer_token=cluster.cluster_token) as http,
+        asyncio.timeout(HANGS_S),
+    ):
         client = EngineClient(http)
         while (info := await client.ping()).num_total_jobs > 0:
             await asyncio.sleep(0.05)

@@ -63,9 +63,10 @@ CORE_POSTS = [
 ENGINE_POSTS = ["/fill", "/generate", "/generate_stream", "/free_context"]
 
 
-async def post_raw(url: str, raw: bytes) -> tuple[int, Any]:
+async def post_raw(url: str, raw: bytes, token: str | None) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=headers) as session,
         session.post(url, data=io.BytesIO(raw), timeout=aiohttp.ClientTimeout(30)) as response,
     ):
         return response.status, await response.json()
@@ -79,7 +80,7 @@ async def test_hostile_bodies_are_refused_everywhere(sim_cluster: Cluster, raw: 
     if len(raw) > 2**20:
         urls = [urls[1], engine_url + "/generate"]
     for url in urls:
-        status, answer = await post_raw(url, raw)
+        status, answer = await post_raw(url, raw, sim_cluster.cluster_token)
         # `null` is an empty body to a route whose fields are all optional.
         assert 400 <= status < 500 or (raw == b"null" and status == 200), (url, status, answer)
         if status != 200:
@@ -198,7 +199,9 @@ async def test_fields_that_the_engine_lacks_are_refused_by_name(client: ServeCli
 
 
 async def running_jobs(cluster: Cluster) -> int:
-    async with HttpClient(cluster.url(cluster.engine_names[0])) as http:
+    async with HttpClient(
+        cluster.url(cluster.engine_names[0]), bearer_token=cluster.cluster_token
+    ) as http:
         return (await EngineClient(http).ping()).num_total_jobs
 
 

@@ -30,7 +30,9 @@ def slow_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 async def engine(slow_cluster: Cluster) -> AsyncIterator[EngineClient]:
-    async with HttpClient(slow_cluster.url(slow_cluster.engine_names[0])) as http:
+    async with HttpClient(
+        slow_cluster.url(slow_cluster.engine_names[0]), bearer_token=slow_cluster.cluster_token
+    ) as http:
         yield EngineClient(http)
 
 

@@ -129,7 +129,7 @@ def test_a_bad_config_ends_the_start_with_a_message(
     assert message in str(caught.value)
 
 
-async def test_an_open_bind_without_keys_is_told(
+async def test_who_lets_in_whoever_connects_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def nothing(server: object) -> None: ...
@@ -137,7 +137,7 @@ async def test_an_open_bind_without_keys_is_told(
     monkeypatch.setattr("parrot.serve.http_server.AppServer.serve", nothing)
     for host in ("127.0.0.1", "localhost", "::1"):
         await serve(CoreConfig(host=host))
-    await serve(CoreConfig(host="0.0.0.0", api_keys=("k",)))
+    await serve(CoreConfig(host="0.0.0.0", api_keys=("k",), cluster_token="t"))
     assert not caplog.records
-    await serve(CoreConfig(host="0.0.0.0"))
+    await serve(CoreConfig(host="0.0.0.0", insecure=True))
     assert "without api_keys" in caplog.text

@@ -1,0 +1,97 @@
+"""The secret that ServeCore and its engines know each other by, and the file that keeps one."""
+
+import ipaddress
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from parrot.utils.config import ConfigError
+from parrot.utils.ids import new_token
+
+_FILE_NAME = "cluster_token"
+_MAX_LEN = 4096
+
+
+def settled_token(
+    host: str,
+    token: str | None,
+    *,
+    insecure: bool = False,
+    has_api_keys: bool = False,
+    state_dir: str | None = None,
+) -> str | None:
+    """The cluster token of a server that binds `host` and is configured with `token`: without one,
+    on loopback, that of this user's token file. None if `insecure`: then nobody is asked for one.
+
+    Raises `ConfigError` if a token must be configured and is not."""
+    if token is not None:
+        return token
+    if has_api_keys:
+        raise ConfigError(
+            "`api_keys` need `cluster_token`: else whoever can connect may register an engine, "
+            "which is sent every tenant's prompts"
+        )
+    if insecure:
+        return None
+    if not is_loopback(host):
+        raise ConfigError(
+            f"`cluster_token` is missing: {host} can be reached from other machines. Set it, and "
+            "`api_keys` on ServeCore, or `insecure` (--insecure) to let in whoever connects"
+        )
+    return kept_token(state_dir)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to a server that binds `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def kept_token(state_dir: str | None) -> str:
+    """The token in the file of `state_dir` (null: this user's own folder), made by whoever asks
+    first. Raises `ConfigError` if the file cannot be had, or others can read it."""
+    try:
+        folder = _default_folder() if state_dir is None else Path(state_dir)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / _FILE_NAME
+        _make(path)
+        return _read(path)
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"no token file: {error}. Set `cluster_token`, or `state_dir` to a folder of your own"
+        ) from None
+
+
+def _default_folder() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "parrot"
+
+
+def _make(path: Path) -> None:
+    """Make the file, whole, unless it is there: of several processes one wins."""
+    if path.exists():
+        return
+    draft = path.with_name(f"{_FILE_NAME}.{new_token()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(new_token() + new_token())
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        facts = os.fstat(file.fileno())
+        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+            raise ConfigError(f"{path}: must belong to you, and be readable by nobody else")
+        token = file.read(_MAX_LEN).strip()
+    if not token:
+        raise ConfigError(f"{path}: is empty; remove it")
+    return token

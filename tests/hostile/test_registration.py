@@ -1,0 +1,115 @@
+"""Who may be an engine, and use one: whoever knows the cluster's token."""
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from parrot.cluster import Cluster, ClusterError
+from parrot.engine.http_server import main as engine_main
+from parrot.protocol.errors import AuthenticationFailed
+from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.http import HttpClient
+from parrot.serve.http_server import main as core_main
+from parrot.utils.config import ConfigError
+
+SIM = {"engine_type": "sim", "model": "sim"}
+ROGUE = {
+    "engine_type": "openai",
+    "engine_name": "rogue",
+    "model": "sim",
+    "host": "127.0.0.1",
+    "port": 1,
+    "max_seq_len": 4096,
+    "tokens_capacity": 4096,
+}
+
+
+def config_file(tmp_path: Path, config: dict[str, Any]) -> str:
+    path = tmp_path / "config.json"
+    path.write_bytes(orjson.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"api_keys": ["k"]}, "`api_keys` need `cluster_token`"),
+        ({"api_keys": ["k"], "insecure": True}, "`api_keys` need `cluster_token`"),
+        ({"host": "0.0.0.0"}, "`cluster_token` is missing"),
+        ({"host": "::"}, "`cluster_token` is missing"),
+    ],
+)
+def test_servecore_without_the_token_that_it_needs_does_not_start(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(SystemExit, match=named):
+        core_main(["--config_path", config_file(tmp_path, config), "--port", "0"])
+
+
+@pytest.mark.parametrize("options", [[], ["--without_core"]])
+def test_an_engine_that_others_can_reach_does_not_start_without_a_token(
+    tmp_path: Path, options: list[str]
+) -> None:
+    path = config_file(tmp_path, SIM | {"host": "0.0.0.0"})
+    with pytest.raises(SystemExit, match="`cluster_token` is missing"):
+        engine_main(["--config_path", path, *options])
+
+
+async def test_keys_close_the_cluster_to_whoever_has_no_token() -> None:
+    with Cluster({"api_keys": ["one"]}, [SIM]) as cluster:
+        engine_url = cluster.url(cluster.engine_names[0])
+        for token in (None, "one", "guessed"):
+            async with HttpClient(cluster.core_url, bearer_token=token) as http:
+                for path in ("/register_engine", "/engine_heartbeat"):
+                    with pytest.raises(AuthenticationFailed):
+                        await http.request("POST", path, body={"engine_config": ROGUE})
+            async with HttpClient(engine_url, bearer_token=token) as http:
+                with pytest.raises(AuthenticationFailed):
+                    await http.request("POST", "/free_context", body={"context_ids": [0]})
+                with pytest.raises(AuthenticationFailed):
+                    await http.request("POST", "/ping", body={})
+
+
+def test_a_cluster_and_the_servers_of_one_user_share_the_kept_token(state_home: Path) -> None:
+    with Cluster(engines=[SIM]) as cluster:
+        assert cluster.cluster_token == kept_token(None)
+        path = state_home / "parrot" / "cluster_token"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        by_hand = {key: value for key, value in SIM.items() if key != "cluster_token"}
+        cluster.wait_ready([cluster.add_engine(by_hand | {"engine_name": "second"})])
+
+
+def test_insecure_clusters_ask_nobody() -> None:
+    with Cluster({"insecure": True}, [SIM]) as cluster:
+        assert cluster.cluster_token is None
+
+
+def test_the_first_of_many_makes_the_token(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        tokens = set(pool.map(kept_token, [str(tmp_path / "state")] * 32))
+    assert len(tokens) == 1
+    assert len(tokens.pop()) > 30
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["cluster_token"]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    kept_token(str(tmp_path))
+    (tmp_path / "cluster_token").chmod(mode)
+    with pytest.raises(ConfigError, match="readable by nobody else"):
+        kept_token(str(tmp_path))
+    with pytest.raises(ClusterError, match="readable by nobody else"):
+        Cluster({"state_dir": str(tmp_path)})
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="state_dir"):
+        kept_token(str(tmp_path / "file"))
+    (tmp_path / "cluster_token").touch(mode=0o600)
+    with pytest.raises(ConfigError, match="empty"):
+        kept_token(str(tmp_path))
