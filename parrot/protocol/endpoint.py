@@ -26,6 +26,7 @@ class PathParameters(BaseModel):
     session_id: int = 0
     request_id: int = 0
     var_id: str = ""
+    model_id: str = ""
 
 
 class Endpoint:

@@ -1,8 +1,9 @@
 """Payloads of ServeCore's REST API (`/v1`), see docs/rest.md."""
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
@@ -261,10 +262,23 @@ class SessionInfo(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """A model, with the fields that OpenAI's and Anthropic's clients read. `created`: when it was
+    first served here, in Unix time."""
+
     id: str
     object: Literal["model"] = "model"
+    created: int = 0
     owned_by: str = "parrot"
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(None, description="tokens of prompt and output together")
+    type: Literal["model"] = "model"
+
+    @computed_field
+    def display_name(self) -> str:
+        return self.id
+
+    @computed_field
+    def created_at(self) -> datetime:
+        return datetime.fromtimestamp(self.created, UTC)
 
 
 class ModelName(BaseModel):
@@ -276,6 +290,15 @@ class ModelsResponse(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
     models: list[ModelName]
+    has_more: Literal[False] = False
+
+    @computed_field
+    def first_id(self) -> str | None:
+        return self.data[0].id if self.data else None
+
+    @computed_field
+    def last_id(self) -> str | None:
+        return self.data[-1].id if self.data else None
 
 
 class EngineStatus(BaseModel):

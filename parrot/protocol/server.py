@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -43,24 +43,34 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # pr
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 
+ErrorForm = Callable[[Request, ParrotError], tuple[int, Mapping[str, Any]]]
+"""The status and the JSON of an error that a request gets."""
+
+
+def _payload_of(request: Request, error: ParrotError) -> tuple[int, Mapping[str, Any]]:
+    return error.status, error.to_payload()
+
 
 def create_base_app(
     title: str,
     *,
     max_body_size: int,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    error_form: ErrorForm = _payload_of,
 ) -> FastAPI:
-    """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors."""
+    """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors, in
+    the form that `error_form` gives it."""
     app = FastAPI(
         title=title,
         lifespan=lifespan,
         # Else it looks for a provider of each in the environment, with every request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.add_exception_handler(ParrotError, _on_parrot_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_defect)
-    app.add_middleware(_BodyLimit, max_body_size=max_body_size)
+    handlers = _ErrorHandlers(error_form)
+    app.add_exception_handler(ParrotError, handlers.on_parrot_error)
+    app.add_exception_handler(HTTPException, handlers.on_http_exception)
+    app.add_exception_handler(Exception, handlers.on_defect)
+    app.add_middleware(_BodyLimit, max_body_size=max_body_size, error_form=error_form)
     return app
 
 
@@ -71,9 +81,10 @@ class _BodyLimit:
 
     _MAX_DISCARDED = 256 * 2**20
 
-    def __init__(self, app: ASGIApp, max_body_size: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_size: int, error_form: ErrorForm) -> None:
         self._app = app
         self._max_body_size = max_body_size
+        self._error_form = error_form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,7 +97,8 @@ class _BodyLimit:
             await self._app(scope, receive, send)
         else:
             await self._discard_body(receive)
-            await error_response(self._error())(scope, receive, send)
+            response = _response(*self._error_form(Request(scope), self._error()))
+            await response(scope, receive, send)
 
     def _error(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the request body exceeds {self._max_body_size} bytes")
@@ -114,11 +126,15 @@ class _BodyLimit:
 
 
 def error_response(error: ParrotError) -> Response:
+    return _response(error.status, error.to_payload())
+
+
+def _response(status: int, payload: Mapping[str, Any]) -> Response:
     return Response(
-        orjson.dumps(error.to_payload(), option=orjson.OPT_NON_STR_KEYS, default=str),
-        status_code=error.status,
+        orjson.dumps(payload, option=orjson.OPT_NON_STR_KEYS, default=str),
+        status_code=status,
         media_type="application/json",
-        headers=ERROR_HEADERS.get(error.status),
+        headers=ERROR_HEADERS.get(status),
     )
 
 
@@ -249,28 +265,34 @@ def _error_event(error: ParrotError) -> bytes:
     return format_sse_event(event="error", data_str=orjson.dumps(error.to_payload()).decode())
 
 
-async def _on_parrot_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ParrotError)
-    return error_response(error)
+class _ErrorHandlers:
+    def __init__(self, error_form: ErrorForm) -> None:
+        self._error_form = error_form
 
+    async def on_parrot_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ParrotError)
+        return self._respond(request, error)
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return error_response(NotFound(f"no such path: {request.url.path}"))
-    if error.status_code == 405:
-        response = error_response(MethodNotAllowed(f"{request.method} is not allowed here"))
-        response.headers["Allow"] = ", ".join(_allowed_methods(request))
-        return response
-    return error_response(error_from_payload(None, error.status_code))
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return self._respond(request, NotFound(f"no such path: {request.url.path}"))
+        if error.status_code == 405:
+            refusal = MethodNotAllowed(f"{request.method} is not allowed here")
+            response = self._respond(request, refusal)
+            response.headers["Allow"] = ", ".join(_allowed_methods(request))
+            return response
+        return self._respond(request, error_from_payload(None, error.status_code))
+
+    async def on_defect(self, request: Request, error: Exception) -> Response:
+        logger.error("unhandled error on %s %s", request.method, request.url.path, exc_info=error)
+        return self._respond(request, InternalError("internal error"))
+
+    def _respond(self, request: Request, error: ParrotError) -> Response:
+        return _response(*self._error_form(request, error))
 
 
 def _allowed_methods(request: Request) -> list[str]:
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in matching for method in route.methods or ()})
-
-
-async def _on_defect(request: Request, error: Exception) -> Response:
-    logger.error("unhandled error on %s %s", request.method, request.url.path, exc_info=error)
-    return JSONResponse(InternalError("internal error").to_payload(), status_code=500)

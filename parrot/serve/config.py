@@ -132,6 +132,11 @@ class CoreConfig(ConfigModel):
         description="Folder of the file `cluster_token`, which is made at the first start, for "
         "this user's eyes only; null: `$XDG_STATE_HOME/parrot` or `~/.local/state/parrot`.",
     )
+    cors_origins: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
+        (),
+        description="Origins (`https://app.example`) whose pages in a browser may call this API; "
+        "`*` is every page.",
+    )
     global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
     session_quota: SessionQuota = SessionQuota()
     tenant_quota: TenantQuota = TenantQuota()

@@ -4,11 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from parrot.protocol.server import create_base_app
 from parrot.serve.api.openapi import install_description
 from parrot.serve.api.routes import endpoints
-from parrot.serve.api.vendors.routes import vendor_endpoints
+from parrot.serve.api.vendors.endpoint import RequestIds
+from parrot.serve.api.vendors.routes import error_form, vendor_endpoints
 from parrot.serve.core import ServeCore
 
 
@@ -23,8 +25,20 @@ def create_app(core: ServeCore) -> FastAPI:
             await core.close()
 
     app = create_base_app(
-        "Parrot ServeCore", max_body_size=core.config.max_body_size, lifespan=lifespan
+        "Parrot ServeCore",
+        max_body_size=core.config.max_body_size,
+        lifespan=lifespan,
+        error_form=error_form,
     )
+    if core.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=core.config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    app.add_middleware(RequestIds)
     served = [*endpoints(core), *vendor_endpoints(core)]
     app.router.routes[:0] = [endpoint.route() for endpoint in served]  # before the pages' own
     install_description(app, served)

@@ -70,7 +70,8 @@ def _describe(endpoints: Sequence[Endpoint]) -> Json:
         if endpoint.takes is not None and _has_body(endpoint):
             content = {"application/json": {"schema": refs[endpoint.takes, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
+        path = endpoint.path.replace(":path}", "}")
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation
     return {"paths": paths, "components": {"schemas": schemas}}
 
 
@@ -87,7 +88,7 @@ def _has_body(endpoint: Endpoint) -> bool:
 
 
 def _parameters(endpoint: Endpoint, schemas: Json) -> list[Json]:
-    in_path = re.findall(r"\{(\w+)\}", endpoint.path)
+    in_path = re.findall(r"\{(\w+)(?::path)?\}", endpoint.path)
     known = PathParameters.model_json_schema()["properties"]
     parameters = [_parameter(name, "path", known[name], is_required=True) for name in in_path]
     if endpoint.takes is None or _has_body(endpoint):

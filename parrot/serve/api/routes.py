@@ -6,8 +6,10 @@ from contextlib import aclosing
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.errors import NotFound
 from parrot.protocol.metrics import CONTENT_TYPE
 from parrot.protocol.public import (
+    ModelCard,
     SessionScoped,
     StreamDelta,
     StreamDone,
@@ -160,8 +162,16 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
 
 def _service_endpoints(core: ServeCore) -> list[Endpoint]:
     token = core.config.cluster_token
+
+    def model(model_id: str) -> ModelCard:
+        for card in core.models().data:
+            if card.id == model_id:
+                return card
+        raise NotFound(f"unknown model: {model_id}", param="model")
+
     return [
         Endpoint("GET", "/v1/models", core.models, "Models that are served now"),
+        Endpoint("GET", "/v1/models/{model_id:path}", model, "A model", errors=(404,)),
         Endpoint("GET", "/health", _alive, "The process answers"),
         Endpoint("GET", "/ready", core.readiness, "An engine is there", errors=(503,)),
         Endpoint(

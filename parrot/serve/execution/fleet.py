@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -125,7 +126,7 @@ class Fleet:
         self._ids = IdCounter()
         self._engines: dict[int, Engine] = {}
         self._by_address: dict[Address, Engine] = {}
-        self._known_models: set[str] = set()  # of lost engines, too
+        self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
         self._pings, self._closing = TaskSet(), TaskSet()
         self._frees = FreeSender(clock)
 
@@ -151,7 +152,7 @@ class Fleet:
         now = self._clock.now()
         engine = Engine(self._ids.next(), info, client, tokenizer, now, now)
         self._engines[engine.id] = self._by_address[_address(info)] = engine
-        self._known_models.add(info.model)
+        self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
         self._on_joined(engine)
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
@@ -221,12 +222,16 @@ class Fleet:
         ]
 
     def models(self) -> ModelsResponse:
-        by_name = {engine.info.model: engine.info for engine in self}
-        infos = [by_name[name] for name in sorted(by_name)]
+        by_name = {engine.info.model: engine for engine in self}
+        engines = [(name, by_name[name]) for name in sorted(by_name)]
         return ModelsResponse(
-            data=[ModelCard(id=info.model, max_model_len=info.max_seq_len) for info in infos],
+            data=[
+                ModelCard(id=name, created=self._known_models[name], max_model_len=engine.max_len)
+                for name, engine in engines
+            ],
             models=[
-                ModelName(model_name=info.model, tokenizer_name=info.tokenizer) for info in infos
+                ModelName(model_name=name, tokenizer_name=engine.info.tokenizer)
+                for name, engine in engines
             ],
         )
 
@@ -236,15 +241,15 @@ class Fleet:
         for engine in self._engines.values():
             if engine.info.model == model:
                 return engine.tokenizer
-        raise self.unserved([model])
+        raise self.unserved([model], param="model")
 
-    def unserved(self, models: Sequence[str]) -> ParrotError:
+    def unserved(self, models: Sequence[str], param: str = "models") -> ParrotError:
         """Why nothing with one of these models (empty: any) can run. If engines are there, and none
-        ever had such a model, it is the request that is wrong."""
+        ever had such a model, it is the request that is wrong, in its field `param`."""
         wanted = " or ".join(models) or "any model"
-        if self._engines and self._known_models.isdisjoint(models):
+        if self._engines and self._known_models.keys().isdisjoint(models):
             served = ", ".join(sorted({engine.info.model for engine in self}))
-            return NotFound(f"unknown model: {wanted}; there is {served}", param="models")
+            return NotFound(f"unknown model: {wanted}; there is {served}", param=param)
         return NoEngine(f"no live engine serves {wanted}")
 
     # Signs of life

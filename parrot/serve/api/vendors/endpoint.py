@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import InternalError, ParrotError
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 _FIRST_EVENT_S = 10.0
 _PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
 _MAX_NAME = 1024  # characters
+_MAX_REQUEST_ID = 128  # characters
 
 Verb = Callable[..., Any]
 ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
@@ -42,6 +45,34 @@ class Caller(NamedTuple):
     tenant: str
     program: str | None
     request_id: str
+
+
+class RequestIds:
+    """Gives each request an id, unless its client has, and says it with every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")[:_MAX_REQUEST_ID]
+        request_id = scope["request_id"] = given or f"req_{secrets.token_hex(12)}"
+        value = request_id.encode("latin-1")
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The first is OpenAI's name, the other Anthropic's.
+                message["headers"] += [(b"x-request-id", value), (b"request-id", value)]
+            await send(message)
+
+        await self._app(scope, receive, answer)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of a request, for which `RequestIds` must have been asked."""
+    return str(request.scope["request_id"])
 
 
 class VendorAnswer(BaseModel):
@@ -70,16 +101,14 @@ class VendorEndpoint(Endpoint):
         self._error_body = error_body
 
     async def _answer(self, request: Request) -> Response:
-        request_id = request.headers.get("x-request-id", "")[:128] or f"req_{secrets.token_hex(12)}"
+        request_id = request_id_of(request)
         try:
-            response = await self._ask(request, request_id)
+            return await self._ask(request, request_id)
         except ParrotError as error:
-            response = self._failed(error, request_id)
+            return self._failed(error, request_id)
         except Exception:
             logger.exception("unhandled error on %s", self.path)
-            response = self._failed(InternalError("internal error"), request_id)
-        response.headers["x-request-id"] = request_id
-        return response
+            return self._failed(InternalError("internal error"), request_id)
 
     async def _ask(self, request: Request, request_id: str) -> Response:
         key = bearer_token(request) or request.headers.get("x-api-key")

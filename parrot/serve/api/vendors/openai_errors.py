@@ -13,7 +13,6 @@ from parrot.protocol.errors import (
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 _CODES: tuple[tuple[type[ParrotError], str], ...] = (
     (PromptTooLong, "context_length_exceeded"),
-    (NotFound, "model_not_found"),
     (AuthenticationFailed, "invalid_api_key"),
     (QuotaExceeded, "rate_limit_exceeded"),
 )
@@ -24,5 +23,7 @@ def openai_error(error: ParrotError, request_id: str = "") -> tuple[int, dict[st
     status = 400 if error.status == 422 else error.status
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     code = next((code for cls, code in _CODES if isinstance(error, cls)), error.type)
+    if isinstance(error, NotFound) and error.param == "model":
+        code = "model_not_found"
     fields = {"message": error.message, "type": kind, "param": error.param, "code": code}
     return status, {"error": fields}

@@ -1,15 +1,31 @@
 """Which endpoint of which vendor answers which path."""
 
+from typing import Any
+
+from fastapi import Request
+
 from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.errors import ParrotError
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.chat_completions import ChatCompletions
 from parrot.serve.api.vendors.completions import Completions
-from parrot.serve.api.vendors.endpoint import VendorEndpoint
+from parrot.serve.api.vendors.endpoint import VendorEndpoint, request_id_of
 from parrot.serve.api.vendors.messages import Messages
 from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.core import ServeCore
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
+_PARROT_PATHS = ("/v1/session", "/v1/semantic_", "/v1/py_native_call", "/v1/request/")
+
+
+def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON of an error, as whoever uses this path reads it."""
+    path = request.url.path
+    if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
+        return anthropic_error(error, request_id_of(request))
+    if path.startswith("/v1/") and not path.startswith(_PARROT_PATHS):
+        return openai_error(error)
+    return error.status, error.to_payload()
 
 
 def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
