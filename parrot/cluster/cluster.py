@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ClusterError, ServerProcess
-from parrot.protocol.gate.cluster_token import is_loopback, kept_token
+from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.public import ReadyResponse
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token

@@ -23,15 +23,21 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
+from parrot.protocol.gate.answer import error_response
 from parrot.protocol.metrics import CONTENT_TYPE, render_metrics
-from parrot.protocol.server import create_base_app, error_response, require_cluster_token
+from parrot.protocol.server import create_base_app, require_cluster_token
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def create_app(service: EngineService, reorder: ReorderBuffer, config: EngineConfig) -> FastAPI:
-    app = create_base_app("Parrot engine", max_body_size=MAX_BODY_SIZE)
+    app = create_base_app(
+        "Parrot engine",
+        max_body_size=MAX_BODY_SIZE,
+        host=config.host,
+        allowed_hosts=config.allowed_hosts,
+    )
     endpoints = [*_verbs(service, reorder), *_facts(service)]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
     if config.cluster_token is not None:
@@ -111,8 +117,8 @@ class TokenGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             try:
-                require_cluster_token(Request(scope), self._token)
+                require_cluster_token(request := Request(scope), self._token)
             except AuthenticationFailed as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(request, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -18,7 +18,8 @@ from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
-from parrot.protocol.gate.cluster_token import is_loopback, settled_token
+from parrot.protocol.gate.cluster_token import settled_token
+from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock

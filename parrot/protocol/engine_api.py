@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from parrot.protocol.gate.names import is_host
 from parrot.protocol.sampling import SamplingConfig
 
 NO_PARENT = -1
@@ -238,8 +239,8 @@ class RegisterRequest(InternalPayload):
     @field_validator("engine_config")
     @classmethod
     def _can_be_called(cls, info: EngineInfo) -> EngineInfo:
-        if not info.host.strip():
-            raise ValueError("`host` is empty: ServeCore could not call the engine")
+        if not is_host(info.host):
+            raise ValueError("`host` must be an IP address or a DNS name, at which the engine is")
         return info
 
 

@@ -13,6 +13,8 @@
     |   `-- CyclicGraph           409  the call would close a cycle (names the variables)
     |-- SessionGone               410  expired or deleted
     |-- PayloadTooLarge           413
+    |-- UnsupportedMediaType      415  a body that is not declared as application/json
+    |-- MisdirectedRequest        421  for a host name that is not the server's
     |-- QuotaExceeded             429  too many sessions, a provider's limit, ...
     |   `-- QueueFull             429  nothing was done: the same request may come again
     |-- Cancelled                 499  the reader or its program cancelled the work
@@ -96,6 +98,12 @@ class SessionGone(ParrotError, status=410): ...
 
 
 class PayloadTooLarge(ParrotError, status=413): ...
+
+
+class UnsupportedMediaType(ParrotError, status=415): ...
+
+
+class MisdirectedRequest(ParrotError, status=421): ...
 
 
 class QuotaExceeded(ParrotError, status=429): ...

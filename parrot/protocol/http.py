@@ -115,7 +115,10 @@ class HttpClient:
                 data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
                 headers=None if raw is None else _JSON_HEADERS,
                 timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),
+                allow_redirects=False,  # nobody but the peer that was named gets prompts and keys
             ) as response:
+                if 300 <= response.status < 400:
+                    raise Unavailable(f"{self.base_url} answered with a redirect")
                 yield response
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__

@@ -4,7 +4,7 @@ Only server processes import this module; it needs FastAPI."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.errors import (
     AuthenticationFailed,
@@ -25,41 +24,36 @@ from parrot.protocol.errors import (
     MethodNotAllowed,
     NotFound,
     ParrotError,
-    PayloadTooLarge,
+    UnsupportedMediaType,
     ValidationFailed,
     error_from_payload,
 )
+from parrot.protocol.gate.answer import ErrorForm, error_response, own_form
+from parrot.protocol.gate.bodies import BodyLimit
+from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
 from parrot.utils.ids import tokens_equal
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-ERROR_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "1"},
-}
+_JSON = "application/json"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
-
-ErrorForm = Callable[[Request, ParrotError], tuple[int, Mapping[str, Any]]]
-"""The status and the JSON of an error that a request gets."""
-
-
-def _payload_of(request: Request, error: ParrotError) -> tuple[int, Mapping[str, Any]]:
-    return error.status, error.to_payload()
 
 
 def create_base_app(
     title: str,
     *,
     max_body_size: int,
+    host: str = "localhost",
+    allowed_hosts: Sequence[str] = (ANY_HOST,),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-    error_form: ErrorForm = _payload_of,
+    error_form: ErrorForm = own_form,
 ) -> FastAPI:
     """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors, in
-    the form that `error_form` gives it."""
+    the form that `error_form` gives it. It answers under the names of `host` and `allowed_hosts`
+    (see `HostGuard`)."""
     app = FastAPI(
         title=title,
         lifespan=lifespan,
@@ -70,72 +64,9 @@ def create_base_app(
     app.add_exception_handler(ParrotError, handlers.on_parrot_error)
     app.add_exception_handler(HTTPException, handlers.on_http_exception)
     app.add_exception_handler(Exception, handlers.on_defect)
-    app.add_middleware(_BodyLimit, max_body_size=max_body_size, error_form=error_form)
+    app.add_middleware(BodyLimit, max_body_size=max_body_size, error_form=error_form)
+    app.add_middleware(HostGuard, bound=host, others=allowed_hosts, error_form=error_form)
     return app
-
-
-class _BodyLimit:
-    """Refuses bodies over the limit with our own error (FastAPI's `max_body_size` answers in plain
-    text). A body of declared length is read and dropped first, within bounds: a client that is
-    still sending would see a reset, not the answer. A body of undeclared length is counted."""
-
-    _MAX_DISCARDED = 256 * 2**20
-
-    def __init__(self, app: ASGIApp, max_body_size: int, error_form: ErrorForm) -> None:
-        self._app = app
-        self._max_body_size = max_body_size
-        self._error_form = error_form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = next((v for k, v in scope["headers"] if k == b"content-length"), None)
-        if declared is None:
-            await self._app(scope, self._counting(receive), send)
-        elif declared.isdigit() and int(declared) <= self._max_body_size:
-            await self._app(scope, receive, send)
-        else:
-            await self._discard_body(receive)
-            response = _response(*self._error_form(Request(scope), self._error()))
-            await response(scope, receive, send)
-
-    def _error(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the request body exceeds {self._max_body_size} bytes")
-
-    def _counting(self, receive: Receive) -> Receive:
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body_size:
-                raise self._error()
-            return message
-
-        return counted
-
-    async def _discard_body(self, receive: Receive) -> None:
-        discarded = 0
-        while discarded < self._MAX_DISCARDED:
-            message = await receive()
-            discarded += len(message.get("body", b""))
-            if not message.get("more_body", False):
-                return
-
-
-def error_response(error: ParrotError) -> Response:
-    return _response(error.status, error.to_payload())
-
-
-def _response(status: int, payload: Mapping[str, Any]) -> Response:
-    return Response(
-        orjson.dumps(payload, option=orjson.OPT_NON_STR_KEYS, default=str),
-        status_code=status,
-        media_type="application/json",
-        headers=ERROR_HEADERS.get(status),
-    )
 
 
 def json_response(model: BaseModel) -> Response:
@@ -145,10 +76,16 @@ def json_response(model: BaseModel) -> Response:
 
 async def read_json(request: Request) -> Any:
     """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
-    nesting, so nothing behind this line meets them."""
+    nesting, so nothing behind this line meets them.
+
+    A page of another site can make a browser send any body but one that is declared as JSON, for
+    which the browser asks first."""
     raw = await request.body()
     if not raw:
         return {}
+    declared = request.headers.get("content-type", "")
+    if declared.partition(";")[0].strip().lower() != _JSON:
+        raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -289,7 +226,7 @@ class _ErrorHandlers:
         return self._respond(request, InternalError("internal error"))
 
     def _respond(self, request: Request, error: ParrotError) -> Response:
-        return _response(*self._error_form(request, error))
+        return error_response(request, error, self._error_form)
 
 
 def _allowed_methods(request: Request) -> list[str]:

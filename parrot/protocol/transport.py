@@ -166,7 +166,10 @@ def _scope(
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": urlencode(params or {}).encode(),
-        "headers": [(b"content-length", b"%d" % len(raw or b""))],
+        "headers": [
+            (b"content-length", b"%d" % len(raw or b"")),
+            (b"content-type", b"application/json"),
+        ],
         "client": None,
         "server": None,
     }

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
-from parrot.protocol.gate.cluster_token import is_loopback, settled_token
+from parrot.protocol.gate.cluster_token import settled_token
+from parrot.protocol.gate.names import is_loopback
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

@@ -49,6 +49,7 @@ from tests.support.app_server import serve_app
 ZERO = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
 SLOW = {**ZERO, "step_s": 0.002}
 OPEN_PATHS = {"/health", "/ready"}
+JSON = {"Content-Type": "application/json"}
 
 
 @asynccontextmanager
@@ -179,7 +180,7 @@ async def test_a_piece_must_not_create_the_context_without_the_parent_of_the_req
     ],
 )
 async def test_hostile_bodies_get_json_errors_and_the_engine_goes_on(body, status):
-    async with sim() as (client, http, _), aiohttp.ClientSession() as session:
+    async with sim() as (client, http, _), aiohttp.ClientSession(headers=JSON) as session:
         async with session.post(f"{http.base_url}/generate", data=body) as response:
             assert response.status == status
             assert "message" in (await response.json())["error"]
@@ -187,7 +188,7 @@ async def test_hostile_bodies_get_json_errors_and_the_engine_goes_on(body, statu
 
 
 async def test_a_body_that_is_too_large_is_refused():
-    async with sim() as (client, http, _), aiohttp.ClientSession() as session:
+    async with sim() as (client, http, _), aiohttp.ClientSession(headers=JSON) as session:
         with suppress(aiohttp.ClientError):  # the server may hang up while we still send
             async with session.post(
                 f"{http.base_url}/fill", data=io.BytesIO(b" " * (65 * 2**20))

@@ -27,6 +27,8 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.transport import AppTransport, Transport
 from tests.support.app_server import serve_app
 
+JSON = {"Content-Type": "application/json"}
+
 
 class Item(BaseModel):
     name: str
@@ -149,7 +151,7 @@ async def test_ill_typed_bodies_are_422_and_name_the_field(
 
 async def raw_post(client: HttpClient, raw: bytes) -> int:
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=JSON) as session,
         session.post(client.base_url + "/item", data=io.BytesIO(raw)) as response,
     ):
         assert (await response.json())["error"]["type"]
@@ -208,7 +210,7 @@ async def test_a_body_of_undeclared_length_is_limited_too(client: HttpClient) ->
             yield b"x" * 1000
 
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=JSON) as session,
         session.post(client.base_url + "/item", data=chunks()) as response,
     ):
         assert response.status == 413

@@ -38,6 +38,8 @@ class Site:
     http: aiohttp.ClientSession
 
     async def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        if "data" in options:
+            options["headers"] = {"Content-Type": "application/json"}
         async with self.http.request(method, path, **options) as response:
             return response.status, await response.json()
 

@@ -32,8 +32,9 @@ def free_port() -> int:
 
 def ask(url: str, body: Any = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:

@@ -1,11 +1,11 @@
 """The secret that ServeCore and its engines know each other by, and the file that keeps one."""
 
-import ipaddress
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
 
+from parrot.protocol.gate.names import is_loopback
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
 
@@ -40,16 +40,6 @@ def settled_token(
             "`api_keys` on ServeCore, or `insecure` (--insecure) to let in whoever connects"
         )
     return kept_token(state_dir)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to a server that binds `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def kept_token(state_dir: str | None) -> str:

@@ -27,6 +27,8 @@ def create_app(core: ServeCore) -> FastAPI:
     app = create_base_app(
         "Parrot ServeCore",
         max_body_size=core.config.max_body_size,
+        host=core.config.host,
+        allowed_hosts=core.config.allowed_hosts,
         lifespan=lifespan,
         error_form=error_form,
     )

@@ -18,6 +18,7 @@ _ERRORS = {
     409: "already set, a cycle, or a reused idempotency key",
     410: "the session has expired or was deleted",
     413: "the body is too large",
+    415: "the body is not declared as application/json",
     422: "a field of the wrong type or out of bounds",
     429: "queue full or quota reached",
     499: "cancelled",
@@ -64,7 +65,7 @@ def _describe(endpoints: Sequence[Endpoint]) -> Json:
             }
             | {
                 str(status): {"description": _ERRORS[status], "content": failed}
-                for status in sorted({400, 422, *endpoint.errors})
+                for status in sorted({400, 415, 422, *endpoint.errors})
             },
         }
         if endpoint.takes is not None and _has_body(endpoint):

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
@@ -14,7 +16,7 @@ from parrot.protocol.engine_api import (
     RuntimeInfo,
 )
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import NoEngine, NotFound, ParrotError, QuotaExceeded
+from parrot.protocol.errors import NoEngine, NotFound, ParrotError, QuotaExceeded, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
@@ -303,9 +305,10 @@ class Fleet:
             return known
         try:
             payload = await client.tokenizer()
-        except ParrotError as error:
-            logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error.message)
-            raise
+        except (ParrotError, ValidationError) as error:
+            # Who registers may have named any address, and shall not learn what is there.
+            logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error)
+            raise Unavailable("the engine's tokenizer could not be fetched") from None
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)
         return self._tokenizers.get(info.model, info.tokenizer_id)
 

@@ -16,6 +16,7 @@ from tests.serve.vendors.conftest import MODEL, Site, payloads, serve
 from tests.support.fake_engine import Script, fake_engine
 
 PATH = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -150,7 +151,7 @@ async def test_bad_fields_are_named(site: Site, fields: dict[str, Any], param: s
 async def test_an_unknown_model_and_a_body_that_is_no_json(site: Site) -> None:
     status, answer = await site.send(PATH, body(user("Hi"), model="none"))
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    async with site.http.post(PATH, data=b"{") as response:
+    async with site.http.post(PATH, data=b"{", headers=JSON) as response:
         assert response.status == 400
         assert response.headers["x-request-id"]
 

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import InternalError, ParrotError
+from parrot.protocol.gate.answer import ERROR_HEADERS
 from parrot.protocol.server import (
-    ERROR_HEADERS,
     Event,
     bearer_token,
     event_stream,

@@ -1,0 +1,97 @@
+"""Servers that send ours elsewhere: nothing follows them, and nobody learns what is there."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from parrot.protocol.engine_api import EngineInfo, EngineType
+from parrot.protocol.errors import ParrotError, Unavailable, ValidationFailed
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import RegistrationClient
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from tests.support.app_server import serve_app
+
+SECRET = "credentials of the machine"
+
+
+class Lure:
+    """An engine that redirects everything but `/target`, which nobody should ask."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        methods = ["GET", "POST"]
+        self.app = Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
+
+    async def _answer(self, request: Request) -> Response:
+        self.asked.append(request.url.path)
+        if request.url.path == "/target":
+            return JSONResponse({"secret": SECRET}, 403)
+        return RedirectResponse("/target", 307)
+
+
+@pytest.fixture
+async def lure() -> AsyncIterator[tuple[Lure, str]]:
+    lure = Lure()
+    async with serve_app(lure.app) as url:
+        yield lure, url
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[HttpClient]:
+    core = ServeCore(CoreConfig())
+    async with serve_app(create_app(core)) as url, HttpClient(url) as http:
+        yield http
+
+
+def info(host: str, port: int = 80) -> EngineInfo:
+    return EngineInfo(
+        engine_type=EngineType.SIM,
+        engine_name="lure",
+        model="m",
+        tokenizer_id="0" * 64,
+        host=host,
+        port=port,
+        max_seq_len=100,
+        tokens_capacity=100,
+    )
+
+
+async def test_no_client_follows_a_redirect(lure: tuple[Lure, str]) -> None:
+    server, url = lure
+    async with HttpClient(url, bearer_token="secret") as http:
+        for method in ("GET", "POST"):
+            with pytest.raises(Unavailable, match="redirect"):
+                await http.request(method, "/generate", body={"prompt": "private"})
+        with pytest.raises(Unavailable, match="redirect"):
+            async for _ in http.stream("POST", "/generate_stream", body={}):
+                pass
+    assert "/target" not in server.asked
+
+
+async def test_who_registers_does_not_learn_what_answers_elsewhere(
+    lure: tuple[Lure, str], http: HttpClient
+) -> None:
+    server, url = lure
+    told = set()
+    for port in (int(url.rpartition(":")[2]), 1):  # something is there, and nothing
+        with pytest.raises(ParrotError) as caught:
+            await RegistrationClient(http).register_engine(info("127.0.0.1", port))
+        told.add((caught.value.type, caught.value.message))
+    assert len(told) == 1
+    assert server.asked == ["/tokenizer"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", "a/b", "user@host", "host:80", "[::1]", "h?x=", "h#x", "-a", "a..b", "x" * 254],
+)
+async def test_a_host_is_an_address_or_a_name(http: HttpClient, host: str) -> None:
+    body = {"engine_config": info("a").model_dump(mode="json") | {"host": host}}
+    with pytest.raises(ValidationFailed, match="IP address or a DNS name"):
+        await http.request("POST", "/register_engine", body=body)
