@@ -15,14 +15,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
-from parrot.protocol import engine_api, public, sampling
+from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 
 DOCS = Path(__file__).parent
 FILLED_PAGES = ("rest.md", "engine_api.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
-    for module in (sampling, engine_api, public)
+    for module in (sampling, engine_api, public, graph_api)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 }

@@ -1,7 +1,7 @@
 """Payloads of ServeCore's REST API (`/v1`), see docs/rest.md."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
@@ -13,6 +13,7 @@ MAX_TEXT = 16 * 2**20  # characters in one template or value
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Content = Annotated[str, Field(max_length=MAX_TEXT)]
+IdempotencyKey = Annotated[str, Field(min_length=1, max_length=256)]
 Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -53,7 +54,7 @@ class CallParameter(Payload):
     sampling_config: SamplingConfig | None = None
 
     @model_validator(mode="after")
-    def _one_source(self) -> "CallParameter":
+    def _one_source(self) -> Self:
         if self.is_output:
             if self.value is not None:
                 raise ValueError(f"output `{self.name}` must not have a value")
@@ -65,18 +66,23 @@ class CallParameter(Payload):
         return self
 
 
-class CallFields(SessionScoped):
-    """The fields of calls of both kinds."""
+class CallFields(Payload):
+    """What calls of both kinds have besides their parameters."""
 
-    parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
     output_criteria: PerformanceCriteria | None = None
     on_demand: bool | None = Field(
         None, description="Whether only a reader makes it run; null: as the session says."
     )
-    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
 
 
-class SemanticCallRequest(CallFields):
+class CallScope(SessionScoped):
+    """What requests for one call of either kind have besides its fields."""
+
+    parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
+    idempotency_key: IdempotencyKey | None = None
+
+
+class SemanticFields(CallFields):
     template: Content
     func_name: str | None = Field(None, max_length=256)
     models: list[Name] = Field([], max_length=64)
@@ -99,10 +105,18 @@ class SemanticCallRequest(CallFields):
     )
 
 
-class NativeCallRequest(CallFields):
+class SemanticCallRequest(SemanticFields, CallScope):
+    pass
+
+
+class NativeFields(CallFields):
     func_name: Name
     func_source: str = Field(max_length=65536)
     timeout: float = Field(1.0, gt=0, le=60, allow_inf_nan=False)
+
+
+class NativeCallRequest(NativeFields, CallScope):
+    pass
 
 
 class ParameterInfo(BaseModel):

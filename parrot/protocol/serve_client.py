@@ -15,10 +15,10 @@ from parrot.protocol.engine_api import (
     RegisterResponse,
     RuntimeInfo,
 )
+from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsResponse,
-    ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
     SessionCreateResponse,
@@ -84,6 +84,10 @@ class ServeClient:
     async def native_call(self, request: NativeCallRequest) -> CallResponse:
         body = request.model_dump(mode="json", exclude_defaults=True)
         return await self._ask(CallResponse, "POST", "/v1/py_native_call", body=body)
+
+    async def semantic_graph(self, request: GraphRequest) -> GraphResponse:
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return await self._ask(GraphResponse, "POST", "/v1/semantic_graph", body=body)
 
     async def create_var(
         self, session_id: int, session_auth: str, var_name: str, content: str | None = None
@@ -162,9 +166,6 @@ class ServeClient:
     async def health(self) -> None:
         """Raises `Unavailable` unless the process answers within a few seconds."""
         await self._http.request("GET", "/health", timeout_s=10.0)
-
-    async def models(self) -> ModelsResponse:
-        return await self._ask(ModelsResponse, "GET", "/v1/models")
 
 
 class RegistrationClient:

@@ -4,6 +4,7 @@ answer."""
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsRequest,
@@ -15,10 +16,12 @@ from parrot.protocol.public import (
     VarListResponse,
     VarValue,
 )
+from parrot.serve.graph.graph import naming_call
+from parrot.serve.graph.local_names import resolve
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.native import check_call
 from parrot.serve.observers import Observers
-from parrot.serve.quotas import num_bytes, usage_of
+from parrot.serve.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.readers import Reads
 from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
@@ -57,16 +60,61 @@ class Programs:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         if isinstance(request, NativeCallRequest):
             check_call(request)
-        if (answer := session.graph.answered(request)) is not None:
+        if (answer := session.graph.replays.find(request, CallResponse)) is not None:
             return answer
         self._runner.require_room(session.tenant)
         usage = usage_of(request)
         session.account.require(**usage)
         response = session.graph.submit(request)
+        session.graph.replays.remember(request, response)
         self._reads.wake_soon(session)
         session.account.add(**usage)
-        self._observers.tell(lambda one: one.call_submitted(session, request, response))
+        self._submitted(session, request, response)
         return response
+
+    def submit_graph(self, request: GraphRequest) -> GraphResponse:
+        """All of a graph for a session that is there, or nothing: then observers are told of its
+        variables with names, and of each call. Raises as `submit_call` does; the error names the
+        call and its field."""
+        assert request.session_id is not None
+        session = self._sessions.authenticate(request.session_id, request.session_auth)
+        if (answer := session.graph.replays.find(request, GraphResponse)) is not None:
+            return answer
+        graph = resolve(request, session.id)
+        for index, call in enumerate(graph.calls):
+            if isinstance(call, NativeCallRequest):
+                with naming_call(index, call.func_name):
+                    check_call(call)
+        self._runner.require_room(session.tenant)
+        usage = usage_of_graph(request.variables, len(graph.variables), graph.calls)
+        session.account.require(**usage)
+        responses = session.graph.submit_all(graph.calls, list(graph.variables.values()))
+        answer = GraphResponse(
+            session_id=session.id,
+            variables={name: variable.id for name, variable in graph.variables.items()},
+            calls=responses,
+        )
+        session.graph.replays.remember(request, answer)
+        self._reads.wake_soon(session)
+        session.account.add(**usage)
+        contents = {declared.name: declared.content for declared in request.variables}
+        for name, variable in graph.variables.items():
+            self._created(session, variable, contents.get(name))
+        for call, response in zip(graph.calls, responses, strict=True):
+            self._submitted(session, call, response)
+        return answer
+
+    def _created(self, session: Session, variable: SemanticVariable, content: str | None) -> None:
+        var_id, name = variable.id, variable.name
+        self._observers.tell(lambda one: one.variable_created(session, var_id, name, content))
+
+    def _submitted(
+        self,
+        session: Session,
+        request: SemanticCallRequest | NativeCallRequest,
+        response: CallResponse,
+    ) -> None:
+        self._observers.tell(lambda one: one.call_submitted(session, request, response))
 
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
         session = self._sessions.authenticate(session_id, session_auth)
@@ -81,9 +129,9 @@ class Programs:
         usage = {"variables": 1, "text_bytes": num_bytes([content or ""])}
         session.account.require(**usage)
         session.account.add(**usage)
-        var_id = session.graph.add_variable(var_name, content).id
-        self._observers.tell(lambda one: one.variable_created(session, var_id, var_name, content))
-        return var_id
+        variable = session.graph.add_variable(var_name, content)
+        self._created(session, variable, content)
+        return variable.id
 
     def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
         session = self._sessions.authenticate(session_id, session_auth)

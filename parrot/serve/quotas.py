@@ -1,11 +1,12 @@
 """Quotas: how much one session, and one tenant with all its sessions, may keep in ServeCore."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import orjson
 
 from parrot.protocol.errors import QueueFull, QuotaExceeded
+from parrot.protocol.graph_api import GraphVariable
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import SessionQuota, TenantQuota
@@ -25,6 +26,20 @@ def usage_of(request: SemanticCallRequest | NativeCallRequest) -> dict[str, int]
         if parameter.sampling_config is not None:
             texts += _grammar(parameter.sampling_config)
     return {"calls": 1, "variables": num_new, "text_bytes": num_bytes(texts)}
+
+
+def usage_of_graph(
+    declared: Sequence[GraphVariable],
+    num_variables: int,
+    calls: Iterable[SemanticCallRequest | NativeCallRequest],
+) -> Counter[str]:
+    """Amounts for all of a graph: `num_variables` of its own, of which some are `declared` with
+    their contents, and its calls, which name them by ids."""
+    texts = [variable.content or "" for variable in declared]
+    usage = Counter(variables=num_variables, text_bytes=num_bytes(texts))
+    for call in calls:
+        usage.update(usage_of(call))
+    return usage
 
 
 def _grammar(sampling: SamplingConfig) -> list[str]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -24,7 +25,7 @@ from tests.support.app_server import serve_app
 
 
 @asynccontextmanager
-async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIterator[ServeClient]:
+async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIterator[HttpClient]:
     """A ServeCore and an engine that tries to register with it."""
     core = ServeCore(CoreConfig(cluster_token=core_token))
     async with serve_app(create_core_app(core)) as url, HttpClient(url) as http:
@@ -38,17 +39,22 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
         reorder = ReorderBuffer(MonotonicClock())
         async with serve_app(create_engine_app(service, reorder, config), port):
             engine = asyncio.create_task(run_engine(config, service, reorder, with_core=True))
-            yield ServeClient(http)
+            yield http
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
             await service.close()
 
 
+async def models(http: HttpClient) -> list[Any]:
+    found: list[Any] = (await http.request("GET", "/v1/models"))["data"]
+    return found
+
+
 async def test_with_the_same_token_calls_run_and_engines_stay() -> None:
-    async with cluster("sesame", "sesame") as client, asyncio.timeout(30):
-        while not (await client.models()).data:
+    async with cluster("sesame", "sesame") as http, asyncio.timeout(30):
+        while not await models(http):
             await asyncio.sleep(0.02)
-        async with program(client) as session:
+        async with program(ServeClient(http)) as session:
             for _ in range(3):
                 assert await session.get(await session.call("Say something: {{out}}"))
                 await asyncio.sleep(0.1)
@@ -58,17 +64,17 @@ async def test_with_the_same_token_calls_run_and_engines_stay() -> None:
 async def test_an_engine_with_another_token_does_not_join(
     engine_token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with cluster("sesame", engine_token) as client, asyncio.timeout(30):
+    async with cluster("sesame", engine_token) as http, asyncio.timeout(30):
         while "cluster token" not in caplog.text:
             await asyncio.sleep(0.02)
-        assert (await client.models()).data == []
+        assert await models(http) == []
 
 
 async def test_an_engine_whose_token_servecore_does_not_know_does_not_join(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """ServeCore asks nobody for a token, but cannot fetch the engine's tokenizer."""
-    async with cluster(None, "sesame") as client, asyncio.timeout(30):
+    async with cluster(None, "sesame") as http, asyncio.timeout(30):
         while "gave no tokenizer" not in caplog.text:
             await asyncio.sleep(0.02)
-        assert (await client.models()).data == []
+        assert await models(http) == []

@@ -313,7 +313,7 @@ async def test_a_wrong_session_auth_is_401_on_every_route(site: Site) -> None:
     scope = await site.session()
     x = await site.post("/v1/semantic_var", scope | {"var_name": "x"})
     requests = await scoped_requests(site)
-    assert len(requests) == 12
+    assert len(requests) == 13
     for (method, route, fields), wrong in itertools.product(
         requests, ["", "wrong", None, "\u00e9", scope["session_auth"] + "x"]
     ):

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import NotFound
+from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.metrics import CONTENT_TYPE
 from parrot.protocol.public import (
     ModelCard,
@@ -36,14 +37,19 @@ _EVENTS = (
 def endpoints(core: ServeCore) -> list[Endpoint]:
     """The two that every call needs come first, since routes are tried in order."""
     return [
-        *_call_endpoints(core.programs),
+        *_call_endpoints(core),
         *_variable_endpoints(core.programs),
         *_session_endpoints(core),
         *_service_endpoints(core),
     ]
 
 
-def _call_endpoints(programs: Programs) -> list[Endpoint]:
+def _call_endpoints(core: ServeCore) -> list[Endpoint]:
+    programs = core.programs
+
+    def submit_graph(request: GraphRequest) -> GraphResponse:
+        return _submit_graph(core, request)
+
     return [
         Endpoint(
             "GET",
@@ -65,6 +71,13 @@ def _call_endpoints(programs: Programs) -> list[Endpoint]:
             programs.submit_native,
             "Submit a native function's call; a read makes it run, in a sandbox",
             errors=_SUBMIT,
+        ),
+        Endpoint(
+            "POST",
+            "/v1/semantic_graph",
+            submit_graph,
+            "Submit variables and calls that name each other, all of them or none",
+            errors=(*_SUBMIT, 503),
         ),
         Endpoint(
             "POST",
@@ -194,6 +207,22 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
             cluster_token=token,
         ),
     ]
+
+
+def _submit_graph(core: ServeCore, request: GraphRequest) -> GraphResponse:
+    """If the graph is to have a session of its own, that begins only if all of it is right."""
+    if request.session is None:
+        return core.programs.submit_graph(request)
+    wanted = request.session
+    if wanted.api_key is None:
+        wanted = wanted.model_copy(update={"api_key": request.session_auth})
+    scope = core.create_session(wanted).model_dump()
+    try:
+        response = core.programs.submit_graph(request.model_copy(update=scope))
+    except BaseException:
+        core.delete_session(**scope)
+        raise
+    return response.model_copy(update=scope)
 
 
 def _alive() -> None:

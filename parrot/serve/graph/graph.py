@@ -1,6 +1,7 @@
 """One session's graph: its variables, the calls that make and take them, what is wanted of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -22,14 +23,15 @@ from parrot.protocol.public import (
 from parrot.serve.graph.activation import Activation
 from parrot.serve.graph.build import Ancestor, Prompt, build_completions, index_parameters
 from parrot.serve.graph.flow import Flow
-from parrot.serve.graph.links import link
+from parrot.serve.graph.links import link, link_all
 from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, Reader, Task
-from parrot.serve.graph.replays import CallRequest, Replays
+from parrot.serve.graph.replays import Replays
 from parrot.serve.graph.runner import Predictor, Runner
-from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.graph.variable import SemanticVariable, VariableState, new_variable
 from parrot.utils.clock import Clock
-from parrot.utils.ids import IdCounter, new_token
+from parrot.utils.ids import IdCounter
 
+CallRequest = SemanticCallRequest | NativeCallRequest
 Bound = dict[str, SemanticVariable]  # by parameter name
 
 
@@ -40,6 +42,16 @@ class Call:
 
     tasks: tuple[Task, ...]
     successor: Ancestor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A call that is not part of the graph yet. `variables`: its own and those of others."""
+
+    request_id: int
+    call: Call
+    variables: Sequence[SemanticVariable]
+    criteria: PerformanceCriteria | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +84,12 @@ class SessionGraph:
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, runner, predictor)
+        self.replays = Replays()
         self._tenant = tenant
         self._on_demand = on_demand
         self._clock = clock
         self._ids = ids
         self._flow = Flow(clock, runner, self.activation)
-        self._replays = Replays()
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:
@@ -91,7 +103,7 @@ class SessionGraph:
             raise NotFound(f"no variable `{var_id:.80}` in this session") from None
 
     def add_variable(self, name: str, text: str | None = None) -> SemanticVariable:
-        variable = self._new_variable(name, text)
+        variable = new_variable(self.session_id, name, text)
         self._register(variable)
         return variable
 
@@ -102,26 +114,32 @@ class SessionGraph:
             raise Conflict(f"variable `{variable.name}` is the output of a call")
         variable.set(text)
 
-    def answered(self, request: CallRequest) -> CallResponse | None:
-        """The answer that the request got before, by its idempotency key; None if it is new. Raises
-        `Conflict` if the key was used for another request."""
-        return self._replays.find(request)
-
     def submit(self, request: CallRequest) -> CallResponse:
-        """Add a call that was not `answered` before. Raises `InvalidRequest`, `CyclicGraph`,
-        `Conflict`, `NotFound` or `AlreadySet`."""
-        index_parameters(request.parameters)
-        if isinstance(request, NativeCallRequest):
-            request_id, bound, call = self._native_call(request)
-        else:
-            request_id, bound, call = self._semantic_call(request)
-        on_demand = self._on_demand if request.on_demand is None else request.on_demand
-        for task in call.tasks:
-            task.is_held = not on_demand
-        self._add_call(request_id, call, bound.values(), request.output_criteria)
-        response = _describe(request_id, request.parameters, bound)
-        self._replays.remember(request, response)
-        return response
+        """Add a call. Raises `InvalidRequest`, `CyclicGraph`, `Conflict`, `NotFound` or
+        `AlreadySet`."""
+        draft = self._draft(request, {})
+        link(draft.call.tasks)
+        self._add([draft], draft.call.tasks)
+        return _describe(draft, request)
+
+    def submit_all(
+        self, requests: Sequence[CallRequest], variables: Sequence[SemanticVariable]
+    ) -> list[CallResponse]:
+        """Add new variables and calls that may name them, or nothing. Raises as `submit` does; the
+        error names the call."""
+        new = {variable.id: variable for variable in variables}
+        made: set[SemanticVariable] = set()
+        drafts = []
+        for index, request in enumerate(requests):
+            with naming_call(index, request.func_name):
+                draft = self._draft(request, new)
+                _claim(draft, made)
+            drafts.append(draft)
+        tasks = link_all([task for draft in drafts for task in draft.call.tasks])
+        for variable in variables:
+            self._register(variable)
+        self._add(drafts, tasks)
+        return [_describe(*pair) for pair in zip(drafts, requests, strict=True)]
 
     def submit_prompt(self, prompt: Prompt) -> tuple[int, list[Completion]]:
         """Add a call that has no template, and return its id with a completion for each output.
@@ -134,15 +152,17 @@ class SessionGraph:
                 session_id=self.session_id,
                 options=prompt.options,
                 fill=prompt.fill,
-                output=self._new_variable(f"answer_{i}", None),
+                output=new_variable(self.session_id, f"answer_{i}"),
                 sampling=sampling,
                 previous=prompt.previous,
                 is_held=False,
             )
             for i, sampling in enumerate(prompt.samplings)
         ]
+        call = Call(tuple(completions), None)
+        link(call.tasks)
         outputs = [completion.output for completion in completions]
-        self._add_call(request_id, Call(tuple(completions), None), outputs)
+        self._add([_Draft(request_id, call, outputs)], call.tasks)
         return request_id, completions
 
     def cancel_variable(self, var_id: str) -> None:
@@ -196,9 +216,23 @@ class SessionGraph:
             raise InvalidRequest("a native call has no context to continue", param="successor_of")
         return call.successor
 
-    def _semantic_call(self, request: SemanticCallRequest) -> tuple[int, Bound, Call]:
+    def _draft(self, request: CallRequest, new: Mapping[str, SemanticVariable]) -> _Draft:
+        """`new`: variables that will be part of the graph with the call, by id."""
+        index_parameters(request.parameters)
+        if isinstance(request, NativeCallRequest):
+            draft = self._native_call(request, new)
+        else:
+            draft = self._semantic_call(request, new)
+        on_demand = self._on_demand if request.on_demand is None else request.on_demand
+        for task in draft.call.tasks:
+            task.is_held = not on_demand
+        return draft
+
+    def _semantic_call(
+        self, request: SemanticCallRequest, new: Mapping[str, SemanticVariable]
+    ) -> _Draft:
         ancestor = self._ancestor(request.successor_of)
-        bound = self._bind(request.parameters)
+        bound = self._bind(request.parameters, new)
         request_id = self._ids.requests.next()
         completions, successor = build_completions(
             request,
@@ -216,12 +250,15 @@ class SessionGraph:
             request_id=request_id,
             next_id=self._ids.tasks.next,
         )
-        return request_id, bound, Call(tuple(completions), successor)
+        call = Call(tuple(completions), successor)
+        return _Draft(request_id, call, list(bound.values()), request.output_criteria)
 
-    def _native_call(self, request: NativeCallRequest) -> tuple[int, Bound, Call]:
+    def _native_call(
+        self, request: NativeCallRequest, new: Mapping[str, SemanticVariable]
+    ) -> _Draft:
         if not any(parameter.is_output for parameter in request.parameters):
             raise InvalidRequest(f"native function `{request.func_name}` has no output")
-        bound = self._bind(request.parameters)
+        bound = self._bind(request.parameters, new)
         request_id = self._ids.requests.next()
         task = NativeCall(
             id=self._ids.tasks.next(),
@@ -233,13 +270,8 @@ class SessionGraph:
             arguments=tuple((p.name, bound[p.name]) for p in request.parameters if not p.is_output),
             results=tuple((p.name, bound[p.name]) for p in request.parameters if p.is_output),
         )
-        return request_id, bound, Call((task,), None)
-
-    def _new_variable(self, name: str, text: str | None) -> SemanticVariable:
-        variable = SemanticVariable(new_token(), name, self.session_id)
-        if text is not None:
-            variable.set(text)
-        return variable
+        call = Call((task,), None)
+        return _Draft(request_id, call, list(bound.values()), request.output_criteria)
 
     def _register(self, variable: SemanticVariable) -> None:
         self.variables[variable.id] = variable
@@ -248,65 +280,87 @@ class SessionGraph:
         else:
             variable.on_settled(self._flow.settled)
 
-    def _bind(self, parameters: Sequence[CallParameter]) -> Bound:
+    def _bind(
+        self, parameters: Sequence[CallParameter], new: Mapping[str, SemanticVariable]
+    ) -> Bound:
         """The variable of each parameter; new ones are not registered yet."""
         bound: Bound = {}
         for parameter in parameters:
             if parameter.var_id is not None:
-                bound[parameter.name] = self._existing(parameter.var_id, parameter)
+                variable = new.get(parameter.var_id) or self.variables.get(parameter.var_id)
+                bound[parameter.name] = _required(variable, parameter)
             else:
-                bound[parameter.name] = self._new_variable(parameter.name, parameter.value)
+                bound[parameter.name] = new_variable(
+                    self.session_id, parameter.name, parameter.value
+                )
         outputs = [bound[parameter.name] for parameter in parameters if parameter.is_output]
         if len(set(outputs)) < len(outputs):
             raise InvalidRequest("two outputs name the same variable")
         return bound
 
-    def _existing(self, var_id: str, parameter: CallParameter) -> SemanticVariable:
-        name = parameter.name
-        variable = self.variables.get(var_id)
-        if variable is None:
-            raise NotFound(f"no variable `{var_id:.80}` for parameter `{name}`", param=name)
-        if parameter.is_output and variable.is_settled:
-            raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
-        if parameter.is_output and variable.producer is not None:
-            raise Conflict(f"the variable of output `{name}` has a producer", param=name)
-        return variable
-
-    def _add_call(
-        self,
-        request_id: int,
-        call: Call,
-        variables: Iterable[SemanticVariable],
-        criteria: PerformanceCriteria | None = None,
-    ) -> None:
-        """Make a call and its variables part of the graph, and begin what others want of it. A
-        reader with the `criteria` wants its last output. Raises `CyclicGraph`."""
-        link(call.tasks)
-        for variable in variables:
-            if variable.id not in self.variables:
-                self._register(variable)
-        self.calls[request_id] = call
+    def _add(self, drafts: Iterable[_Draft], tasks: Iterable[Task]) -> None:
+        """Make linked calls and their variables part of the graph, and begin what others want of
+        them. `tasks` are those of all calls, producers first. A reader with a call's criteria wants
+        its last output."""
+        for draft in drafts:
+            for variable in draft.variables:
+                if variable.id not in self.variables:
+                    self._register(variable)
+            self.calls[draft.request_id] = draft.call
         now = self._clock.now()
-        for task in call.tasks:
+        for task in tasks:
             task.times.submitted = now
-        for task in call.tasks:
+        for task in tasks:
             self._flow.enter(task)
-        if criteria is not None and call.tasks:
-            last = call.tasks[-1].outputs[-1]
-            if not last.is_settled:
-                self.activation.add_reader(Reader(last, criteria))
+        for draft in drafts:
+            if draft.criteria is not None and draft.call.tasks:
+                last = draft.call.tasks[-1].outputs[-1]
+                if not last.is_settled:
+                    self.activation.add_reader(Reader(last, draft.criteria))
 
 
-def _describe(request_id: int, parameters: Sequence[CallParameter], bound: Bound) -> CallResponse:
+@contextmanager
+def naming_call(index: int, func_name: str | None) -> Iterator[None]:
+    """Let errors in the block say that they are about the call of this index."""
+    try:
+        yield
+    except ParrotError as error:
+        name = "" if func_name is None else f" (`{func_name}`)"
+        param = f"calls.{index}" if error.param is None else f"calls.{index}.{error.param}"
+        raise type(error)(f"call {index}{name}: {error.message}", param=param) from None
+
+
+def _required(variable: SemanticVariable | None, parameter: CallParameter) -> SemanticVariable:
+    """A variable that the parameter may be bound to."""
+    name = parameter.name
+    if variable is None:
+        raise NotFound(f"no variable `{parameter.var_id:.80}` for parameter `{name}`", param=name)
+    if parameter.is_output and variable.is_settled:
+        raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
+    if parameter.is_output and variable.producer is not None:
+        raise Conflict(f"the variable of output `{name}` has a producer", param=name)
+    return variable
+
+
+def _claim(draft: _Draft, made: set[SemanticVariable]) -> None:
+    """Add its outputs to those of the calls that come with it."""
+    for task in draft.call.tasks:
+        for output in task.outputs:
+            if output in made:
+                raise Conflict(f"another call makes `{output.name}`, too")
+            made.add(output)
+
+
+def _describe(draft: _Draft, request: CallRequest) -> CallResponse:
     return CallResponse(
-        request_id=request_id,
+        request_id=draft.request_id,
         param_info=[
             ParameterInfo(
                 parameter_name=parameter.name,
                 is_output=parameter.is_output,
-                var_name=bound[parameter.name].name,
-                var_id=bound[parameter.name].id,
+                var_name=variable.name,
+                var_id=variable.id,
             )
-            for parameter in parameters
+            for parameter, variable in zip(request.parameters, draft.variables, strict=True)
         ],
     )

@@ -1,6 +1,7 @@
 """Links tasks to their variables, unless that would close a cycle."""
 
 from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from parrot.protocol.errors import CyclicGraph
 from parrot.serve.graph.nodes import Task
@@ -8,19 +9,52 @@ from parrot.serve.graph.variable import SemanticVariable
 
 
 def link(tasks: Sequence[Task]) -> None:
-    """Link all of them, or none and raise `CyclicGraph`."""
+    """Link the tasks of one call, or none of them and raise `CyclicGraph`."""
     for count, task in enumerate(tasks, start=1):
-        for variable in task.inputs:
-            variable.consumers.append(task)
-            task.missing += not variable.is_settled
-        for variable in task.outputs:
-            variable.producer = task
+        _link(task)
         if _is_cyclic(task):
-            path = _cycle(task)
+            error = _cyclic(_cycle(task))
             for linked in tasks[:count]:
                 _unlink(linked)
-            names = " -> ".join(f"`{variable.name}`" for variable in [*path, path[0]])
-            raise CyclicGraph(f"the call would close a cycle: {names}")
+            raise error
+
+
+def link_all(tasks: Sequence[Task]) -> list[Task]:
+    """Link the tasks of many calls, or none of them and raise `CyclicGraph`. Returns them with
+    producers before consumers. Looks once at each task below them."""
+    for task in tasks:
+        _link(task)
+    below: TopologicalSorter[Task] = TopologicalSorter()
+    reached = dict.fromkeys(tasks)
+    stack = list(tasks)
+    for task in stack:
+        below.add(task)
+        for consumer in _neighbours(task, down=True):
+            below.add(consumer, task)
+            if consumer not in reached:
+                reached[consumer] = None
+                stack.append(consumer)
+    new = set(tasks)
+    try:
+        return [task for task in below.static_order() if task in new]
+    except CycleError as found:
+        error = _cyclic(_cycle(found.args[1][0]))
+    for task in tasks:
+        _unlink(task)
+    raise error
+
+
+def _link(task: Task) -> None:
+    for variable in task.inputs:
+        variable.consumers.append(task)
+        task.missing += not variable.is_settled
+    for variable in task.outputs:
+        variable.producer = task
+
+
+def _cyclic(path: Sequence[SemanticVariable]) -> CyclicGraph:
+    names = " -> ".join(f"`{variable.name}`" for variable in [*path, path[0]])
+    return CyclicGraph(f"the call would close a cycle: {names}")
 
 
 def _unlink(task: Task) -> None:

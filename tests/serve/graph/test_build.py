@@ -3,6 +3,8 @@ from hypothesis import given as fuzz
 from hypothesis import strategies as st
 
 from parrot.protocol.errors import AlreadySet, Conflict, InvalidRequest, NotFound, ParrotError
+from parrot.protocol.graph_api import GraphRequest
+from parrot.protocol.public import CallResponse
 from parrot.protocol.template import placeholder
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Piece, TextPiece, VariablePiece
@@ -164,17 +166,22 @@ def test_a_native_call_needs_an_output_and_has_no_context() -> None:
 
 
 def test_an_idempotency_key_replays_the_answer() -> None:
-    graph = make_graph()
+    replays = make_graph().replays
     request = semantic("a {{y}}", made("y"), idempotency_key="k", session_auth="one")
-    response = graph.submit(request)
+    response = CallResponse(request_id=1, param_info=[])
+    replays.remember(request, response)
     again = request.model_copy(update={"session_auth": "two"})
-    assert graph.answered(again) == response
-    with pytest.raises(Conflict, match="idempotency"):
-        graph.answered(semantic("b {{y}}", made("y"), idempotency_key="k"))
-    with pytest.raises(Conflict, match="idempotency"):
-        graph.answered(native("a", made("y"), idempotency_key="k"))
-    assert graph.answered(semantic("a {{y}}", made("y"), idempotency_key="new")) is None
-    assert graph.answered(semantic("a {{y}}", made("y"))) is None
+    assert replays.find(again, CallResponse) == response
+    for other in (
+        semantic("b {{y}}", made("y"), idempotency_key="k"),
+        native("a", made("y"), idempotency_key="k"),
+        GraphRequest(session_id=request.session_id, idempotency_key="k"),
+    ):
+        with pytest.raises(Conflict, match="idempotency"):
+            replays.find(other, CallResponse)
+    new = semantic("a {{y}}", made("y"), idempotency_key="new")
+    assert replays.find(new, CallResponse) is None
+    assert replays.find(semantic("a {{y}}", made("y")), CallResponse) is None
 
 
 @fuzz(

@@ -1,0 +1,117 @@
+"""Payloads of `POST /v1/semantic_graph`, a whole graph in one request, see docs/rest.md."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from parrot.protocol.public import (
+    MAX_PARAMETERS,
+    CallParameter,
+    CallResponse,
+    Content,
+    IdempotencyKey,
+    Name,
+    NativeFields,
+    Payload,
+    SemanticFields,
+    SessionCreateRequest,
+)
+
+MAX_CALLS = 512
+MAX_VARIABLES = 1024
+MAX_BINDINGS = 4096  # parameters of all calls
+
+
+class GraphVariable(Payload):
+    """A new variable, for which `name` stands in the request."""
+
+    name: Name
+    content: Content | None = None
+    var_name: Name | None = Field(None, description="what the session calls it; null: its `name`")
+
+
+class GraphParameter(CallParameter):
+    """A placeholder's binding. An input has exactly one of `var_id`, `var` and `value`, an output
+    at most one of the first two."""
+
+    var: Name | None = Field(
+        None,
+        description="name of a declared variable, or of an output; an output may declare it",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        num_given = sum(given is not None for given in (self.var_id, self.var, self.value))
+        if self.is_output:
+            if self.value is not None:
+                raise ValueError(f"output `{self.name}` must not have a value")
+            if num_given > 1:
+                raise ValueError(f"output `{self.name}` has both a var_id and a var")
+        else:
+            if num_given != 1:
+                raise ValueError(f"input `{self.name}` needs exactly one of var_id, var and value")
+            if self.sampling_config is not None:
+                raise ValueError(f"input `{self.name}` must not have a sampling_config")
+        return self
+
+
+Parameters = Annotated[list[GraphParameter], Field(max_length=MAX_PARAMETERS)]
+
+
+class SemanticGraphCall(SemanticFields):
+    parameters: Parameters
+
+
+class NativeGraphCall(NativeFields):
+    parameters: Parameters
+
+
+def _kind(fields: Any) -> str:
+    is_native = (
+        "func_source" in fields if isinstance(fields, dict) else hasattr(fields, "func_source")
+    )
+    return "native" if is_native else "semantic"
+
+
+GraphCall = Annotated[
+    Annotated[SemanticGraphCall, Tag("semantic")] | Annotated[NativeGraphCall, Tag("native")],
+    Discriminator(_kind),
+]
+
+
+class GraphRequest(Payload):
+    """It has one of `session_id` and `session`. `session_auth` may come as a Bearer token, and so
+    may the `api_key` of `session`."""
+
+    session_id: int | None = None
+    session_auth: str | None = Field(None, max_length=4096)
+    session: SessionCreateRequest | None = Field(None, description="begin a session for the graph")
+    variables: list[GraphVariable] = Field([], max_length=MAX_VARIABLES)
+    calls: list[GraphCall] = Field([], max_length=MAX_CALLS, description="in any order")
+    idempotency_key: IdempotencyKey | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_bindings(cls, fields: Any) -> Any:
+        """Counted before any is looked at."""
+        calls = fields.get("calls") if isinstance(fields, dict) else None
+        if isinstance(calls, list):
+            lists = [call.get("parameters") for call in calls if isinstance(call, dict)]
+            if sum(len(given) for given in lists if isinstance(given, list)) > MAX_BINDINGS:
+                raise ValueError(f"its calls have more than {MAX_BINDINGS} parameters together")
+        return fields
+
+    @model_validator(mode="after")
+    def _one_session(self) -> Self:
+        if (self.session_id is None) == (self.session is None):
+            raise ValueError("it needs exactly one of session_id and session")
+        if self.session is not None and self.idempotency_key is not None:
+            raise ValueError("an idempotency_key belongs to a session that is there already")
+        return self
+
+
+class GraphResponse(BaseModel):
+    session_id: int
+    session_auth: str | None = Field(None, description="of a session that began with the graph")
+    variables: dict[str, str] = Field(description="var_id by the name that the request gave")
+    calls: list[CallResponse] = Field(description="in the order of the request")
