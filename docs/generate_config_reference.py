@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
 from parrot.protocol import engine_api, graph_api, public, sampling
+from parrot.protocol.gate.config import ConnectionLimits
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 
 DOCS = Path(__file__).parent
@@ -81,6 +82,10 @@ An engine:
 
 {core_limits}
 
+### `connections`
+
+{connections}
+
 ### `session_quota`
 
 {session_quota}
@@ -92,6 +97,10 @@ An engine:
 ## Engines: the rest
 
 `engine_type` says which kind of engine it is, and so what `instance` may hold. {engine}
+
+### `connections`
+
+As ServeCore's.
 
 ### `serve_core`
 
@@ -148,6 +157,7 @@ def configuration_page() -> str:
         core=section(CoreConfig, without=OPERATOR_CORE),
         core_limits=table(GlobalSchedulerConfig, CORE_LIMITS),
         core_switches=section(GlobalSchedulerConfig, without=CORE_LIMITS),
+        connections=section(ConnectionLimits),
         session_quota=section(SessionQuota),
         tenant_quota=section(TenantQuota),
         engine=section(engine, doc=engine_config.EngineConfig, without=OPERATOR_ENGINE),

@@ -35,6 +35,7 @@ def create_app(service: EngineService, reorder: ReorderBuffer, config: EngineCon
     app = create_base_app(
         "Parrot engine",
         max_body_size=MAX_BODY_SIZE,
+        max_body_memory=config.connections.max_body_memory,
         host=config.host,
         allowed_hosts=config.allowed_hosts,
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from parrot.protocol.gate.config import HostName
+from parrot.protocol.gate.config import ConnectionLimits, HostName
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_json_object
 
 _ORIGINAL_NO_CHUNK = -1
@@ -182,6 +182,7 @@ class EngineConfig(ConfigModel):
     state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
     serve_core: ServeCoreAddress = ServeCoreAddress()
     scheduler: SchedulerConfig = SchedulerConfig()
+    connections: ConnectionLimits = ConnectionLimits()
 
     @property
     def max_requests(self) -> int:

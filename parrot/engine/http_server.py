@@ -35,7 +35,7 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     config = config.model_copy(update={"cluster_token": _token(config, with_core=with_core)})
     service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
     app = create_app(service, reorder, config)
-    server = AppServer(app, config.host, config.port, service.close)
+    server = AppServer(app, config.host, config.port, service.close, config.connections)
     engine = asyncio.create_task(run_engine(config, service, reorder, with_core=with_core))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:

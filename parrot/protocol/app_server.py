@@ -12,6 +12,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from parrot.protocol.gate.config import ConnectionLimits
+from parrot.protocol.gate.connection import guarded_protocol
+
 # Idle connections must be closed by their clients (aiohttp's do it after 15 s, uvicorn's default
 # is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
 KEEP_ALIVE_S = 75
@@ -24,13 +27,20 @@ class AppServer(uvicorn.Server):
     requests get their answer and shutting down takes no longer than it must."""
 
     def __init__(
-        self, app: FastAPI, host: str, port: int, end_requests: Callable[[], Awaitable[None]]
+        self,
+        app: FastAPI,
+        host: str,
+        port: int,
+        end_requests: Callable[[], Awaitable[None]],
+        limits: ConnectionLimits,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 host=host,
                 port=port,
+                http=guarded_protocol(limits),
+                ws="none",
                 access_log=False,
                 log_config=None,
                 proxy_headers=False,  # nobody asks for the client's address

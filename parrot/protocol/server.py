@@ -29,7 +29,8 @@ from parrot.protocol.errors import (
     error_from_payload,
 )
 from parrot.protocol.gate.answer import ErrorForm, error_response, own_form
-from parrot.protocol.gate.bodies import BodyLimit
+from parrot.protocol.gate.bodies import BodyBudget, BodyLimit, read_body
+from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
 from parrot.utils.ids import tokens_equal
 
@@ -46,6 +47,7 @@ def create_base_app(
     title: str,
     *,
     max_body_size: int,
+    max_body_memory: int = ConnectionLimits().max_body_memory,
     host: str = "localhost",
     allowed_hosts: Sequence[str] = (ANY_HOST,),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
@@ -60,6 +62,7 @@ def create_base_app(
         # Else it looks for a provider of each in the environment, with every request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    app.state.body_budget = BodyBudget(max_body_memory)
     handlers = _ErrorHandlers(error_form)
     app.add_exception_handler(ParrotError, handlers.on_parrot_error)
     app.add_exception_handler(HTTPException, handlers.on_http_exception)
@@ -80,7 +83,7 @@ async def read_json(request: Request) -> Any:
 
     A page of another site can make a browser send any body but one that is declared as JSON, for
     which the browser asks first."""
-    raw = await request.body()
+    raw = await read_body(request)
     if not raw:
         return {}
     declared = request.headers.get("content-type", "")

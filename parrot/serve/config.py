@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from parrot.protocol.gate.config import HostName
+from parrot.protocol.gate.config import ConnectionLimits, HostName
 from parrot.utils.config import ConfigModel
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -144,6 +144,7 @@ class CoreConfig(ConfigModel):
         "`*` is every page.",
     )
     global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
+    connections: ConnectionLimits = ConnectionLimits()
     session_quota: SessionQuota = SessionQuota()
     tenant_quota: TenantQuota = TenantQuota()
     max_body_size: Count = Field(

@@ -49,7 +49,8 @@ async def serve(config: CoreConfig) -> None:
         core.shut_down()
 
     try:
-        await AppServer(create_app(core), config.host, config.port, end_requests).serve()
+        app = create_app(core)
+        await AppServer(app, config.host, config.port, end_requests, config.connections).serve()
     finally:
         if trace is not None:
             trace.close()

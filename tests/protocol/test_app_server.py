@@ -9,13 +9,14 @@ import pytest
 from fastapi import FastAPI
 
 from parrot.protocol.app_server import AppServer, run_server, server_options
+from parrot.protocol.gate.config import ConnectionLimits
 
 
 async def start(app: FastAPI, end_requests: asyncio.Event) -> tuple[AppServer, asyncio.Task[None]]:
     async def end() -> None:
         end_requests.set()
 
-    server = AppServer(app, "127.0.0.1", 0, end)
+    server = AppServer(app, "127.0.0.1", 0, end, ConnectionLimits())
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(5):
         while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way

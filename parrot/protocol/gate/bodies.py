@@ -1,10 +1,65 @@
 """How much of a request's body is read."""
 
-from starlette.requests import Request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parrot.protocol.errors import PayloadTooLarge
+from parrot.protocol.errors import Cancelled, PayloadTooLarge, Unavailable
 from parrot.protocol.gate.answer import ErrorForm, error_response
+
+_SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
+
+
+class BodyBudget:
+    """The memory for bodies that are being read."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_free = num_bytes
+
+    @contextmanager
+    def lease(self) -> "Iterator[_Lease]":
+        """What it has taken is given back at the end."""
+        lease = _Lease(self)
+        try:
+            yield lease
+        finally:
+            self._num_free += lease.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `Unavailable` if there is not so much."""
+        if num_bytes > self._num_free:
+            raise Unavailable("the server is reading too many large requests: try again")
+        self._num_free -= num_bytes
+
+
+class _Lease:
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.num_bytes = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Let it be so large in all."""
+        self._budget.take(num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, which the request does not keep. Raises `Unavailable` when the bodies of all
+    requests become too large, and `Cancelled` if the client leaves or is too slow."""
+    budget: BodyBudget = request.app.state.body_budget
+    with budget.lease() as lease:
+        chunks, size = [], 0
+        try:
+            async for chunk in request.stream():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > _SMALL:
+                    lease.grow(size - _SMALL)
+        except ClientDisconnect:
+            raise Cancelled("the client disconnected") from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 class BodyLimit:

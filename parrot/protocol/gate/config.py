@@ -5,5 +5,26 @@ from typing import Annotated
 from pydantic import Field
 
 from parrot.protocol.gate.names import MAX_HOST_NAME
+from parrot.utils.config import ConfigModel
 
 HostName = Annotated[str, Field(min_length=1, max_length=MAX_HOST_NAME)]
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]
+_Count = Annotated[int, Field(ge=1, le=2**40)]
+
+
+class ConnectionLimits(ConfigModel):
+    """What one connection may take, and all together. Whoever exceeds one is answered with 408, 431
+    or 503, and the connection closed."""
+
+    head_timeout: _Seconds = Field(
+        20.0, description="For a request's head, the first since the connection is there."
+    )
+    body_idle_timeout: _Seconds = Field(30.0, description="Between two pieces of a body.")
+    body_timeout: _Seconds = Field(300.0, description="For a whole body.")
+    max_header_bytes: _Count = Field(65_536, description="Bytes of a head.")
+    max_connections: _Count = Field(8192, description="Connections that are open at once.")
+    max_body_memory: _Count = Field(
+        2**29,
+        description="Bytes of all bodies that are being read, less the first 64 KiB of each; a "
+        "request beyond gets 503.",
+    )

@@ -27,6 +27,7 @@ def create_app(core: ServeCore) -> FastAPI:
     app = create_base_app(
         "Parrot ServeCore",
         max_body_size=core.config.max_body_size,
+        max_body_memory=core.config.connections.max_body_memory,
         host=core.config.host,
         allowed_hosts=core.config.allowed_hosts,
         lifespan=lifespan,
