@@ -27,6 +27,7 @@ class PathParameters(BaseModel):
     request_id: int = 0
     var_id: str = ""
     model_id: str = ""
+    response_id: str = ""
 
 
 class Endpoint:

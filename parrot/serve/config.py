@@ -150,6 +150,12 @@ class CoreConfig(ConfigModel):
     max_body_size: Count = Field(
         32 * 2**20, description="Bytes of one request's body; beyond it 413."
     )
+    responses_size: int = Field(
+        2**28,
+        ge=0,
+        le=2**40,
+        description="Bytes of `/v1/responses` that are kept, to be asked for and continued.",
+    )
     native_workers: int = Field(
         2, ge=1, le=64, description="Native functions that may run at once, a process each."
     )

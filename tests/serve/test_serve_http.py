@@ -270,7 +270,7 @@ HOSTILE = [
 async def test_hostile_json_is_refused_on_every_route(site: Site) -> None:
     routes = [route for route in create_app(site.core).openapi()["paths"] if route != "/metrics"]
     for raw, route in itertools.product(HOSTILE, routes):
-        path = route.format(session_id=1, request_id=1, var_id="v", model_id="m")
+        path = route.format(session_id=1, request_id=1, var_id="v", model_id="m", response_id="r")
         for method in ("POST", "GET", "DELETE"):
             status, answer = await site.send(method, path, data=raw)
             is_open = method == "GET" and path in ("/health", "/v1/models")

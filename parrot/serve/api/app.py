@@ -10,7 +10,8 @@ from parrot.protocol.server import create_base_app
 from parrot.serve.api.openapi import install_description
 from parrot.serve.api.routes import endpoints
 from parrot.serve.api.vendors.endpoint import RequestIds
-from parrot.serve.api.vendors.routes import error_form, vendor_endpoints
+from parrot.serve.api.vendors.responses.responses import Responses
+from parrot.serve.api.vendors.routes import error_form, response_endpoints, vendor_endpoints
 from parrot.serve.core import ServeCore
 
 
@@ -23,7 +24,9 @@ def create_app(core: ServeCore) -> FastAPI:
             yield
         finally:
             await core.close()
+            await responses.close()
 
+    responses = Responses(core.turns, core.config.responses_size)
     app = create_base_app(
         "Parrot ServeCore",
         max_body_size=core.config.max_body_size,
@@ -42,7 +45,7 @@ def create_app(core: ServeCore) -> FastAPI:
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestIds)
-    served = [*endpoints(core), *vendor_endpoints(core)]
+    served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
     app.router.routes[:0] = [endpoint.route() for endpoint in served]  # before the pages' own
     install_description(app, served)
     return app

@@ -36,10 +36,12 @@ class Site:
         assert status == 200, answer
         return answer
 
-    async def stream(self, path: str, body: Any) -> list[tuple[str | None, str]]:
+    async def stream(
+        self, path: str, body: Any, method: str = "POST"
+    ) -> list[tuple[str | None, str]]:
         """The name and data of each event."""
         events: list[tuple[str | None, str]] = []
-        async with self.http.post(path, json=body) as response:
+        async with self.http.request(method, path, json=body) as response:
             assert response.status == 200, await response.text()
             assert response.headers["content-type"].startswith("text/event-stream")
             for block in (await response.text()).split("\n\n"):

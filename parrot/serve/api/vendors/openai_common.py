@@ -1,4 +1,4 @@
-"""The fields that OpenAI's chat completions and completions share, and their answers' frame."""
+"""The fields that OpenAI's APIs share, and their answers' frame."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -71,26 +71,12 @@ class Metadata(BaseModel):
     user_id: str | None = Field(None, max_length=1024)
 
 
-class GenerationFields(Wire):
+class CommonFields(Wire):
     model: str = Field(min_length=1, max_length=256)
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
-    # Not OpenAI's, but what other servers of this API take.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     # What names the program that asks, and how urgent it is.
     prompt_cache_key: str | None = Field(None, max_length=1024)
     metadata: Metadata | None = None
@@ -98,8 +84,6 @@ class GenerationFields(Wire):
     # Nothing in the answer depends on these.
     user: Ignored = None
     safety_identifier: Ignored = None
-    store: Ignored = None
-    prediction: Ignored = None
     prompt_cache_retention: Ignored = None
 
     @property
@@ -107,6 +91,26 @@ class GenerationFields(Wire):
         """Somebody waits for it, unless it is declared to have time."""
         is_patient = self.service_tier == "flex"
         return PerformanceCriteria.THROUGHPUT if is_patient else PerformanceCriteria.LATENCY
+
+
+class GenerationFields(CommonFields):
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    # Not OpenAI's, but what other servers of this API take.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    # Nothing in the answer depends on these.
+    store: Ignored = None
+    prediction: Ignored = None
 
     def samplings(
         self, max_tokens: int | None, logprobs: int | None = None
@@ -155,7 +159,7 @@ def constraint(response_format: Json | None) -> Json:
     raise InvalidRequest("the format has no `type`", param="response_format")
 
 
-def program_of(request: GenerationFields, caller: Caller) -> str | None:
+def program_of(request: CommonFields, caller: Caller) -> str | None:
     """The name of the program that asks: one of its own, or that of its user."""
     user = None if request.metadata is None else request.metadata.user_id
     return request.prompt_cache_key or caller.program or user

@@ -16,6 +16,11 @@ _CODES: tuple[tuple[type[ParrotError], str], ...] = (
     (AuthenticationFailed, "invalid_api_key"),
     (QuotaExceeded, "rate_limit_exceeded"),
 )
+_NOT_FOUND = {
+    "model": "model_not_found",
+    "previous_response_id": "previous_response_not_found",
+}
+"""By the field that names what is not there."""
 
 
 def openai_error(error: ParrotError, request_id: str = "") -> tuple[int, dict[str, Any]]:
@@ -23,7 +28,7 @@ def openai_error(error: ParrotError, request_id: str = "") -> tuple[int, dict[st
     status = 400 if error.status == 422 else error.status
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     code = next((code for cls, code in _CODES if isinstance(error, cls)), error.type)
-    if isinstance(error, NotFound) and error.param == "model":
-        code = "model_not_found"
+    if isinstance(error, NotFound):
+        code = _NOT_FOUND.get(error.param or "", code)
     fields = {"message": error.message, "type": kind, "param": error.param, "code": code}
     return status, {"error": fields}

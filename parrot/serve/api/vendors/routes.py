@@ -1,5 +1,6 @@
 """Which endpoint of which vendor answers which path."""
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
@@ -12,6 +13,7 @@ from parrot.serve.api.vendors.completions import Completions
 from parrot.serve.api.vendors.endpoint import VendorEndpoint, request_id_of
 from parrot.serve.api.vendors.messages import Messages
 from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.core import ServeCore
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
@@ -69,4 +71,19 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "The tokens of a prompt, as Anthropic counts them",
             errors=(401, 404, 413),
         ),
+    ]
+
+
+def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
+    path = "/v1/responses/{response_id}"
+    verbs: tuple[tuple[str, str, Callable[..., Any], str, tuple[int, ...]], ...] = (
+        ("POST", "/v1/responses", responses.create, "OpenAI's responses", _ERRORS),
+        ("GET", path, responses.retrieve, "A response that is kept", (401, 404)),
+        ("DELETE", path, responses.delete, "Keep a response no more", (401, 404)),
+        ("POST", f"{path}/cancel", responses.cancel, "Stop a background response", (401, 404)),
+        ("GET", f"{path}/input_items", responses.input_items, "What it was made from", (401, 404)),
+    )
+    return [
+        VendorEndpoint(core, openai_error, method, path, verb, summary, errors=errors)
+        for method, path, verb, summary, errors in verbs
     ]

@@ -1,0 +1,1 @@
+"""OpenAI's responses: turns whose items are kept, so that the next turn need not bring them."""

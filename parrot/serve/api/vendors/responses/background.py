@@ -1,0 +1,99 @@
+"""Responses that are made though nobody waits for them, and can be followed by who comes later."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import orjson
+
+from parrot.protocol.errors import Cancelled, ParrotError
+from parrot.protocol.public import VarGetResponse
+from parrot.protocol.server import Event
+from parrot.serve.api.vendors.choices import stream_all
+from parrot.serve.api.vendors.openai_common import Json
+from parrot.serve.api.vendors.responses.writer import Ended, Part, ResponseWriter
+from parrot.serve.conversations.turn import Turn
+from parrot.serve.graph.nodes import CompletionState
+from parrot.serve.prompts.answers import AnswerParser, TextDelta
+
+_MAX_SKIPPED = 256  # events that are passed over at once
+
+
+async def answer_parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]:
+    """An answer as it comes, beginning with an empty text. Raises its error. What is not done when
+    this ends is cancelled."""
+    has_begun = False
+    async with aclosing(stream_all([turn])) as deltas:
+        async for _, delta in deltas:
+            if not has_begun:
+                has_begun = True
+                yield TextDelta("")
+            for event in parser.feed(delta) if isinstance(delta, str) else parser.finish():
+                yield event
+            if isinstance(delta, VarGetResponse):
+                yield Ended(delta, int(time.time()))
+
+
+class Background:
+    """What has come of one response so far. `writer` has the response as it is now."""
+
+    def __init__(self, turn: Turn, frame: Json) -> None:
+        self.writer = ResponseWriter(frame)
+        self._frame = frame
+        self._turn: Turn | None = turn  # until it has ended
+        self._parts: list[Part] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._turn is None
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._parts)
+
+    def body(self) -> bytes:
+        """The response as it is now."""
+        response = self.writer.response
+        turn = self._turn
+        if turn is not None and turn.completions[0].state is CompletionState.RUNNING:
+            response = response | {"status": "in_progress"}
+        return orjson.dumps(response)
+
+    def add(self, part: Part) -> None:
+        """Nothing happens if it has ended."""
+        if self.has_ended:
+            return
+        for _ in self.writer.write(part):
+            pass
+        self._parts.append(part)
+        if isinstance(part, Ended | ParrotError):
+            self._turn = None
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def cancel(self) -> None:
+        """Nothing happens if it has ended."""
+        turn = self._turn
+        self.add(Cancelled("the response was cancelled"))
+        if turn is not None:
+            turn.cancel()
+
+    async def events(self, after: int = -1) -> AsyncGenerator[Event]:
+        """All events whose numbers are larger than `after`, until it has ended."""
+        writer = ResponseWriter(self._frame)
+        num_written = 0
+        events = list(writer.begin())
+        while True:
+            for event in events:
+                if event["sequence_number"] > after:
+                    yield event["type"], event
+            if num_written % _MAX_SKIPPED == 0:
+                await asyncio.sleep(0)
+            while num_written == len(self._parts):
+                if self.has_ended:
+                    return
+                await self._changed.wait()
+            events = list(writer.write(self._parts[num_written]))
+            num_written += 1

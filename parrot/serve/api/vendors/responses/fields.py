@@ -1,0 +1,219 @@
+"""The fields of requests for responses, and the frame of the answers."""
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.public import MAX_TEXT
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.server import parse_payload
+from parrot.serve.api.vendors.openai_common import (
+    DEFAULT_MAX_TOKENS,
+    CommonFields,
+    Ignored,
+    Json,
+    Wire,
+    constraint,
+)
+from parrot.serve.api.vendors.responses.items import Items
+
+MAX_TOOLS = 512
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+
+
+class FunctionTool(Wire):
+    type: Literal["function"]
+    name: str = Field(max_length=256)
+    description: _Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Ignored = None
+
+
+class OtherTool(BaseModel):
+    """A tool that OpenAI runs, or that takes no JSON; there is none here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=64)
+
+
+def _tool_kind(value: Any) -> str:
+    is_other = isinstance(value, dict) and value.get("type") != "function"
+    return "other" if is_other else "function"
+
+
+_AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(_tool_kind),
+]
+
+
+class Reasoning(BaseModel):
+    """`effort` is a variable of the chat template; the rest changes nothing."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = Field(None, max_length=64)
+
+
+class TextOptions(Wire):
+    format: dict[str, Any] | None = None
+    verbosity: Ignored = None
+
+
+class ResponseRequest(CommonFields):
+    input: Items
+    instructions: _Text | None = None
+    previous_response_id: str | None = Field(None, max_length=256)
+    store: bool | None = None
+    background: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    tools: list[_AnyTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = Field(None, max_length=64)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncation: Literal["auto", "disabled"] | None = None
+    # They would change the answer.
+    prompt: Any = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    context_management: Any = None
+    # Nothing in the answer depends on these.
+    client_metadata: Ignored = None
+    prompt_cache_options: Ignored = None
+
+    @property
+    def criteria(self) -> PerformanceCriteria:
+        return PerformanceCriteria.THROUGHPUT if self.background else super().criteria
+
+    @property
+    def is_kept(self) -> bool:
+        return self.store is not False
+
+    def require_support(self) -> None:
+        """Raise `UnsupportedField` naming a field that would change the answer."""
+        for name in ("prompt", "conversation", "max_tool_calls", "moderation"):
+            if getattr(self, name) is not None:
+                raise UnsupportedField(f"`{name}` is not supported", param=name)
+        if self.context_management:
+            raise UnsupportedField("contexts are not compacted", param="context_management")
+        if self.truncation == "auto":
+            raise UnsupportedField("items are not left out", param="truncation")
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            name = "top_logprobs" if self.top_logprobs else "include"
+            raise UnsupportedField("log probabilities are not supported", param=name)
+        if self.background and not self.is_kept:
+            raise InvalidRequest("a background response must be stored", param="store")
+
+    def sampling(self) -> SamplingConfig:
+        given = {
+            "max_gen_length": self.max_output_tokens or DEFAULT_MAX_TOKENS,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
+        given |= constraint(None if self.text is None else _format(self.text.format))
+        return parse_payload(SamplingConfig, {k: v for k, v in given.items() if v is not None})
+
+    def template_options(self) -> Json:
+        """The variables of the chat template beside the messages."""
+        options: Json = {}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            options["reasoning_effort"] = self.reasoning.effort
+        tools = [_tool(i, tool) for i, tool in enumerate(self.tools or ())]
+        if tools and self.tool_choice != "none":
+            if self.tool_choice not in (None, "auto"):
+                raise UnsupportedField("a tool's call cannot be enforced", param="tool_choice")
+            options["tools"] = tools
+        return options
+
+    def frame(self, response_id: str, sampling: SamplingConfig) -> Json:
+        """The response before anything of it is there."""
+        text = None if self.text is None else self.text.format
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "queued" if self.background else "in_progress",
+            "background": bool(self.background),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": {}
+            if self.metadata is None
+            else self.metadata.model_dump(exclude_none=True),
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": effort, "summary": None},
+            "service_tier": self.service_tier or "auto",
+            "store": self.is_kept,
+            "temperature": sampling.temperature,
+            "text": {"format": text or {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [{"strict": None} | t.model_dump(exclude_none=True) for t in self.tools or ()],
+            "top_logprobs": 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": self.user,
+        }
+
+
+class RetrieveRequest(Wire):
+    """`starting_after`: the number of the event behind which the stream goes on."""
+
+    stream: bool = False
+    starting_after: int | None = Field(None, ge=0)
+    include: Ignored = None
+    include_list: Ignored = Field(None, alias="include[]")
+    include_obfuscation: Ignored = None
+
+
+class CancelRequest(Wire):
+    """Has no fields."""
+
+
+class ListRequest(Wire):
+    after: str | None = Field(None, max_length=256)
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    include: Ignored = None
+    include_list: Ignored = Field(None, alias="include[]")
+
+
+def _format(text_format: Json | None) -> Json | None:
+    """The same as a `response_format` of chat completions, which has one level more."""
+    if text_format is None or text_format.get("type") != "json_schema":
+        return text_format
+    if not isinstance(text_format.get("schema"), dict):
+        raise InvalidRequest("the format has no `schema`", param="text.format")
+    return {"type": "json_schema", "json_schema": text_format}
+
+
+def _tool(index: int, tool: FunctionTool | OtherTool) -> Json:
+    if isinstance(tool, OtherTool):
+        raise UnsupportedField(
+            f"tools of type `{tool.type}` are not supported", param=f"tools.{index}.type"
+        )
+    if tool.strict:
+        raise UnsupportedField(
+            "a call's arguments cannot be enforced", param=f"tools.{index}.strict"
+        )
+    function: Json = {"name": tool.name, "parameters": tool.parameters or {}}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}

@@ -1,0 +1,166 @@
+"""The items of responses (messages, calls, their results), and the messages that chat templates
+are shown for them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from parrot.protocol.errors import InvalidRequest
+from parrot.serve.api.vendors.openai_common import Content, Ignored, Json, Wire, text_of
+
+MAX_ITEMS = 16_384
+_Id = Annotated[str, Field(max_length=256)]
+
+
+class Item(Wire):
+    id_prefix: ClassVar[str]
+
+    id: _Id | None = None
+    status: Ignored = None
+
+    def listed(self) -> Json:
+        """The item as clients read it."""
+        return {"status": "completed"} | self.model_dump(exclude_none=True)
+
+
+class MessageItem(Item):
+    id_prefix = "msg"
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: Ignored = None
+
+    def listed(self) -> Json:
+        fields = super().listed()
+        if isinstance(self.content, str):
+            if self.role == "assistant":
+                part: Json = {"type": "output_text", "text": self.content, "annotations": []}
+            else:
+                part = {"type": "input_text", "text": self.content}
+            fields["content"] = [part]
+        return fields
+
+
+class CallItem(Item):
+    id_prefix = "fc"
+
+    type: Literal["function_call"]
+    call_id: _Id
+    name: _Id
+    arguments: str = "{}"
+    namespace: None = None
+    caller: Ignored = None
+
+
+class CallOutputItem(Item):
+    id_prefix = "fco"
+
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: Content
+    name: Ignored = None
+    namespace: None = None
+    caller: Ignored = None
+
+
+class ItemReference(Wire):
+    """Stands for an item of a response that is kept."""
+
+    type: Literal["item_reference"] | None = None
+    id: _Id
+
+
+class ReasoningItem(BaseModel):
+    """Thoughts of earlier turns, which are not shown again."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["reasoning"]
+
+
+class OtherItem(BaseModel):
+    """An item of a tool that is not here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=64)
+
+
+_KINDS = ("message", "function_call", "function_call_output", "item_reference", "reasoning")
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "message"  # validation says what is wrong with it
+    kind = value.get("type")
+    if kind is None:
+        return "message" if "role" in value else "item_reference"
+    return kind if kind in _KINDS else "other"
+
+
+_AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind),
+]
+
+
+def _as_items(value: Any) -> Any:
+    """A text is a message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    list[_AnyItem],
+    Field(min_length=1, max_length=MAX_ITEMS),
+    BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, Any]]),
+]
+_OUTPUT = TypeAdapter(list[_AnyItem])
+
+
+def output_items(output: Sequence[Json]) -> list[Item]:
+    """The items that a response has made."""
+    return [item for item in _OUTPUT.validate_python(output) if isinstance(item, Item)]
+
+
+def template_messages(items: Iterable[Item]) -> list[Json]:
+    """The messages as chat templates take them. What an answer says and the calls that it makes are
+    items of their own, but one message."""
+    messages: list[Json] = []
+    for item in items:
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if isinstance(item, CallItem):
+            if last is None:
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            last.setdefault("tool_calls", []).append(_call(item))
+        elif isinstance(item, CallOutputItem):
+            content = text_of(item.output)
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+        elif isinstance(item, MessageItem):
+            text = text_of(item.content)
+            if item.role == "assistant" and last is not None and "tool_calls" in last:
+                last["content"] += text
+            else:
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": text})
+    return messages
+
+
+def _call(item: CallItem) -> Json:
+    """Templates write the arguments themselves, and so want them as an object."""
+    try:
+        arguments = orjson.loads(item.arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the arguments of call `{item.call_id}` are not JSON: {error}", param="input"
+        ) from None
+    function = {"name": item.name, "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}

@@ -1,0 +1,230 @@
+"""`/v1/responses`: turns whose items are kept, in OpenAI's format."""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing
+
+import orjson
+
+from parrot.protocol.errors import (
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    ParrotError,
+    UnsupportedField,
+)
+from parrot.protocol.server import Event
+from parrot.serve.api.vendors.choices import read_all
+from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.openai_common import Json, program_of
+from parrot.serve.api.vendors.responses.background import Background, answer_parts
+from parrot.serve.api.vendors.responses.fields import (
+    CancelRequest,
+    ListRequest,
+    ResponseRequest,
+    RetrieveRequest,
+)
+from parrot.serve.api.vendors.responses.items import (
+    Item,
+    ItemReference,
+    OtherItem,
+    output_items,
+    template_messages,
+)
+from parrot.serve.api.vendors.responses.store import Record, ResponseStore
+from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter
+from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.conversations.turns import Turns
+from parrot.serve.prompts.answers import AnswerParser, FirstCallParser
+from parrot.utils.ids import new_token
+from parrot.utils.tasks import TaskSet
+
+
+class Responses:
+    """Close when done: it owns the work of background responses."""
+
+    def __init__(self, turns: Turns, max_bytes: int) -> None:
+        self._turns = turns
+        self._store = ResponseStore(max_bytes)
+        self._tasks = TaskSet()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def create(
+        self, request: ResponseRequest, caller: Caller
+    ) -> bytes | Awaitable[bytes] | AsyncGenerator[Event]:
+        request.require_support()
+        record = self._record(request, caller.tenant)
+        sampling = request.sampling()
+        turn = self._turns.submit(
+            TurnRequest(
+                tenant=caller.tenant,
+                model=request.model,
+                prompt=_messages(request, record),
+                samplings=[sampling],
+                options=request.template_options(),
+                program=program_of(request, caller),
+                criteria=request.criteria,
+            )
+        )
+        parser = turn.make_parser()
+        if request.parallel_tool_calls is False:
+            parser = FirstCallParser(parser)
+        frame = request.frame(record.id, sampling)
+        if request.background:
+            record.job = job = Background(turn, frame)
+            self._store.begin(record)
+            self._tasks.spawn(self._work(job, turn, parser, record), name=record.id)
+            return job.events() if request.stream else job.body()
+        writer = ResponseWriter(frame)
+        if request.stream:
+            return self._events(turn, parser, writer, record)
+        return self._whole(turn, parser, writer, record)
+
+    def retrieve(
+        self, request: RetrieveRequest, response_id: str, caller: Caller
+    ) -> bytes | AsyncGenerator[Event]:
+        record = self._store.find(response_id, caller.tenant)
+        if request.stream:
+            after = -1 if request.starting_after is None else request.starting_after
+            return _job(record, "stream").events(after)
+        return record.body or _job(record).body()
+
+    def cancel(self, request: CancelRequest, response_id: str, caller: Caller) -> bytes:
+        """Stop the work of a background response. Nothing happens if it has ended."""
+        record = self._store.find(response_id, caller.tenant)
+        job = _job(record)
+        job.cancel()
+        self._keep(job.writer, record)
+        return record.body
+
+    def delete(self, response_id: str, caller: Caller) -> bytes:
+        """Those that continue it keep its items."""
+        record = self._store.find(response_id, caller.tenant)
+        self._store.remove(record)
+        if record.job is not None:
+            record.job.cancel()
+        return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+
+    def input_items(self, request: ListRequest, response_id: str, caller: Caller) -> bytes:
+        """All items that the response was made from, in pages."""
+        items = self._store.find(response_id, caller.tenant).context()
+        if request.order == "desc":
+            items.reverse()
+        begin = 0
+        if request.after is not None:
+            ids = [item.id for item in items]
+            if request.after not in ids:
+                raise NotFound(f"no such item: `{request.after}`", param="after")
+            begin = ids.index(request.after) + 1
+        page = items[begin : begin + request.limit]
+        return orjson.dumps(
+            {
+                "object": "list",
+                "data": [item.listed() for item in page],
+                "first_id": page[0].id if page else None,
+                "last_id": page[-1].id if page else None,
+                "has_more": begin + len(page) < len(items),
+            }
+        )
+
+    def _record(self, request: ResponseRequest, tenant: str) -> Record:
+        """A record of the request's items, which get ids, behind those that they continue."""
+        previous = None
+        if request.previous_response_id is not None:
+            param = "previous_response_id"
+            previous = self._store.find(request.previous_response_id, tenant, param=param)
+            if previous.output is None:
+                raise InvalidRequest(f"response `{previous.id}` has no answer", param=param)
+        token = new_token()
+        items = [
+            item.model_copy(update={"id": f"{item.id_prefix}_{token}_i{i}"})
+            for i, item in self._items(request, tenant)
+        ]
+        return Record(f"resp_{token}", tenant, previous, items)
+
+    def _items(self, request: ResponseRequest, tenant: str) -> Iterator[tuple[int, Item]]:
+        """The items of the request's input and their places. Thoughts are left out."""
+        for i, item in enumerate(request.input):
+            if isinstance(item, Item):
+                yield i, item
+            elif isinstance(item, OtherItem):
+                raise UnsupportedField(
+                    f"items of type `{item.type}` are not supported", param=f"input.{i}.type"
+                )
+            elif isinstance(item, ItemReference) and not item.id.startswith("rs_"):
+                yield i, self._store.find_item(item.id, tenant, param=f"input.{i}.id")
+
+    async def _whole(
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+    ) -> bytes:
+        (value,) = await read_all([turn])
+        ended = Ended(value, int(time.time()))
+        for part in (*parser.feed(value.content), *parser.finish(), ended):
+            for _ in writer.write(part):
+                pass
+        self._end(turn, writer, record)
+        return orjson.dumps(writer.response)
+
+    async def _events(
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+    ) -> AsyncGenerator[Event]:
+        has_begun = False
+        try:
+            async with aclosing(answer_parts(turn, parser)) as parts:
+                async for part in parts:
+                    events = [] if has_begun else list(writer.begin())
+                    has_begun = True
+                    events += writer.write(part)
+                    if isinstance(part, Ended):  # before the client knows, and continues it
+                        self._end(turn, writer, record)
+                    for event in events:
+                        yield event["type"], event
+        except ParrotError as error:
+            if not has_begun:
+                raise
+            events = list(writer.write(error))
+            self._keep(writer, record)
+            for event in events:
+                yield event["type"], event
+
+    async def _work(
+        self, job: Background, turn: Turn, parser: AnswerParser, record: Record
+    ) -> None:
+        try:
+            async with aclosing(answer_parts(turn, parser)) as parts:
+                async for part in parts:
+                    job.add(part)
+                    if isinstance(part, Ended):
+                        self._end(turn, job.writer, record)
+        except ParrotError as error:
+            job.add(error)
+        finally:
+            job.add(InternalError("internal error"))  # who follows must not wait for ever
+            self._keep(job.writer, record)
+
+    def _end(self, turn: Turn, writer: ResponseWriter, record: Record) -> None:
+        """There is an answer, which can be continued from now on."""
+        self._turns.remember(turn, 0, writer.answer.message())
+        record.output = output_items(writer.response["output"])
+        self._keep(writer, record)
+
+    def _keep(self, writer: ResponseWriter, record: Record) -> None:
+        """It has ended."""
+        if writer.response["store"] and not record.body:
+            record.body = orjson.dumps(writer.response)
+            self._store.keep(record)
+
+
+def _messages(request: ResponseRequest, record: Record) -> list[Json]:
+    system: list[Json] = []
+    if request.instructions is not None:
+        system = [{"role": "system", "content": request.instructions}]
+    return system + template_messages(record.context())
+
+
+def _job(record: Record, param: str | None = None) -> Background:
+    if record.job is None:
+        raise InvalidRequest(f"response `{record.id}` is not a background one", param=param)
+    return record.job

@@ -1,0 +1,177 @@
+"""Responses that are kept, so that others can continue them.
+
+    r1 <- r2 <- r3          a response holds its own items, and refers to the one that it continues
+            `-- r4
+
+Their bytes are bounded. When there is no room, those go that nothing continues, the least recently
+used of the tenant that keeps the most: here r3 or r4, then r2. Whatever lives can be continued."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parrot.protocol.errors import NotFound
+from parrot.serve.api.vendors.responses.background import Background
+from parrot.serve.api.vendors.responses.items import Item
+from parrot.serve.quotas import num_bytes
+from parrot.utils.heaps import LazyHeap, LruDict
+
+_RECORD_BYTES = 4096  # what a record takes beside its texts
+_ITEM_BYTES = 1024
+_PART_BYTES = 160  # of a part of an answer that can be streamed again
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A response. `body`: its JSON, once it has ended. `output`: None if there is no answer. `job`:
+    the work of a background response."""
+
+    id: str
+    tenant: str
+    previous: "Record | None"
+    input: Sequence[Item]
+    output: Sequence[Item] | None = None
+    body: bytes = b""
+    job: Background | None = None
+    num_bytes: int = 0
+    is_kept: bool = False
+    is_deleted: bool = False
+    num_successors: int = field(default=0, repr=False)
+
+    def context(self) -> list[Item]:
+        """All items that the response was made from."""
+        parts: list[Sequence[Item]] = [self.input]
+        record = self.previous
+        while record is not None:
+            parts += [record.output or (), record.input]
+            record = record.previous
+        return [item for part in reversed(parts) for item in part]
+
+    def history(self) -> list[Item]:
+        """All items behind which the response can be continued."""
+        return [*self.context(), *(self.output or ())]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """`leaves`: its responses that nothing continues, the least recently used first."""
+
+    leaves: LruDict[str, Record] = field(default_factory=LruDict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._by_id: dict[str, Record] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._largest: LazyHeap[str, float] = LazyHeap()  # tenants with leaves, by bytes negated
+
+    def find(self, response_id: str, tenant: str, *, param: str | None = None) -> Record:
+        """Counts as a use. Raises `NotFound`, also for another tenant's."""
+        record = self._by_id.get(response_id)
+        if record is None or record.tenant != tenant:
+            raise NotFound(f"no response `{response_id}` is kept here", param=param)
+        if record.is_kept and not record.num_successors:
+            self._tenants[tenant].leaves.touch(record.id)
+        return record
+
+    def find_item(self, item_id: str, tenant: str, *, param: str) -> Item:
+        """An item of a response that is kept. Raises `NotFound`."""
+        token = item_id.partition("_")[2].rpartition("_")[0]
+        record = self.find(f"resp_{token}", tenant, param=param)
+        for item in (*record.input, *(record.output or ())):
+            if item.id == item_id:
+                return item
+        raise NotFound(f"no item `{item_id}` is kept here", param=param)
+
+    def begin(self, record: Record) -> None:
+        """It is being made, and can be found. It counts for nothing until it is kept."""
+        self._by_id[record.id] = record
+
+    def keep(self, record: Record) -> None:
+        """It has ended, and does not change any more. Nothing happens if it was removed, and one
+        that alone exceeds the bound is removed."""
+        if record.is_deleted:
+            return
+        if record.previous is not None and not record.previous.is_kept:
+            record.input, record.previous = record.context(), None  # those went meanwhile
+        record.num_bytes = _num_bytes(record)
+        if record.num_bytes > self._max_bytes:
+            self.remove(record)
+            return
+        record.is_kept = True
+        tenant = self._tenants.setdefault(record.tenant, _Tenant())
+        if record.previous is not None:
+            record.previous.num_successors += 1
+            tenant.leaves.pop(record.previous.id)
+        self._by_id[record.id] = record
+        tenant.leaves.put(record.id, record)
+        self._count(record.tenant, record.num_bytes)
+        while self.num_bytes > self._max_bytes:
+            largest = self._largest.top()
+            assert largest is not None, self.num_bytes
+            oldest = self._tenants[largest[1]].leaves.oldest()
+            assert oldest is not None, largest
+            self.remove(oldest[1])
+
+    def remove(self, record: Record) -> None:
+        """It can be found no more. Those that continue it keep its items."""
+        record.is_deleted = True
+        self._by_id.pop(record.id, None)
+        if not record.is_kept:
+            return
+        leaves = self._tenants[record.tenant].leaves
+        last: Record | None = record
+        while last is not None and last.is_deleted and not last.num_successors:
+            last.is_kept = False
+            leaves.pop(last.id)
+            self._count(last.tenant, -last.num_bytes)
+            last = last.previous
+            if last is not None:
+                last.num_successors -= 1
+        if last is not None and not last.num_successors:
+            leaves.put(last.id, last)
+            leaves.touch(last.id, newest=False)
+            self._count(last.tenant, 0)
+
+    def check_integrity(self) -> None:
+        """Recount what is kept."""
+        kept: dict[str, Record] = {}
+        for tenant in self._tenants.values():
+            for leaf in tenant.leaves.values():
+                record: Record | None = leaf
+                while record is not None:
+                    assert record.is_kept, record.id
+                    kept[record.id] = record
+                    record = record.previous
+        assert self.num_bytes == sum(record.num_bytes for record in kept.values())
+        assert self.num_bytes <= self._max_bytes, self.num_bytes
+        for name, tenant in self._tenants.items():
+            own = [record.num_bytes for record in kept.values() if record.tenant == name]
+            assert tenant.num_bytes == sum(own), name
+            assert self._largest.key(name) == -tenant.num_bytes, name
+        successors = Counter(r.previous.id for r in kept.values() if r.previous is not None)
+        for record in kept.values():
+            assert record.num_successors == successors[record.id], record.id
+            assert record.is_deleted == (record.id not in self._by_id), record.id
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        """The tenant's leaves or bytes have changed. One with bytes has leaves, too."""
+        tenant = self._tenants[name]
+        tenant.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        if tenant.num_bytes:
+            self._largest.set(name, -tenant.num_bytes)
+        else:
+            self._largest.discard(name)
+            del self._tenants[name]
+
+
+def _num_bytes(record: Record) -> int:
+    items = [item.model_dump_json() for item in record.input]
+    size = _RECORD_BYTES + len(record.body) + num_bytes(items) + _ITEM_BYTES * len(items)
+    if record.job is not None:
+        size += len(record.body) + _PART_BYTES * record.job.num_parts
+    return size

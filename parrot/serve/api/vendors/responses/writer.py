@@ -1,0 +1,174 @@
+"""A response as it is written: its items, and the events that tell of each step.
+
+response.created  response.in_progress
+response.output_item.added
+    response.content_part.added  response.output_text.delta ...  response.content_part.done
+response.output_item.done
+response.completed"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from parrot.protocol.errors import Cancelled, ParrotError
+from parrot.protocol.public import TokenUsage, VarGetResponse
+from parrot.serve.api.vendors.openai_common import Json
+from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.prompts.answers import Answer, TextDelta, ToolCall
+
+
+class Ended(NamedTuple):
+    """All of an answer, and when it was there, in seconds since 1970."""
+
+    value: VarGetResponse
+    at: int
+
+
+Part = TextDelta | ToolCall | Ended | ParrotError
+"""Some more of an answer, or its end."""
+
+
+class ResponseWriter:
+    """Makes the same events, with the same numbers and ids, whenever it is given the same frame and
+    parts. `response` is the response after what was written, `answer` what its model said."""
+
+    def __init__(self, frame: Json) -> None:
+        self.response = frame | {"output": []}
+        self.answer = Answer()
+        self._number = 0  # of the next event
+        self._texts: list[str] | None = None  # of the message that is open
+
+    def begin(self) -> Iterator[Json]:
+        yield self._state("response.created")
+        if self.response["status"] == "queued":
+            yield self._state("response.queued")
+        else:
+            yield self._state("response.in_progress")
+
+    def write(self, part: Part) -> Iterator[Json]:
+        if isinstance(part, ParrotError):
+            yield from self._fail(part)
+            return
+        if self.response["status"] == "queued":
+            self.response["status"] = "in_progress"
+            yield self._state("response.in_progress")
+        if isinstance(part, Ended):
+            yield from self._finish(part)
+            return
+        self.answer.add(part)
+        if isinstance(part, ToolCall):
+            yield from self._close_message()
+            yield from self._call(part)
+        elif part.text:
+            yield from self._text(part.text)
+
+    def _text(self, delta: str) -> Iterator[Json]:
+        yield from self._open_message()
+        assert self._texts is not None
+        self._texts.append(delta)
+        yield self._of_text("response.output_text.delta", delta=delta, logprobs=[])
+
+    def _open_message(self) -> Iterator[Json]:
+        if self._texts is None:
+            self._texts = []
+            yield self._of_item("response.output_item.added", item=self._message([], "in_progress"))
+            yield self._of_text("response.content_part.added", part=_text_part(""))
+
+    def _close_message(self, status: str = "completed") -> Iterator[Json]:
+        if self._texts is None:
+            return
+        text = "".join(self._texts)
+        yield self._of_text("response.output_text.done", text=text, logprobs=[])
+        yield self._of_text("response.content_part.done", part=_text_part(text))
+        self._texts = None
+        yield from self._add_item(self._message([_text_part(text)], status))
+
+    def _call(self, call: ToolCall) -> Iterator[Json]:
+        item: Json = {
+            "id": self._id("fc"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+        }
+        yield self._of_item("response.output_item.added", item=item)
+        named = {"item_id": item["id"]}
+        kind = "response.function_call_arguments"
+        yield self._of_item(f"{kind}.delta", **named, delta=call.arguments)
+        yield self._of_item(f"{kind}.done", **named, name=call.name, arguments=call.arguments)
+        yield from self._add_item(item | {"status": "completed", "arguments": call.arguments})
+
+    def _add_item(self, item: Json) -> Iterator[Json]:
+        done = self._of_item("response.output_item.done", item=item)
+        self.response["output"] = [*self.response["output"], item]
+        yield done
+
+    def _finish(self, ended: Ended) -> Iterator[Json]:
+        value = ended.value
+        is_cut = value.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        if not self.response["output"]:
+            yield from self._open_message()
+        yield from self._close_message(status)
+        self.response["status"] = status
+        self.response["usage"] = None if value.usage is None else _usage(value.usage)
+        if is_cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.response["completed_at"] = ended.at
+        yield self._state(f"response.{status}")
+
+    def _fail(self, error: ParrotError) -> Iterator[Json]:
+        """No event says that a response was cancelled, so that is an error of the stream."""
+        body = openai_error(error)[1]["error"]
+        if isinstance(error, Cancelled):
+            self.response["status"] = "cancelled"
+            told = {name: body[name] for name in ("code", "message", "param")}
+            yield self._event("error", **told)
+        else:
+            self.response["status"] = "failed"
+            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+            code = "invalid_prompt" if error.status < 429 else code
+            self.response["error"] = {"code": code, "message": error.message}
+            yield self._state("response.failed")
+
+    def _message(self, content: list[Json], status: str) -> Json:
+        return {
+            "id": self._id("msg"),
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
+
+    def _id(self, kind: str) -> str:
+        """The id of the item that is written now."""
+        token = self.response["id"].partition("_")[2]
+        return f"{kind}_{token}_{len(self.response['output'])}"
+
+    def _of_text(self, kind: str, **fields: object) -> Json:
+        return self._of_item(kind, item_id=self._id("msg"), content_index=0, **fields)
+
+    def _of_item(self, kind: str, **fields: object) -> Json:
+        return self._event(kind, output_index=len(self.response["output"]), **fields)
+
+    def _state(self, kind: str) -> Json:
+        return self._event(kind, response=dict(self.response))
+
+    def _event(self, kind: str, **fields: object) -> Json:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number} | fields
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: TokenUsage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }
