@@ -11,6 +11,7 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from parrot.protocol import server
 from parrot.protocol.endpoint import Endpoint
@@ -24,6 +25,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
+from parrot.protocol.public import EmptyResponse
 from parrot.protocol.transport import AppTransport, Transport
 from tests.support.app_server import serve_app
 
@@ -62,38 +64,39 @@ class Probe:
 def make_app(probe: Probe) -> FastAPI:
     app = server.create_base_app("test", max_body_size=10_000)
 
-    @app.post("/item")
     async def item(request: Request) -> Response:
         parsed = server.parse_payload(Item, await server.read_json(request))
         return server.json_response(parsed)
 
-    app.router.routes.append(Endpoint("GET", "/typed/{session_id}", typed).route())
-
-    @app.get("/guarded")
-    async def guarded(request: Request) -> dict[str, str]:
+    async def guarded(request: Request) -> Response:
         server.require_cluster_token(request, "sesame")
-        return {}
+        return server.json_response(EmptyResponse())
 
-    @app.get("/defect")
-    async def defect() -> None:
+    async def defect(request: Request) -> Response:
         raise RuntimeError("secret detail")
 
-    @app.get("/not_json")
-    async def not_json() -> Response:
+    async def not_json(request: Request) -> Response:
         return Response("hello", media_type="text/plain")
 
-    @app.get("/slow")
     async def slow(request: Request) -> Response:
         return await server.run_until_disconnect(request, probe.work())
 
-    @app.get("/events/{end}")
-    async def events(end: str) -> Response:
-        return server.event_stream(generate(end))
+    async def events(request: Request) -> Response:
+        return server.event_stream(generate(request.path_params["end"]))
 
-    @app.get("/endless")
-    async def endless() -> Response:
+    async def endless(request: Request) -> Response:
         return server.event_stream(probe.numbers())
 
+    app.router.routes += [
+        Endpoint("GET", "/typed/{session_id}", typed).route(),
+        Route("/item", item, methods=["POST"]),
+        Route("/guarded", guarded),
+        Route("/defect", defect),
+        Route("/not_json", not_json),
+        Route("/slow", slow),
+        Route("/events/{end}", events),
+        Route("/endless", endless),
+    ]
     return app
 
 
