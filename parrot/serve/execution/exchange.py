@@ -35,7 +35,9 @@ class Exchange:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
         chat = run.completion.options.chat
-        parts = await encode_prompt(run.segments, chat, attempt.tokenizer)
+        parts = await encode_prompt(
+            run.segments, chat, attempt.tokenizer, limit=attempt.engine.max_len
+        )
         if run.text:
             await _resume(run, attempt)
         request = open_request(self._ledger, run, attempt, parts)

@@ -236,7 +236,8 @@ class Prefetcher:
         one which the engine has not heard of would wait for it."""
         chat = ahead.completion.options.chat
         segments = attempt.task.segments
-        parts = await encode_prompt(segments, chat, attempt.tokenizer, is_whole=False)
+        limit = attempt.engine.max_len
+        parts = await encode_prompt(segments, chat, attempt.tokenizer, limit=limit, is_whole=False)
         pieces = open_fill(self._ledger, attempt, parts)
         fills = [asyncio.ensure_future(self._fill(ahead, piece)) for piece in pieces]
         try:

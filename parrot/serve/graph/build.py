@@ -18,6 +18,7 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.graph.variable import SemanticVariable
 
+MAX_PLACEHOLDERS = 4096
 _DEFAULT_SAMPLING = SamplingConfig()
 _MAX_CACHED_TEMPLATE = 16384  # characters
 
@@ -137,11 +138,23 @@ def _check_output_place(name: str, filled: set[str], *, has_text: bool) -> None:
 
 
 def _parse(template: str) -> tuple[Text | Placeholder, ...]:
-    """Programs send the same templates again and again."""
+    """Programs send the same templates again and again. Raises `InvalidRequest`."""
     is_short = len(template) <= _MAX_CACHED_TEMPLATE
-    return _parse_cached(template) if is_short else tuple(parse_template(template))
+    return _parse_cached(template) if is_short else _parse_any(template)
 
 
 @lru_cache(maxsize=256)
 def _parse_cached(template: str) -> tuple[Text | Placeholder, ...]:
-    return tuple(parse_template(template))
+    return _parse_any(template)
+
+
+def _parse_any(template: str) -> tuple[Text | Placeholder, ...]:
+    pieces: list[Text | Placeholder] = []
+    num_placeholders = 0
+    for piece in parse_template(template):
+        num_placeholders += isinstance(piece, Placeholder)
+        if num_placeholders > MAX_PLACEHOLDERS:
+            message = f"the template has more than {MAX_PLACEHOLDERS} placeholders"
+            raise InvalidRequest(message, param="template")
+        pieces.append(piece)
+    return tuple(pieces)

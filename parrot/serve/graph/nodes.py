@@ -14,11 +14,12 @@ The prompt of completion 1 is the whole of completion 0, its output included, an
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from functools import cached_property
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.variable import SemanticVariable, text_digest
 
 
 class PieceKind(Enum):
@@ -30,12 +31,16 @@ class PieceKind(Enum):
     OUTPUT = b"o"  # plain text that was generated behind what precedes it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextPiece:
     """Text that is known when the call is submitted."""
 
     text: str
     kind: PieceKind = PieceKind.CONSTANT
+
+    @cached_property
+    def digest(self) -> bytes:
+        return text_digest(self.text)
 
 
 @dataclass(frozen=True, slots=True)

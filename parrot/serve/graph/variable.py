@@ -1,6 +1,7 @@
 """Semantic variables: write-once text with one producer and many readers."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ class VariableState(StrEnum):
     EMPTY = "empty"
     READY = "ready"
     FAILED = "failed"
+
+
+def text_digest(text: str) -> bytes:
+    """A text's identity: SHA-256, 32 bytes. Large texts take a millisecond a megabyte, so whoever
+    holds one asks once."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class SemanticVariable:
     take it. `origin`: if it failed because an input of its producer did, the first failure."""
 
     __slots__ = (
+        "_digest",
         "_settled_callbacks",
         "_watchers",
         "consumers",
@@ -67,6 +75,7 @@ class SemanticVariable:
         self.consumers: list[Task] = []
         self.readers: list[Reader] = []
         self.origin: ParrotError | None = None
+        self._digest: bytes | None = None
         self._settled_callbacks: list[Callable[[SemanticVariable], None]] = []
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -78,6 +87,13 @@ class SemanticVariable:
         """The value. Only a ready variable has one."""
         assert self.state is VariableState.READY, self
         return self.partial_text
+
+    @property
+    def digest(self) -> bytes:
+        """The value's. Only a ready variable has one."""
+        if self._digest is None:
+            self._digest = text_digest(self.text)
+        return self._digest
 
     @property
     def is_settled(self) -> bool:

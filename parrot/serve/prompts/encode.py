@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.errors import PromptTooLong, UnsupportedField
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer, Style
+
+_UNLIMITED = 2**62
+_LONGEST_UNKNOWN = 256  # characters of a token, where the engine's tokenizer is not known
+_MAX_COMPOSED = 4  # characters that a tokenizer's normaliser makes one of
 
 Units = Ids | str
 """A part of a prompt: ids for one engine, its text for another."""
@@ -17,23 +21,59 @@ async def encode_prompt(
     chat: bool,
     tokenizer: ModelTokenizer | None,
     *,
+    limit: int | None = None,
     is_whole: bool = True,
 ) -> list[Units]:
-    """One item per segment, chat markup included; not `is_whole`: the last question goes on behind
-    them. Does not suspend unless a long text has to be tokenised. Without a tokenizer a chat's
-    turns are plain text: the engine knows no roles.
+    """One item per segment, chat markup included, of a prompt of less than `limit` tokens (None:
+    any); not `is_whole`: the last question goes on behind them. Does not suspend unless a long text
+    has to be tokenised. Without a tokenizer a chat's turns are plain text: the engine knows no
+    roles.
 
-    Raises `UnsupportedField` if the model has no chat template."""
+    Raises `UnsupportedField` if the model has no chat template, and `PromptTooLong`, with little
+    work however long it is."""
+    limit = _UNLIMITED if limit is None else limit
+    _require_chars(segments, tokenizer, limit)
     if tokenizer is None:
         return [_plain(segment) for segment in segments]
     if not chat:
-        encoded = [await _encode(segment, i == 0, tokenizer) for i, segment in enumerate(segments)]
+        room = _Room(limit)
+        encoded = [
+            room.take(await _encode(segment, i == 0, tokenizer))
+            for i, segment in enumerate(segments)
+        ]
     elif tokenizer.chat is None:
         raise UnsupportedField("the model has no chat template", param="chat")
     else:
-        encoded = await _encode_chat(segments, is_whole, tokenizer)
+        encoded = await _encode_chat(segments, is_whole, tokenizer, _Room(limit))
     encoded[0] = tokenizer.with_bos(encoded[0])
     return list(encoded)
+
+
+def _require_chars(
+    segments: Sequence[Segment], tokenizer: ModelTokenizer | None, limit: int
+) -> None:
+    """Raise `PromptTooLong` if so many characters cannot be less than `limit` tokens."""
+    longest = _LONGEST_UNKNOWN if tokenizer is None else tokenizer.encoder.longest_token
+    num_chars = sum([len(segment.text) for segment in segments])
+    if num_chars >= limit * longest * _MAX_COMPOSED:
+        message = f"the prompt has {num_chars} characters; the limit is {limit - 1} tokens"
+        raise PromptTooLong(message)
+
+
+class _Room:
+    """The tokens that a prompt may still have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_taken = 0
+
+    def take(self, ids: Ids) -> Ids:
+        """The same ids. Raises `PromptTooLong`."""
+        self._num_taken += len(ids)
+        if self._num_taken >= self._limit:
+            message = f"the prompt has {self._num_taken} tokens or more"
+            raise PromptTooLong(f"{message}; the limit is {self._limit - 1}")
+        return ids
 
 
 async def encode_text(text: str, tokenizer: ModelTokenizer | None) -> Units:
@@ -57,7 +97,7 @@ def _plain(segment: Segment) -> str:
 
 
 async def _encode_chat(
-    segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer
+    segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer, room: "_Room"
 ) -> list[Ids]:
     """The markup before a message goes with its first segment, the markup before an answer with the
     last segment of its question:
@@ -83,7 +123,7 @@ async def _encode_chat(
         if segment.ends_turn:
             ids += await _encode_text(markup[used], style, tokenizer)
             used += 1
-        encoded.append(ids)
+        encoded.append(room.take(ids))
     return encoded
 
 

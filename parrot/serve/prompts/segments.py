@@ -1,7 +1,10 @@
 """Prompts as segments, and prefix keys: the identity of a reusable context.
 
     segments   "Summarise: "   <value of x>   " Briefly: "
-    keys       k0 = H(root, s0)   k1 = H(k0, s1)   k2 = H(k1, s2)
+    keys       k0 = H(root, H(s0))   k1 = H(k0, H(s1))   k2 = H(k1, H(s2))
+
+A text's own digest is kept with it: a value that occurs often, and a chat's history in each turn,
+are hashed once.
 
 Equal keys mean equal prompts up to there, in the same scope. The chain starts from a root that only
 this process can compute, so nobody outside can name (or probe for) another tenant's prefix. The
@@ -14,19 +17,21 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion, Piece, PieceKind, TextPiece
-from parrot.serve.graph.variable import TokenizedText, VariableState
+from parrot.serve.graph.variable import TokenizedText, VariableState, text_digest
 from parrot.utils.heaps import LruDict
 
 _MAX_ROOTS = 1024  # that are not computed again
 
 
 class Segment(NamedTuple):
-    """A piece of a prompt with its text. `ends_turn`: generation follows it."""
+    """A piece of a prompt with its text. `ends_turn`: generation follows it. `digest`: the text's,
+    if it is kept."""
 
     kind: PieceKind
     text: str
     tokenized: TokenizedText | None = None
     ends_turn: bool = False
+    digest: bytes | None = None
 
 
 def preceding_segments(completion: Completion) -> list[Segment]:
@@ -39,7 +44,8 @@ def preceding_segments(completion: Completion) -> list[Segment]:
     segments: list[Segment] = []
     for link in reversed(chain):
         segments.extend(fill_segments(link))
-        segments.append(output_segment(link.output.text, link.output.tokenized))
+        output = link.output
+        segments.append(output_segment(output.text, output.tokenized, output.digest))
     return segments
 
 
@@ -49,10 +55,10 @@ def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
     for i in range(start, len(fill)):
         piece, ends_turn = fill[i], i == len(fill) - 1 or _is_answer(fill[i + 1])
         if isinstance(piece, TextPiece):
-            yield Segment(piece.kind, piece.text, None, ends_turn)
+            yield Segment(piece.kind, piece.text, None, ends_turn, piece.digest)
         elif piece.variable.state is VariableState.READY:
             value = piece.variable
-            yield Segment(PieceKind.VALUE, value.text, value.tokenized, ends_turn)
+            yield Segment(PieceKind.VALUE, value.text, value.tokenized, ends_turn, value.digest)
         else:
             return
 
@@ -61,8 +67,10 @@ def _is_answer(piece: Piece) -> bool:
     return isinstance(piece, TextPiece) and piece.kind is PieceKind.OUTPUT
 
 
-def output_segment(text: str, tokenized: TokenizedText | None) -> Segment:
-    return Segment(PieceKind.OUTPUT, text, tokenized)
+def output_segment(
+    text: str, tokenized: TokenizedText | None, digest: bytes | None = None
+) -> Segment:
+    return Segment(PieceKind.OUTPUT, text, tokenized, digest=digest)
 
 
 class PrefixHasher:
@@ -89,8 +97,8 @@ class PrefixHasher:
 
 
 def extend_key(key: bytes, segment: Segment) -> bytes:
-    """The key of the prompt that has `segment` after the prompt of `key`. The first bytes have a
+    """The key of the prompt that has `segment` after the prompt of `key`. All that is hashed has a
     fixed length, so different sequences of segments never hash the same bytes."""
     mark = b"." if segment.ends_turn else b"-"
-    text = segment.text.encode("utf-8", "surrogatepass")
-    return hashlib.sha256(key + segment.kind.value + mark + text).digest()
+    digest = segment.digest or text_digest(segment.text)
+    return hashlib.sha256(key + segment.kind.value + mark + digest).digest()

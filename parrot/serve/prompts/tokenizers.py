@@ -51,6 +51,8 @@ class PieceEncoder:
         added = self._decoder.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.special_texts = frozenset(str(token.content) for token in added.values())
+        self.longest_token = max(map(len, self._decoder.get_vocab()), default=1)
+        """In characters; a token for a part of one counts as one."""
         self._cache: LruDict[tuple[Style, str], Ids] = LruDict(cache_ids, weigh=len)
         self._in_threads: dict[tuple[Style, str], asyncio.Task[Ids]] = {}
 

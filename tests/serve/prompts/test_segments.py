@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, TextPiece, VariablePiece
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
 from parrot.serve.prompts.segments import (
     PieceKind,
     PrefixHasher,
@@ -19,7 +19,9 @@ from parrot.serve.prompts.segments import (
 )
 
 TEXTS = st.sampled_from(["", "a", "b", "ab", "c", "é\u4e2d", "a" * 100])
-SEGMENTS = st.builds(Segment, st.sampled_from(PieceKind), TEXTS, st.none(), st.booleans())
+SEGMENTS = st.builds(
+    Segment, st.sampled_from(PieceKind), TEXTS, st.none(), st.booleans(), st.none()
+)
 PROMPTS = st.lists(SEGMENTS, max_size=6)
 HASHER = PrefixHasher(b"s" * 32)
 
@@ -51,6 +53,12 @@ def test_ids_do_not_change_a_key() -> None:
     plain = Segment(PieceKind.VALUE, "x")
     tokenized = Segment(PieceKind.VALUE, "x", TokenizedText("t", (1, 2)))
     assert HASHER.keys("t", False, [plain]) == HASHER.keys("t", False, [tokenized])
+
+
+@given(PROMPTS)
+def test_a_digest_that_is_kept_does_not_change_a_key(prompt: list[Segment]) -> None:
+    kept = [segment._replace(digest=text_digest(segment.text)) for segment in prompt]
+    assert HASHER.keys("t", False, kept) == HASHER.keys("t", False, prompt)
 
 
 def test_where_a_constant_is_cut_matters() -> None:
