@@ -54,12 +54,14 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
         return await service.fill(request)
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
+        await service.prepare(request)
         await reorder.enter((*request.fills, request))
         return await service.generate(request)
 
     async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
+        await service.prepare(request)
         await reorder.enter((*request.fills, request))
         async with aclosing(service.generate_stream(request)) as events:
             async for event in events:

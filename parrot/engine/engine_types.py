@@ -23,7 +23,7 @@ from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_EXTRA = frozenset({"torch", "transformers", "numpy", "safetensors", "gguf"})
+_ENGINE_EXTRA = frozenset({"torch", "transformers", "numpy", "safetensors", "gguf", "llguidance"})
 
 
 def create_service(config: AnyEngineConfig) -> EngineService:
@@ -43,7 +43,7 @@ def create_service(config: AnyEngineConfig) -> EngineService:
 def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
     began = time.monotonic()
     logger.info("loading %s (device %s, dtype %s)", config.model, config.device, config.dtype)
-    runner, tokenizer = _load_runner(config)
+    runner, language = _load_model(config)
     gc.collect()
     gc.freeze()  # what is loaded stays: collections during steps need not look at it
     info = runner.info
@@ -55,19 +55,17 @@ def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
         info.cache_mem,
         info.num_blocks * info.block_size,
     )
-    return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
+    return EngineCore(config, runner, language, MonotonicClock())
 
 
-def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, TokenizerResponse]:
+def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Language]:
     """Raises `ConfigError` if this installation cannot run models."""
     try:
-        if isinstance(config, BuiltinConfig):
-            from parrot.engine.runner.load import load_runner
+        from parrot.engine.grammar.compiler import GrammarCompiler
 
-            return load_runner(config)
-        from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
-
-        return load_huggingface_runner(config)
+        runner, tokenizer = _load_runner(config)
+        grammars = GrammarCompiler.of(tokenizer, runner.info.vocab_size)
+        return runner, Language.of(tokenizer, grammars)
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE_EXTRA:
             raise
@@ -75,3 +73,13 @@ def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Tok
             f"an engine of type {config.engine_type} needs {error.name}, which is not installed: "
             "see INSTALL.md"
         ) from None
+
+
+def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, TokenizerResponse]:
+    if isinstance(config, BuiltinConfig):
+        from parrot.engine.runner.load import load_runner
+
+        return load_runner(config)
+    from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
+
+    return load_huggingface_runner(config)

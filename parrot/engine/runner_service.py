@@ -11,6 +11,7 @@ from parrot.engine.core.driver import Driver, ask, settle
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
+from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
@@ -25,7 +26,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.utils.ids import IdCounter
 
 _WARM_UP_CONTEXT = -1  # no request can name it
@@ -73,8 +74,12 @@ class RunnerService:
         assert isinstance(response, FillResponse), response
         return response
 
+    async def prepare(self, request: GenerateRequest) -> None:
+        self._require_ready()
+        await self._constraint(request)
+
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        wanted = self._wanted(request, self._pieces(request), request.sampling_config)
+        wanted = await self._generation(request, stream=False)
         response = await self._answer(wanted)
         assert isinstance(response, GenerateResponse), response
         return response
@@ -82,7 +87,7 @@ class RunnerService:
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
-        wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream=True)
+        wanted = await self._generation(request, stream=True)
         events: asyncio.Queue[Outcome] = asyncio.Queue()  # bounded by the tokens generated
         self._driver.post(lambda core: core.requests.submit(wanted, events.put_nowait))
         has_ended = False
@@ -97,6 +102,21 @@ class RunnerService:
         finally:
             if not has_ended:
                 self._driver.post(lambda core: core.requests.abort(wanted.request_id))
+
+    async def _generation(self, request: GenerateRequest, *, stream: bool) -> EngineRequest:
+        self._require_ready()
+        constraint = await self._constraint(request)
+        wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream)
+        return replace(wanted, constraint=constraint)
+
+    async def _constraint(self, request: GenerateRequest) -> Constraint | None:
+        """Waits for nothing if `prepare` has."""
+        sampling, grammars = request.sampling_config, self._require_core().language.grammars
+        supported = SUPPORTED_SAMPLING.union(() if grammars is None else CONSTRAINTS)
+        sampling.require_support(supported, f"the {self._config.engine_type} engine")
+        return (
+            None if grammars is None else await grammars.constraint(sampling, request.resumed_ids)
+        )
 
     def _wanted(
         self,
@@ -129,10 +149,6 @@ class RunnerService:
 
     def _pieces(self, request: GenerateRequest) -> tuple[Piece, ...]:
         """The request's fills and its own context, with neighbours on one context made one."""
-        self._require_ready()
-        request.sampling_config.require_support(
-            SUPPORTED_SAMPLING, f"the {self._config.engine_type} engine"
-        )
         pieces = [self._piece(fill) for fill in request.fills]
         pieces.append(
             Piece(request.context_id, array("i"), request.parent_context_id, request.parent_len)
@@ -200,6 +216,8 @@ class RunnerService:
         self._is_ready = False
         self._is_closed = True
         await self._driver.close()
+        if self._core is not None and self._core.language.grammars is not None:
+            self._core.language.grammars.close()
 
     def _require_core(self) -> EngineCore:
         if self._core is None:

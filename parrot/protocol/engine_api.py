@@ -88,6 +88,11 @@ class GenerateRequest(JobRequest):
     end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
     fills: list[FillPiece] = Field([], max_length=4096)
     sampling_config: SamplingConfig = SamplingConfig()
+    resumed_ids: TokenIds = Field(
+        [],
+        description="the last tokens of the context, if they begin an output that is constrained: "
+        "what is generated goes on behind them",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -1,22 +1,29 @@
 """Sampling settings of an output: one class for the front end, REST, and the engines."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parrot.protocol.errors import UnsupportedField
 
 MAX_STOP_STRINGS = 16
 MAX_GEN_LENGTH = 1_000_000
+MAX_GRAMMAR = 65536
+MAX_CHOICES = 1024
+
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")
+"""The fields that say which texts an output may be; at most one is set."""
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
+_Choice = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 _StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
 
 
 class SamplingConfig(BaseModel):
     """All fields are optional. `temperature=0` is greedy; penalties of 0 (and a repetition penalty
-    of 0 or 1) are off; `max_gen_length` is in tokens."""
+    of 0 or 1) are off; `max_gen_length` is in tokens. `grammar` is Lark text; an output with
+    `choices` is one of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -39,8 +46,22 @@ class SamplingConfig(BaseModel):
     )
     seed: int | None = Field(None, ge=0, lt=2**63)
     json_schema: dict[str, Any] | str | None = None
-    regex: str | None = Field(None, max_length=65536)
+    regex: str | None = Field(None, max_length=MAX_GRAMMAR)
+    grammar: str | None = Field(None, max_length=MAX_GRAMMAR)
+    choices: tuple[_Choice, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> Self:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"`{given[0]}` and `{given[1]}` exclude each other")
+        return self
+
+    @property
+    def constraint(self) -> str | None:
+        """The name of the field that constrains the output, if one does."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

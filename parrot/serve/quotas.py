@@ -45,7 +45,8 @@ def usage_of_graph(
 def _grammar(sampling: SamplingConfig) -> list[str]:
     schema = sampling.json_schema
     return [
-        sampling.regex or "",
+        sampling.regex or sampling.grammar or "",
+        *(sampling.choices or ()),
         orjson.dumps(schema).decode() if isinstance(schema, dict) else schema or "",
     ]
 

@@ -20,7 +20,7 @@ from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
-from parrot.engine.engine_types import _load_runner, create_service
+from parrot.engine.engine_types import _load_model, create_service
 from parrot.engine.http_server import main
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
@@ -449,7 +449,7 @@ def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for engine_type in (BuiltinConfig, HuggingFaceConfig):
         with pytest.raises(ConfigError, match=r"needs torch, which is not installed: see INSTALL"):
-            _load_runner(engine_type())
+            _load_model(engine_type())
 
 
 def test_a_bad_config_ends_the_command_with_its_message(tmp_path):

@@ -60,6 +60,8 @@ def test_wire_forms_are_accepted() -> None:
 
 def test_a_server_refuses_what_it_cannot_do_by_name() -> None:
     config = SamplingConfig(temperature=0.5, regex="a+")
+    assert config.constraint == "regex"
+    assert SamplingConfig().constraint is None
     config.require_support(frozenset({"temperature", "regex"}), "this engine")
     with pytest.raises(UnsupportedField, match="this engine does not support `regex`") as caught:
         config.require_support(frozenset({"temperature"}), "this engine")
@@ -72,3 +74,10 @@ def test_criteria_are_read_in_any_case() -> None:
     assert PerformanceCriteria("Latency") is PerformanceCriteria.LATENCY
     with pytest.raises(ValueError, match="speed"):
         PerformanceCriteria("speed")
+
+
+def test_an_output_has_one_constraint() -> None:
+    with pytest.raises(ValidationError, match="`regex` and `choices` exclude each other"):
+        SamplingConfig(regex="a", choices=("a",))
+    with pytest.raises(ValidationError):
+        SamplingConfig(choices=())

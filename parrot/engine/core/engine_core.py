@@ -31,7 +31,7 @@ from parrot.engine.core.scheduler import LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
 from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import RuntimeInfo
-from parrot.protocol.errors import EngineFailed, OutOfMemory, ParrotError
+from parrot.protocol.errors import EngineFailed, InvalidRequest, OutOfMemory, ParrotError
 from parrot.utils.clock import Clock
 
 _NO_BACKGROUND_ROOM = "there is no room for a background fill"
@@ -226,7 +226,11 @@ class EngineCore:
     def _take_token(self, job: Job, token_id: int, now: float) -> None:
         generation, request = job.generation, job.request
         assert generation is not None, f"job {job.job_id} does not generate"
-        generation.push(token_id)
+        try:
+            generation.push(token_id)
+        except InvalidRequest as error:
+            self.requests.fail_all([request], error)
+            return
         job.context.token_ids.append(token_id)
         if request.prompt_done_at is None:
             request.prompt_done_at = now

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.output import Generation
+from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse, StreamChunk, Usage
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
@@ -46,7 +47,7 @@ class EngineRequest:
     last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
-    background fill."""
+    background fill. `constraint`: the one of its `sampling`, at the output's beginning."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -55,6 +56,7 @@ class EngineRequest:
     stream: bool = False
     cache_salt: str = ""
     background_share: float = 1.0
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)

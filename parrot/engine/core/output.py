@@ -3,12 +3,17 @@
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import FinishReason, StreamChunk, TokenizerResponse
 from parrot.protocol.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from parrot.engine.grammar.compiler import GrammarCompiler
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
 
@@ -92,14 +97,18 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`)."""
+    """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`). `grammars`:
+    None if outputs cannot be constrained."""
 
     response: TokenizerResponse
     tokenizer: Tokenizer
+    grammars: "GrammarCompiler | None" = None
 
     @classmethod
-    def of(cls, response: TokenizerResponse) -> "Language":
-        return cls(response, Tokenizer.from_str(response.tokenizer_json))
+    def of(
+        cls, response: TokenizerResponse, grammars: "GrammarCompiler | None" = None
+    ) -> "Language":
+        return cls(response, Tokenizer.from_str(response.tokenizer_json), grammars)
 
     @property
     def tokenizer_id(self) -> str:
@@ -118,21 +127,30 @@ class Generation:
     otherwise once, at the end."""
 
     def __init__(
-        self, sampling: SamplingConfig, seed: int, language: Language, stream: bool
+        self,
+        sampling: SamplingConfig,
+        seed: int,
+        language: Language,
+        stream: bool,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.max_tokens = sampling.max_gen_length
+        self.constraint = constraint
         self._language = language
         self._stop_ids = language.stop_ids(sampling)
+        if constraint is not None:
+            self._stop_ids = (*self._stop_ids, *constraint.end_ids)
         self._stops = StopStrings(sampling.stop_strings)
         is_seen = stream or sampling.stop_strings
         self._detokenizer = Detokenizer(language.tokenizer) if is_seen else None
         self._pieces: list[str] = []  # of the text, as far as it is certain
         self._num_streamed_pieces = 0
         self._num_streamed_ids = 0
+        self._num_hidden = 0  # tokens at the end that are no text
 
     @property
     def num_left(self) -> int:
@@ -148,16 +166,26 @@ class Generation:
         self.output_ids += token_ids
 
     def push(self, token_id: int) -> None:
-        """Take the next sampled token; sets `finish_reason` when it is the last."""
+        """Take the next sampled token; sets `finish_reason` when it is the last. Raises
+        `InvalidRequest` if the output's grammar cannot be followed."""
         self.output_ids.append(token_id)
         if token_id in self._stop_ids:
             self.finish_reason = FinishReason.STOP
-        elif self._detokenizer is not None:
-            self._add_text(self._detokenizer.push(token_id))
+            self._num_hidden = 1
+        else:
+            if self.constraint is not None:
+                self._take_constrained(self.constraint, token_id)
+            if self._detokenizer is not None:
+                self._add_text(self._detokenizer.push(token_id))
         if self.finish_reason is None and len(self.output_ids) >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None:
             self._end_text()
+
+    def _take_constrained(self, constraint: Constraint, token_id: int) -> None:
+        constraint.take(len(self.output_ids) - 1, token_id)
+        if constraint.is_complete:
+            self.finish_reason = FinishReason.STOP
 
     def _end_text(self) -> None:
         """Let go of what was held back, unless it is beyond a stop string."""
@@ -190,7 +218,5 @@ class Generation:
         """The whole text, up to what stopped it."""
         if self._detokenizer is not None:
             return "".join(self._pieces)
-        ids = self.output_ids
-        if self.finish_reason is FinishReason.STOP:
-            ids = ids[:-1]
+        ids = self.output_ids[: len(self.output_ids) - self._num_hidden]
         return decode(self._language.tokenizer, ids)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
@@ -35,7 +36,8 @@ SUPPORTED_SAMPLING = frozenset(
         "seed",
     }
 )
-"""The sampling fields that an engine built on `Runner` carries out; others are refused by name."""
+"""The sampling fields that an engine built on `Runner` carries out; others are refused by name.
+Those that constrain outputs besides, if it knows the bytes of its tokens."""
 
 
 PENDING = -1
@@ -49,7 +51,8 @@ class SampleSpec(NamedTuple):
     `seed` and `position` (the token's own, in its context) fix the random numbers, whatever else
     is in the batch. `output_ids` are the generated tokens and `context_ids` all tokens of the
     context, for penalties, as far as they are known: without the one that is `PENDING`. Both only
-    grow while the job runs, and are views that the runner must not keep."""
+    grow while the job runs, and are views that the runner must not keep. `constraint`: which tokens
+    it may be, at the place behind `output_ids`."""
 
     job_id: int
     sampling: SamplingConfig
@@ -57,6 +60,7 @@ class SampleSpec(NamedTuple):
     position: int
     output_ids: Sequence[int] = ()
     context_ids: Sequence[int] = ()
+    constraint: Constraint | None = None
 
 
 class SequenceStep(NamedTuple):

@@ -115,7 +115,9 @@ class RequestTable:
         seed = request.sampling.seed
         if seed is None:
             seed = hash((self._config.random_seed, request.request_id)) & (2**63 - 1)
-        return Generation(request.sampling, seed, self._language, request.stream)
+        return Generation(
+            request.sampling, seed, self._language, request.stream, request.constraint
+        )
 
     def _create(self, piece: Piece, salt: str) -> Context:
         if piece.parent_id == NO_PARENT:

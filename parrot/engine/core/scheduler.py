@@ -360,4 +360,5 @@ def _sample_spec(job: Job) -> SampleSpec | None:
         len(job.context.token_ids),
         generation.output_ids,
         job.context.token_ids,
+        generation.constraint,
     )

@@ -8,6 +8,7 @@ from parrot.engine.kernels.sampling_kernels import (
     best_of_chunks_kernel,
     best_of_rows_kernel,
     find_floors_kernel,
+    mask_logits_kernel,
     noisy_best_of_chunks_kernel,
 )
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
@@ -59,6 +60,29 @@ def adjust_logits(
         logits.stride(0),
         logits.shape[1],
         BLOCK=_ENTRIES,
+    )
+
+
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Let only some tokens be chosen, in place.
+
+    logits  float32 [rows, vocab], rows contiguous
+    rows    int32 [masked rows]: of the logits
+    words   int32 [masked rows, words]: bit i of word j is token 32 j + i; the rest are 0"""
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    assert len(words) == len(rows)
+    assert words.is_contiguous()
+    vocab_size = logits.shape[1]
+    mask_logits_kernel[(len(rows), triton.cdiv(vocab_size, _CHUNK))](
+        logits,
+        rows,
+        words,
+        logits.stride(0),
+        words.shape[1],
+        vocab_size,
+        BLOCK=_CHUNK,
+        num_warps=_CHUNK_WARPS,
     )
 
 

@@ -74,6 +74,22 @@ def adjust_logits_kernel(
 
 
 @triton.jit
+def mask_logits_kernel(logits, rows, words, stride, num_words, vocab_size, BLOCK: tl.constexpr):
+    """Program (masked row, chunk): the logits of tokens without a bit become the lowest, in place;
+    those that are not finite stay, to be found."""
+    masked = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    word = tl.load(
+        words + masked * num_words + token // 32, mask=inside & (token < num_words * 32), other=0
+    )
+    base = logits + tl.load(rows + masked).to(tl.int64) * stride
+    logit = tl.load(base + token, mask=inside, other=0.0)
+    is_hidden = inside & ((word >> (token % 32)) & 1 == 0) & (tl.abs(logit) < _INFINITY)
+    tl.store(base + token, _LOWEST, mask=is_hidden)
+
+
+@triton.jit
 def best_of_chunks_kernel(logits, scores, tokens, stride, vocab_size, BLOCK: tl.constexpr):
     """Program (row, chunk): the largest logit and its token, which is -1 if any is not finite."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -83,6 +83,9 @@ class OpenAIService:
     def is_lost(self) -> bool:
         return False  # the server may come back
 
+    async def prepare(self, request: GenerateRequest) -> None:
+        """The server behind does it all."""
+
     async def fill(self, request: FillRequest) -> FillResponse:
         _require_text([request])
         await self._launch([request], lambda job: self._fill(job, [request])).result()

@@ -4,6 +4,7 @@ other makers understand beyond OpenAI's own fields.
 A server says who it is in the `owned_by` of its model list. An unknown one gets OpenAI's fields
 only; a sampling field that it cannot carry out is refused by name, never dropped."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,16 +46,23 @@ _EXTRAS = {
     "ignore_tokenizer_eos": "ignore_eos",
     "stop_token_ids": "stop_token_ids",
 }
+_VLLM_KINDS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _LLAMA_EXTRAS = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
 _LLAMA_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
 
 BY_OWNER: Mapping[str, Dialect] = {
     "vllm": Dialect(
-        "vllm", {**_EXTRAS, "regex": "structured_outputs"}, _NEUTRAL, schema_on_completions=True
+        "vllm",
+        {**_EXTRAS, **dict.fromkeys(_VLLM_KINDS, "structured_outputs")},
+        _NEUTRAL,
+        schema_on_completions=True,
     ),
     "sglang": Dialect(
-        "sglang", {**_EXTRAS, "regex": "regex"}, _NEUTRAL, schema_on_completions=True
+        "sglang",
+        {**_EXTRAS, "regex": "regex", "choices": "regex"},
+        _NEUTRAL,
+        schema_on_completions=True,
     ),
     "llamacpp": Dialect(
         "llama.cpp", {**_LLAMA_EXTRAS, "ignore_tokenizer_eos": "ignore_eos"}, _LLAMA_NEUTRAL
@@ -106,8 +114,14 @@ def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, An
         fields["response_format"] = _response_format(sampling.json_schema)
     for ours, theirs in dialect.extras.items():
         if value := getattr(sampling, ours):
-            fields[theirs] = {"regex": value} if theirs == "structured_outputs" else value
+            fields[theirs] = _extra(ours, theirs, value)
     return fields
+
+
+def _extra(ours: str, theirs: str, value: Any) -> Any:
+    if theirs == "structured_outputs":
+        return {_VLLM_KINDS[ours]: value}
+    return "|".join(map(re.escape, value)) if ours == "choices" else value
 
 
 def _response_format(schema: dict[str, Any] | str) -> dict[str, Any]:

@@ -61,6 +61,11 @@ class Launched:
         chosen = [(spec, token) for spec, token in pairs if spec is not None]
         return results(*zip(*chosen, strict=True)) if chosen else StepResult({}, {})
 
+    def landed(self) -> dict[int, int]:
+        """The token of each context, once the step has run; -1: not finite."""
+        tokens = self.landing.wait(len(self.tokens.result()))
+        return dict(zip(self.inputs.sampled, tokens, strict=True))
+
     def tokens_of(self, context_ids: Sequence[int]) -> Sources:
         row_of = {context_id: row for row, context_id in enumerate(self.inputs.sampled)}
         return self.tokens.result(), np.array([row_of[c] for c in context_ids], dtype=np.int32)
@@ -158,6 +163,7 @@ class CudaRunner:
         landing, due = self._landings[0], self._attention.due
         self._landings.reverse()
         due.put()  # of a graph, now; of kernels that are launched one by one, later
-        step = PlannedStep(inputs, self._draws.build(inputs), work, sources)
+        landed = previous.landed if isinstance(previous, Launched) else dict
+        step = PlannedStep(inputs, self._draws.build(inputs, landed), work, sources)
         self._launching = self.computer.launch(step, landing)
         return Launched(inputs, self._launching, landing, due, self._device)

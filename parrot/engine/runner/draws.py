@@ -7,8 +7,9 @@ job is not on it yet: that one is `PENDING`, and the kernel finds it on the devi
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from parrot.engine.core.plan import PENDING, SampleSpec
 from parrot.engine.kernels import sampling_layout as layout
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.runner.inputs import StepInputs
+from parrot.engine.runner.masks import Masks, masked_rows, masks_of
 from parrot.engine.runner.sampling import MIN_TEMPERATURE
 from parrot.protocol.sampling import SamplingConfig
 
@@ -105,11 +107,13 @@ def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
 @dataclass(frozen=True, slots=True)
 class Draws:
     """`choice`: the bits of all samples of a step. `settings` int32 [samples, NUM_SETTINGS],
-    empty unless some are drawn; `adjustments` None unless some are adjusted."""
+    empty unless some are drawn; `adjustments` None unless some are adjusted. `masks` makes those of
+    the constrained samples, and may wait for the step before."""
 
     choice: int
     settings: IntArray
     adjustments: Adjustments | None
+    masks: Callable[[], Masks | None]
 
 
 @dataclass(slots=True)
@@ -129,7 +133,8 @@ class DrawBuilder:
         self._settings = np.zeros((max_rows, layout.NUM_SETTINGS), dtype=np.int32)
         self._choices: list[_Choice | None] = [None] * max_rows
 
-    def build(self, inputs: StepInputs) -> Draws:
+    def build(self, inputs: StepInputs, landed: Callable[[], Mapping[int, int]] = dict) -> Draws:
+        """`landed` waits for the tokens of the step before, by context."""
         rows = inputs.table_rows[inputs.logit_rows]
         choices = [
             None if spec is None else self._choice(row, spec.sampling)
@@ -143,7 +148,10 @@ class DrawBuilder:
         if choice & DRAWN:
             settings = self._draws(rows, inputs.samples)
         adjustments = _adjustments(choices, inputs) if choice & ADJUSTED else None
-        return Draws(choice, settings, adjustments)
+        pending = set(inputs.pending)
+        pending_of = [c if c in pending else None for c in inputs.sampled]
+        masked = masked_rows(inputs.samples, pending_of)
+        return Draws(choice, settings, adjustments, partial(masks_of, masked, landed))
 
     def _choice(self, row: int, config: SamplingConfig) -> _Choice:
         """The choice for a row, worked out anew when its configuration changes."""

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from parrot.engine.core.plan import SampleSpec, StepResult
 from parrot.engine.kernels.noise import gumbel_noise, noise_keys
+from parrot.engine.runner.masks import masked_rows, masks_of
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import SamplingConfig
 
@@ -45,9 +47,24 @@ def results(specs: Sequence[SampleSpec], tokens: Sequence[int]) -> StepResult:
 
 
 def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
-    """Penalties, then biases."""
+    """Penalties, then biases, then what constraints leave."""
     for row, spec in enumerate(specs):
         _penalize_repetition(logits, row, spec)
+    _add_penalties_and_biases(logits, specs)
+    masks = masks_of(masked_rows(specs, [None] * len(specs)))
+    if masks is not None:
+        bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
+        rows = _tensor(masks.rows, logits, torch.long)
+        is_allowed = _tensor(_fitted(bits, logits.shape[1]), logits, torch.bool)
+        logits[rows] = logits[rows].masked_fill_(~is_allowed, -math.inf)
+
+
+def _fitted(bits: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
+    """Bits [rows, width], of which those beyond what is known are zero."""
+    return np.pad(bits[:, :width], ((0, 0), (0, max(0, width - bits.shape[1]))))
+
+
+def _add_penalties_and_biases(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
     additions = [entry for row, spec in enumerate(specs) for entry in _additions(row, spec)]
     if not additions:
         return

@@ -125,6 +125,7 @@ class StepComputer:
             step.draws.choice,
             sent.settings,
             sent.adjustments,
+            step.draws.masks(),  # may wait; all that does not depend on it is launched
         )
         landing.receive(tokens)
         return tokens

@@ -1,9 +1,15 @@
 """The choice of a step's tokens on the device, from its logits."""
 
+import numpy as np
 import torch
 
 from parrot.engine.core.plan import SampleSpec
-from parrot.engine.kernels.sampling import adjust_logits, best_tokens, draw_tokens
+from parrot.engine.kernels.sampling import (
+    adjust_logits,
+    best_tokens,
+    draw_tokens,
+    mask_logits,
+)
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 from parrot.engine.runner.device import Stage
 from parrot.engine.runner.draws import (
@@ -15,6 +21,7 @@ from parrot.engine.runner.draws import (
     adjustments_of,
     draw_settings,
 )
+from parrot.engine.runner.masks import Masks
 from parrot.protocol.sampling import SamplingConfig
 
 _NUM_NUMBERS = 2**16
@@ -27,10 +34,12 @@ class TokenChooser:
     """Adjusts logits and draws tokens.
 
     There may be any number of adjustments, so they have a pinned buffer of their own, which grows,
-    and a copy of their own: only steps with such requests pay for it."""
+    and a copy of their own: only steps with such requests pay for it. So have masks, whose copies
+    come later, behind the step's other kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._stage = Stage(_NUM_NUMBERS, device)
+        self._mask_stage = Stage(_NUM_NUMBERS, device)
 
     def send(self, adjustments: Adjustments) -> SentAdjustments:
         """Valid on the current stream until the next `send`."""
@@ -48,6 +57,7 @@ class TokenChooser:
         choice: int,
         settings: torch.Tensor,
         adjustments: SentAdjustments | None,
+        masks: Masks | None = None,
     ) -> torch.Tensor:
         """int32 [rows]: a token for each row of `logits`, or -1 if they are not finite.
 
@@ -56,11 +66,22 @@ class TokenChooser:
         if adjustments is not None:
             logits = logits.float()
             adjust_logits(logits, token_ids, *adjustments)
+        if masks is not None:
+            logits = logits.float()
+            mask_logits(logits, *self._send_masks(masks))
+        if adjustments is not None or masks is not None:
             best = best_tokens(logits)
         if choice & DRAWN:
             limited = bool(choice & LIMITED)
             draw_tokens(logits, best, settings.view(-1, NUM_SETTINGS), limited=limited)
         return best
+
+    def _send_masks(self, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (masks.rows, masks.words.reshape(-1))
+        self._mask_stage.make_room([len(part) for part in parts])
+        rows, words = self._mask_stage.send(parts)
+        self._mask_stage.sent()
+        return rows, words.view(masks.words.shape)
 
     def warm_up(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Compile all kernels for `logits` [1, vocab], as they are and adjusted."""
@@ -74,3 +95,6 @@ class TokenChooser:
         adjusted = AdjustedRow(0, -1, AdjustedTokens(0, config), SampleSpec(0, config, 0, 0))
         sent = self.send(adjustments_of([adjusted]))
         self.choose(logits, best_tokens(logits), token_ids, 0, settings, sent)
+        num_words = -(-logits.shape[1] // 32)
+        masks = Masks(np.zeros(1, dtype=np.int32), np.full((1, num_words), -1, dtype=np.int32))
+        self.choose(logits, best_tokens(logits), token_ids, 0, settings, None, masks)

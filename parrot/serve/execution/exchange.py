@@ -97,9 +97,9 @@ class Exchange:
 
 
 async def _resume(run: Run, attempt: Attempt) -> None:
-    """Go on behind the text that was delivered. Raises `EngineFailed` for a constrained output: the
-    engine would have to know how far its grammar has come."""
-    if attempt.sampling.regex is not None or attempt.sampling.json_schema is not None:
+    """Go on behind the text that was delivered. Raises `EngineFailed` for a constrained output on
+    an engine that takes text: it cannot be told how far its grammar has come."""
+    if attempt.tokenizer is None and attempt.sampling.constraint is not None:
         raise EngineFailed("the engine was lost while it streamed a constrained output")
     ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
     attempt.resumed = ids or await encode_text(run.text, attempt.tokenizer)
@@ -151,6 +151,8 @@ def _tokenized(
     if not attempt.sampling.ignore_tokenizer_eos:
         stop_ids |= tokenizer.eos
     stopped = response.finish_reason is FinishReason.STOP
+    if attempt.sampling.constraint is not None and not attempt.sampling.stop_strings:
+        stopped = not stop_ids.isdisjoint(response.generated_ids[-1:])  # else its grammar ended it
     ids = tokenizer.clean_output(response.generated_ids, stop_ids, stopped)
     if ids is None or isinstance(attempt.resumed, str) or (response.generated_text and not ids):
         return None

@@ -42,7 +42,15 @@ def open_request(
         context_id=context.id,
         fills=prompt.fills,
         sampling_config=attempt.sampling,
+        resumed_ids=_constrained_ids(attempt),
     )
+
+
+def _constrained_ids(attempt: Attempt) -> list[int]:
+    """The tokens behind which a constrained output goes on."""
+    if attempt.sampling.constraint is None:
+        return []
+    return [unit for unit in attempt.resumed if isinstance(unit, int)]
 
 
 def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:

@@ -141,7 +141,7 @@ class Run(CompletionTask):
         """Whether it can go on behind its text. What constrains an output, or penalises repetition
         in it, depends on what was generated before, which another attempt takes for its prompt."""
         sampling = self.completion.sampling
-        is_constrained = sampling.regex is not None or sampling.json_schema is not None
+        is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
 
     def append(self, text: str) -> None:

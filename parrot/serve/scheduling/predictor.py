@@ -141,7 +141,7 @@ class Estimates:
 
 def _has_fixed_length(sampling: SamplingConfig) -> bool:
     return sampling.ignore_tokenizer_eos and not (
-        sampling.stop_token_ids or sampling.stop_str or sampling.regex or sampling.json_schema
+        sampling.stop_token_ids or sampling.stop_str or sampling.constraint
     )
 
 

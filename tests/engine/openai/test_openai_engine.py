@@ -309,6 +309,8 @@ async def test_a_standard_server_gets_no_extras(start: Start) -> None:
         "stop_token_ids": (7,),
         "json_schema": {},
         "regex": "a",
+        "grammar": 'start: "a"',
+        "choices": ("a",),
         "logprobs": 1,
         "length_penalty": 0.5,
         "best_of": 2,
@@ -317,6 +319,23 @@ async def test_a_standard_server_gets_no_extras(start: Start) -> None:
         with pytest.raises(UnsupportedField, match=f"`{name}`") as caught:
             await service.generate(ask(1, "a", **{name: value}))
         assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("owner", "fields", "sent"),
+    [
+        ("vllm", {"grammar": 's: "a"'}, {"structured_outputs": {"grammar": 's: "a"'}}),
+        ("vllm", {"choices": ("a", "b")}, {"structured_outputs": {"choice": ["a", "b"]}}),
+        ("sglang", {"choices": ("a.", "b")}, {"regex": r"a\.|b"}),
+    ],
+)
+async def test_grammars_and_choices_as_other_servers_call_them(
+    start: Start, fake: FakeOpenAI, owner: str, fields: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    fake.owned_by = owner
+    service = await start()
+    await service.generate(ask(1, "a", **fields))
+    assert fake.bodies[0].items() >= sent.items()
 
 
 async def test_a_vllm_server_gets_all_it_knows_and_no_defaults_of_its_own(

@@ -1,5 +1,6 @@
 """The CUDA runner on the CPU, in Triton's interpreter, gives the tokens of the plain runner."""
 
+import asyncio
 import functools
 import random
 from array import array
@@ -21,6 +22,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.grammar.compiler import GrammarCompiler
 from parrot.engine.kernels import linear
 from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.models import decoder
@@ -175,7 +177,10 @@ def test_products_of_any_few_rows_are_warm(
 
 def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
     """Tokens of requests of different lengths; the last one comes when the others generate."""
-    language = Language.of(plain_byte_tokenizer(259))
+    tokenizer = plain_byte_tokenizer(259)
+    grammars = GrammarCompiler.of(tokenizer, 259)
+    assert grammars is not None
+    language = Language.of(tokenizer, grammars)
     config = BuiltinConfig(fill_chunk_size=16)
     core = EngineCore(config, runner, language, MonotonicClock())
     answers = [Answer() for _ in samplings]
@@ -186,6 +191,7 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
             number,
             (Piece(number, array("i", prompts[number])),),
             sampling=sampling.model_copy(update=limits),
+            constraint=asyncio.run(grammars.constraint(sampling)),
         )
         if number == len(samplings) - 1:
             for _ in range(3):
@@ -206,6 +212,12 @@ PENALIZED: list[dict[str, Any]] = [
     {"frequency_penalty": 2.0, "repetition_penalty": 1.5, **FEW},
     {},
 ]
+# The first of each two tokens says what the second may be.
+CONSTRAINED: list[dict[str, Any]] = [
+    {"temperature": 0, "regex": "([a-m][A-M]|[n-z][N-Z])+", "frequency_penalty": 2.0},
+    {"temperature": 1.5, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.9, "regex": "([a-m][A-M]|[n-z][N-Z])+", "logit_bias": {7: 90}},
+]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +227,7 @@ PENALIZED: list[dict[str, Any]] = [
         (True, [{"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 1.0, **FEW}]),
         (True, [{"temperature": 0, "repetition_penalty": 10.0, **FEW}, {"temperature": 0}]),
         *((overlap, fields) for fields in (DRAWN, PENALIZED) for overlap in (True, False)),
+        *((overlap, CONSTRAINED) for overlap in (True, False)),
     ],
     ids=str,
 )

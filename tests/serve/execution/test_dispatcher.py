@@ -424,15 +424,31 @@ async def test_everything_was_delivered_before_the_engine_died(world: World) -> 
 
 
 @pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
-async def test_a_constrained_stream_is_not_continued(
+async def test_a_constrained_stream_goes_on_behind_what_was_delivered(
     world: World, constraint: dict[str, Any]
 ) -> None:
-    """The other engine would have to know how far the grammar has come."""
+    """The other engine is told how far the grammar has come."""
     script = Script(text=lambda _: "abcd", steps=2, hang_after=1)
     await world.join(fake_engine("one", script=script))
     completion = world.submit("Go", stream=True, sampling=SamplingConfig(**constraint))
     await world.settle()
-    await world.join(fake_engine("two"))
+    second = fake_engine("two", script=Script(text=lambda _: "cd"))
+    await world.join(second)
+    world.lose(0)
+    assert await completion.output.wait() == "abcd"
+    assert second.prompts == ["Goab"]
+    assert second.requests[0].resumed_ids == [64, 65]  # a, b
+
+
+@pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
+async def test_a_constrained_stream_is_not_continued_by_an_engine_that_takes_text(
+    world: World, constraint: dict[str, Any]
+) -> None:
+    script = Script(text=lambda _: "abcd", steps=2, hang_after=1)
+    await world.join(fake_engine("one", text=True, script=script))
+    completion = world.submit("Go", stream=True, sampling=SamplingConfig(**constraint))
+    await world.settle()
+    await world.join(fake_engine("two", text=True))
     world.lose(0)
     assert isinstance(await error_of(completion), EngineFailed)
 

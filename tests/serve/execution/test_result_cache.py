@@ -411,6 +411,8 @@ OTHER_VALUES = {
     "seed": 8,
     "json_schema": {"type": "object"},
     "regex": "a+",
+    "grammar": 'start: "a"',
+    "choices": ("a", "b"),
     "logprobs": 2,
 }
 

@@ -1,0 +1,337 @@
+"""Grammars leave exactly the tokens that may come next, and hostile ones fail alone."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from parrot.engine.grammar.compiler import GrammarCompiler
+from parrot.engine.grammar.constraint import Constraint
+from parrot.protocol.errors import InvalidRequest, QuotaExceeded
+from parrot.protocol.sampling import SamplingConfig
+from tests.support.byte_tokenizer import byte_tokenizer, plain_byte_tokenizer
+
+RESPONSE = byte_tokenizer()
+TOKENIZER = Tokenizer.from_str(RESPONSE.tokenizer_json)
+(EOS,) = RESPONSE.special_ids.eos
+
+
+def make_compiler() -> GrammarCompiler:
+    compiler = GrammarCompiler.of(RESPONSE, RESPONSE.vocab_size)
+    assert compiler is not None
+    return compiler
+
+
+COMPILER = make_compiler()
+
+
+def constraint_of(compiler: GrammarCompiler = COMPILER, **fields: Any) -> Constraint:
+    constraint = asyncio.run(compiler.constraint(SamplingConfig(**fields)))
+    assert constraint is not None
+    return constraint
+
+
+def allowed(constraint: Constraint, place: int) -> list[int]:
+    mask = constraint.mask(place)
+    assert mask is not None
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def random_text(constraint: Constraint, seed: int, limit: int = 400) -> str | None:
+    """An output of tokens drawn from those allowed, the ends of things preferred; None if it did
+    not end."""
+    rng = random.Random(seed)
+    ids: list[int] = []
+    while not constraint.is_complete and len(ids) < limit:
+        choices = allowed(constraint, len(ids))
+        ends = [i for i in choices if i == EOS or TOKENIZER.decode([i]) in ('"', "}", "]", "1")]
+        token = rng.choice(ends if ends and rng.random() < 0.5 else choices)
+        if token == EOS:
+            break
+        constraint.take(len(ids), token)
+        ids.append(token)
+    return None if len(ids) == limit else TOKENIZER.decode(ids)
+
+
+def write(constraint: Constraint, text: str) -> int:
+    """Let the constraint take a text, and check that it allows it; returns its length."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    for place, token in enumerate(ids):
+        assert token in allowed(constraint, place), (text, place)
+        constraint.take(place, token)
+    return len(ids)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)])
+def test_a_schema_as_an_object_or_as_text(schema: Any) -> None:
+    constraint = constraint_of(json_schema=schema)
+    assert EOS not in allowed(constraint, 0)
+    write(constraint, '{"name": "Zoë 😀", "age": 7}')
+    assert constraint.is_complete
+    assert constraint.mask(31) is None
+
+
+def test_an_output_may_end_only_where_it_is_complete() -> None:
+    constraint = constraint_of(regex="ab(cd)*")
+    assert EOS not in allowed(constraint, 0)
+    place = write(constraint, "ab")
+    assert not constraint.is_complete
+    assert sorted(allowed(constraint, place)) == sorted([EOS, *TOKENIZER.encode("c").ids])
+    constraint.take(place, EOS)
+    assert constraint.is_complete
+
+
+def test_without_the_tokenizers_eos_an_output_ends_where_nothing_else_can() -> None:
+    constraint = constraint_of(regex="ab?", ignore_tokenizer_eos=True)
+    place = write(constraint, "a")
+    assert EOS not in allowed(constraint, place)
+    write_on = TOKENIZER.encode("b").ids[0]
+    constraint.take(place, write_on)
+    assert constraint.is_complete
+
+
+def test_a_place_is_taken_once() -> None:
+    constraint = constraint_of(regex="[ab]{3}")
+    a, b = (TOKENIZER.encode(letter).ids[0] for letter in "ab")
+    assert sorted(np.flatnonzero(np.unpackbits(np.frombuffer(
+        constraint.mask(1, before=a) or b"", dtype=np.uint8), bitorder="little"
+    ))) == sorted([a, b])  # fmt: skip
+    constraint.take(0, a)
+    constraint.take(1, b)
+    constraint.take(1, b)
+    assert not constraint.is_complete
+    constraint.take(2, a)
+    assert constraint.is_complete
+
+
+def test_a_token_that_cannot_stand_there_is_an_error_from_then_on() -> None:
+    constraint = constraint_of(regex="[ab]{3}")
+    wrong = TOKENIZER.encode("c").ids[0]
+    assert constraint.mask(1, before=wrong) is None
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="`regex` cannot be followed") as caught:
+            constraint.take(0, wrong)
+        assert caught.value.param == "regex"
+
+
+def test_an_output_goes_on_behind_what_was_delivered() -> None:
+    sampling = SamplingConfig(json_schema=PERSON)
+    ids = TOKENIZER.encode('{"name": "Zo').ids
+    constraint = asyncio.run(COMPILER.constraint(sampling, ids))
+    assert constraint is not None
+    write(constraint, 'ë", "age": 1}')
+    with pytest.raises(InvalidRequest, match="not the beginning"):
+        asyncio.run(COMPILER.constraint(sampling, TOKENIZER.encode("[").ids))
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is one of those that the schemas below describe."""
+    match schema:
+        case {"enum": options}:
+            return value in options
+        case {"type": "object", "properties": properties}:
+            return (
+                isinstance(value, dict)
+                and set(schema["required"]) <= value.keys() <= properties.keys()
+                and all(fits(value[name], properties[name]) for name in value)
+            )
+        case {"type": "array"}:
+            return isinstance(value, list) and all(fits(item, schema["items"]) for item in value)
+        case {"anyOf": options}:
+            return any(fits(value, option) for option in options)
+    kinds = {"string": str, "integer": int, "boolean": bool, "null": type(None)}
+    return isinstance(value, kinds[schema["type"]])
+
+
+names = st.text("abé😀_", min_size=1, max_size=4)
+leaves = st.one_of(
+    st.sampled_from([{"type": kind} for kind in ("integer", "boolean", "null")]),
+    st.just({"type": "string", "maxLength": 3}),
+    st.lists(st.one_of(names, st.integers(-9, 9)), min_size=1, max_size=3).map(
+        lambda values: {"enum": values}
+    ),
+)
+
+
+def _object(inner: dict[str, Any]) -> dict[str, Any]:
+    required = [name for i, name in enumerate(inner) if i % 2 == 0]
+    return {
+        "type": "object",
+        "properties": inner,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.dictionaries(names, inner, max_size=3).map(_object),
+        inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2}),
+        st.lists(inner, min_size=1, max_size=2).map(lambda options: {"anyOf": options}),
+    ),
+    max_leaves=5,
+)
+
+
+@given(schemas, st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_drawn_fits_its_schema(schema: dict[str, Any], seed: int) -> None:
+    text = random_text(constraint_of(json_schema=schema), seed)
+    if text is not None:
+        assert fits(json.loads(text), schema), (text, schema)
+
+
+@given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_choices_are_taken_exactly(choices: list[str], seed: int) -> None:
+    assert random_text(constraint_of(choices=choices), seed) in choices
+    for choice in choices:
+        write(constraint_of(choices=choices), choice)
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"json_schema": {"type": "array", "uniqueItems": True}},
+    {"json_schema": {"$ref": "http://127.0.0.1/schema"}},
+    {"json_schema": {"type": "nothing"}},
+    {"json_schema": "{"},
+    {"json_schema": "[]"},
+    {"json_schema": "[" * 60_000},
+    {"json_schema": {"enum": ["x" * 70_000]}},
+    {"json_schema": {"enum": list(range(70_000))}},
+    {"json_schema": {"allOf": [{"anyOf": [{"type": "string"}] * 6}] * 12}},
+    {"regex": "("},
+    {"regex": "é" * 40_000},
+    {"regex": r"(?=a)b"},
+    {"grammar": "start: missing"},
+    {"grammar": 'start: "a'},
+    {"grammar": ""},
+    {"choices": ["x" * 40_000, "y" * 40_000]},
+]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "fields", [*HOSTILE, {"json_schema": nested(64)}], ids=lambda f: next(iter(f))
+)
+def test_what_is_wrong_or_too_much_is_refused_by_name(fields: dict[str, Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest) as caught:
+        constraint_of(**fields)
+    assert caught.value.param == next(iter(fields))
+    assert len(caught.value.message) < 400
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "(a|aa)*b{1,2000}"},
+        {"regex": "(.*a){30}.{30}"},
+        {"json_schema": {"type": "string", "pattern": "^(a|a?)+$"}},
+        {"json_schema": nested(60)},
+        {"grammar": 'start: start start | "a" | ""'},
+    ],
+)
+def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]) -> None:
+    constraint = constraint_of(**fields)
+    for place in range(20):
+        began = time.monotonic()
+        mask = constraint.mask(place)
+        assert time.monotonic() - began < 2
+        if mask is None:
+            return
+        try:
+            constraint.take(place, allowed(constraint, place)[0])
+        except InvalidRequest:
+            return
+
+
+def test_grammars_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = make_compiler()
+    made: list[str] = []
+    make = compiler._make
+
+    def counted(field: str, text: str) -> Any:
+        made.append(field)
+        return make(field, text)
+
+    monkeypatch.setattr(compiler, "_make", counted)
+    for _ in range(3):
+        constraint_of(compiler, regex="a+")
+    constraint_of(compiler, json_schema=PERSON)
+    constraint_of(compiler, json_schema=json.dumps(PERSON))
+    assert made == ["regex", "json_schema"]
+    for i in range(40):
+        constraint_of(compiler, regex="b" * 40_000 + str(i))
+    assert compiler._cache.weight <= 64 * 2**20
+    constraint_of(compiler, regex="a+")
+    assert made.count("regex") == 42
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_others_are_told_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer, eos = COMPILER._tokenizer, COMPILER._eos
+    compiler = GrammarCompiler(tokenizer, eos, deadline_s=0.05)
+    make = compiler._make
+
+    async def main() -> None:
+        loop_runs, release = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stuck(field: str, text: str) -> Any:
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+            return make(field, text)
+
+        monkeypatch.setattr(compiler, "_make", stuck)
+        loop.call_soon(loop_runs.set)
+        outcomes: Sequence[Any] = await asyncio.gather(
+            *(compiler.constraint(SamplingConfig(regex=f"a{i}")) for i in range(3)),
+            return_exceptions=True,
+        )
+        assert loop_runs.is_set()
+        assert [type(outcome) for outcome in outcomes] == [
+            InvalidRequest,
+            InvalidRequest,
+            QuotaExceeded,
+        ]
+        assert "0.05 s" in outcomes[0].message
+        release.set()
+        monkeypatch.setattr(compiler, "_make", make)
+        compiler._deadline_s = 5.0
+        assert await compiler.constraint(SamplingConfig(regex="a9")) is not None
+
+    asyncio.run(main())
+    compiler.close()
+
+
+def test_a_tokenizer_without_an_end_ends_where_nothing_can_follow() -> None:
+    compiler = GrammarCompiler.of(plain_byte_tokenizer(259), 259)
+    assert compiler is not None
+    constraint = constraint_of(compiler, regex="é")
+    write(constraint, "é")
+    assert constraint.is_complete
