@@ -24,8 +24,8 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
-from parrot.protocol.metrics import CONTENT_TYPE, render_metrics
 from parrot.protocol.server import create_base_app, require_cluster_token
+from parrot.utils.metrics import CONTENT_TYPE, render_metrics
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -8,13 +8,13 @@ from itertools import accumulate
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from parrot.protocol.metrics import counter, render_metrics
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import Session
+from parrot.utils.metrics import counter, render_metrics
 
 OTHER_TENANTS = "other"
 

@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import NotFound
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
-from parrot.protocol.metrics import CONTENT_TYPE
 from parrot.protocol.public import (
     ModelCard,
     SessionScoped,
@@ -23,6 +22,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.programs import Programs
 from parrot.serve.views import value_view
+from parrot.utils.metrics import CONTENT_TYPE
 
 _SCOPED = (401, 404, 410)
 _SUBMIT = (*_SCOPED, 409, 413, 429)
