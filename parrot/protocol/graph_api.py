@@ -18,7 +18,7 @@ from parrot.protocol.public import (
 )
 
 MAX_CALLS = 512
-MAX_VARIABLES = 1024
+MAX_VARIABLES = 2048
 MAX_BINDINGS = 4096  # parameters of all calls
 
 

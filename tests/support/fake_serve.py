@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.protocol.engine_api import (
@@ -25,8 +26,8 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
+from parrot.protocol.gate.answer import error_response
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
-from parrot.protocol.server import error_response
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -41,6 +42,7 @@ from tests.support.fake_engine import FakeEngine, fake_engine, register
 _CHUNK = 3  # characters
 _ROUTES = {
     "call": r"POST /v1/(semantic|py_native)_call",
+    "graph": r"POST /v1/semantic_graph",
     "create_var": r"POST /v1/semantic_var",
     "set": r"POST /v1/semantic_var/[^/]+",
     "get": r"GET /v1/semantic_var/[^/]+",
@@ -135,7 +137,8 @@ class FakeServe(Observer):
                 if self.ignores_timeouts:
                     query = re.sub(rb"timeout=[^&]*", b"", scope["query_string"])
                     scope = {**scope, "query_string": query}
-            await (error_response(errors.pop(0)) if errors else app)(scope, receive, send)
+            answered = error_response(Request(scope), errors.pop(0)) if errors else app
+            await answered(scope, receive, send)
 
         return answer
 

@@ -10,6 +10,7 @@ from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:
+    from parrot.frontend.pfunc.batch import Draft
     from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
     from parrot.frontend.pfunc.session import Session
 
@@ -69,6 +70,19 @@ class BasicCall(ABC):
                 parts = value if isinstance(value, tuple) else (value,)
                 yield from ((param, part) for part in parts if isinstance(part, SemanticVariable))
 
+    def new_variables(self) -> list[SemanticVariable]:
+        """Those that were made for its outputs."""
+        made = (self.bindings[param.name] for param in self.new_outputs)
+        return [var for var in made if isinstance(var, SemanticVariable)]
+
+    def loose_variables(self) -> list[SemanticVariable]:
+        """Given variables that ServeCore has to know, and does not yet."""
+        return [
+            var
+            for param, var in self.given_variables()
+            if not var.is_registered and (param.is_output or not var.is_ready)
+        ]
+
     @property
     def session(self) -> "Session | None":
         """The current session; outside any (for example in a new thread) that of an argument."""
@@ -76,11 +90,13 @@ class BasicCall(ABC):
         return current_session.get() or next(filter(None, given), None)
 
     @abstractmethod
-    def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
-        """The body of the request, without the session's fields."""
+    def to_request_payload(
+        self, session: "Session | None" = None, draft: "Draft | None" = None
+    ) -> dict[str, Any]:
+        """The body of the request, without the session's fields; or the call's part of a draft."""
 
     def parameters(
-        self, params: Iterable[Parameter], session: "Session | None"
+        self, params: Iterable[Parameter], session: "Session | None", draft: "Draft | None"
     ) -> list[dict[str, Any]]:
         """The bindings of these parameters, as they are sent."""
         payloads = []
@@ -89,7 +105,7 @@ class BasicCall(ABC):
                 payload = {"name": name, "is_output": param.is_output}
                 if param.sampling_config is not None:
                     payload["sampling_config"] = param.sampling_config
-                payloads.append(payload | _source(param, name, value, session))
+                payloads.append(payload | _source(param, name, value, session, draft))
         return payloads
 
     def parts_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
@@ -150,13 +166,15 @@ class SemanticCall(BasicCall):
     func: "SemanticFunction"
     joins_lists = True
 
-    def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
+    def to_request_payload(
+        self, session: "Session | None" = None, draft: "Draft | None" = None
+    ) -> dict[str, Any]:
         places = self.func.locations
         used = [param for param in self.func.params if param in places]
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
             "template": "".join(map(self._render, self.func.body)),
-            "parameters": self.parameters(used, session),
+            "parameters": self.parameters(used, session, draft),
         }
 
     def _render(self, piece: FuncBodyPiece) -> str:
@@ -169,11 +187,13 @@ class SemanticCall(BasicCall):
 class PyNativeCall(BasicCall):
     func: "PyNativeFunction"
 
-    def to_request_payload(self, session: "Session | None" = None) -> dict[str, Any]:
+    def to_request_payload(
+        self, session: "Session | None" = None, draft: "Draft | None" = None
+    ) -> dict[str, Any]:
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
             "func_source": self.func.source,
-            "parameters": self.parameters(self.func.params, session),
+            "parameters": self.parameters(self.func.params, session, draft),
         }
 
 
@@ -187,12 +207,18 @@ def _holds_variable(value: Any) -> bool:
 
 
 def _source(
-    param: Parameter, name: str, value: Single, session: "Session | None"
+    param: Parameter,
+    name: str,
+    value: Single,
+    session: "Session | None",
+    draft: "Draft | None",
 ) -> dict[str, str | None]:
     """Where ServeCore finds it. A variable of another session can only give its value, if that is
     known."""
     if isinstance(value, str):
         return {"value": value}
+    if draft is not None and (drafted := draft.name_of(value)) is not None:
+        return {"var": drafted}
     if value.is_registered and session in (None, value.session):
         return {"var_id": value.id}
     given = f"variable `{value.name}`, given for "

@@ -26,10 +26,12 @@ from parrot.frontend.pfunc.metadata import (
     SemanticFuncMetadata,
     parse_metadata,
 )
+from parrot.frontend.pfunc.semantic_variable import batch_of
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 
 if TYPE_CHECKING:
+    from parrot.frontend.pfunc.batch import Batch
     from parrot.frontend.pfunc.session import Session
 
 __all__ = [
@@ -74,19 +76,26 @@ class BasicFunction:
         """Submit a call; waits for ServeCore to accept it, not for it to run."""
         call = self.call_type(self, args, kwargs)
         session = call.session
-        return call if session is None else session.loop.run(self._submit(session, call))
+        if session is None:
+            return call
+        return session.loop.run(self._submit(session, call, batch_of(session)))
 
     async def ainvoke(self, /, *args: Any, **kwargs: Any) -> Any:
         """Submit a call without holding up the event loop: many may be on their way at once."""
         call = self.call_type(self, args, kwargs)
         session = call.session
-        return call if session is None else await session.loop.arun(self._submit(session, call))
+        if session is None:
+            return call
+        return await session.loop.arun(self._submit(session, call, batch_of(session)))
 
     def display_signature(self) -> str:
         return f"{self.name}({', '.join(f'{p.name}: {p.typ.name}' for p in self.params)})"
 
-    async def _submit(self, session: "Session", call: BasicCall) -> Returned:
-        await session.submit(call, {})
+    async def _submit(self, session: "Session", call: BasicCall, batch: "Batch | None") -> Returned:
+        if batch is None:
+            await session.submit(call, {})
+        else:
+            await batch.add(call)
         return call.returned
 
 
@@ -159,17 +168,21 @@ class SemanticFunction(BasicFunction):
         session = call.session
         if session is None:
             raise InvalidRequest("stateful calls need a session: use them in vm.running_scope()")
-        return session, self._submit(session, call, successor)
+        return session, self._submit(session, call, batch_of(session), successor)
 
     async def _submit(
         self,
         session: "Session",
         call: BasicCall,
+        batch: "Batch | None",
         successor: "SemanticFunction | None" = None,
     ) -> Returned:
-        """A context that was kept for this function is used up only if the call is accepted."""
+        """A context that was kept for this function is used up only if the call is accepted. A call
+        that goes on with one, or keeps one, is sent at once, after all that was made before it."""
         if successor is None and not self.outputs:
             raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
+        if successor is None and self not in session.contexts:
+            return await super()._submit(session, call, batch)
         predecessor = session.contexts.pop(self, None)
         overrides: dict[str, Any] = {}
         if successor is not None:  # which is to see what follows the last output
@@ -177,6 +190,8 @@ class SemanticFunction(BasicFunction):
         if predecessor is not None:  # the chat has begun with a system message, or without
             overrides |= {"successor_of": predecessor, "system": None}
         try:
+            if batch is not None:
+                await batch.send()
             request_id = await session.submit(call, overrides)
         except BaseException:
             if predecessor is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.metadata import Criteria, NativeFuncMetadata, parse_metadata
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, batch_of, current_session
 from parrot.frontend.pfunc.transforms import FuncMutator
 from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
 from parrot.protocol.sampling import SamplingConfig
@@ -87,7 +87,8 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     Registered with the current session; outside any, with the one that first uses it."""
     var = SemanticVariable(name, None if content is None else str(content))
     if (session := current_session.get()) is not None:
-        session.loop.run(session.register(var))
+        batch = batch_of(session)
+        session.loop.run(session.register(var) if batch is None else batch.declare(var))
     return var
 
 

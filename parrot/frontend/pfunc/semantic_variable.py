@@ -12,6 +12,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest
 
 if TYPE_CHECKING:
+    from parrot.frontend.pfunc.batch import Batch, Draft
     from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import TokenUsage, VarGetResponse
 
@@ -45,6 +46,13 @@ class CurrentSession:
 
 
 current_session = CurrentSession()
+current_batch: "ContextVar[Batch | None]" = ContextVar("parrot_batch", default=None)
+
+
+def batch_of(session: "Session") -> "Batch | None":
+    """The batch that calls to the session go to here; None: they are sent at once."""
+    batch = current_batch.get()
+    return batch if batch is not None and batch.is_open and batch.session is session else None
 
 
 class SemanticVariable:
@@ -55,7 +63,16 @@ class SemanticVariable:
     after `timeout` seconds, `SessionGone` once its session has ended. `deadline`: in how many
     seconds the value is wanted, for the service to order its work by; the read goes on after it."""
 
-    __slots__ = ("_content", "_id", "_is_cancelled", "_session", "finish_reason", "name", "usage")
+    __slots__ = (
+        "_content",
+        "_id",
+        "_is_cancelled",
+        "_session",
+        "draft",
+        "finish_reason",
+        "name",
+        "usage",
+    )
 
     def __init__(self, name: str | None = None, content: str | None = None) -> None:
         self.name = name if name is not None else f"var_{secrets.token_hex(4)}"
@@ -63,6 +80,7 @@ class SemanticVariable:
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
+        self.draft: Draft | None = None  # what it is to be registered with
         self.finish_reason: Literal["stop", "length"] | None = None
         """Known with the value: why generating it ended. `length`: it was cut at `max_gen_length`,
         or for want of room. None for a text that was not generated."""
@@ -116,10 +134,10 @@ class SemanticVariable:
         """Whether `content` is known here."""
         return self._content is not None
 
-    def attach(self, session: "Session", var_id: str) -> None:
-        """Record its id. Only for the session that registered it."""
+    def attach(self, session: "Session", by: "str | Draft") -> None:
+        """Record its id, or the draft that it gets one with. Only for who registers it."""
         self._session = session
-        self._id = var_id
+        self._id, self.draft = (by, None) if isinstance(by, str) else (None, by)
 
     def settle(self, value: "VarGetResponse") -> None:
         """Record its value. Only for the session that read it."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from parrot.frontend.pfunc.background import BackgroundLoop
 from parrot.frontend.pfunc.call import BasicCall, SemanticCall
@@ -18,6 +18,13 @@ from parrot.protocol.errors import (
     TimedOut,
     Unavailable,
     ValidationFailed,
+)
+from parrot.protocol.graph_api import (
+    GraphRequest,
+    GraphResponse,
+    GraphVariable,
+    NativeGraphCall,
+    SemanticGraphCall,
 )
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest, SessionInfo
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("parrot.frontend.pfunc")
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 _NUM_CALL_CONNECTIONS = 32
 _NUM_READ_CONNECTIONS = 512  # each pending read holds one
@@ -65,6 +73,7 @@ class Session:
             self.loop.close(self._calls.close)
             raise
         self.session_id = created.session_id
+        self._fields = created.model_dump()
         self._scope = (created.session_id, created.session_auth)
         atexit.register(self.close)
 
@@ -79,24 +88,12 @@ class Session:
         fields of the request that its function alone does not know."""
         await self._register_loose(call)
         payload = call.to_request_payload(self) | overrides
+        payload |= {**self._fields, "idempotency_key": new_token()}
         kind: type[SemanticCallRequest | NativeCallRequest] = NativeCallRequest
         send: Callable[[Any], Awaitable[CallResponse]] = self._calls.native_call
         if isinstance(call, SemanticCall):
             kind, send = SemanticCallRequest, self._calls.semantic_call
-        session_id, session_auth = self._scope
-        try:
-            request = kind(
-                session_id=session_id,
-                session_auth=session_auth,
-                idempotency_key=new_token(),
-                **payload,
-            )
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            param = ".".join(str(part) for part in first["loc"])
-            raise ValidationFailed(
-                f"{call.func.name}(): `{param}`: {first['msg']}", param=param
-            ) from None
+        request = checked(kind, f"{call.func.name}()", payload)
         response = await self._when_there_is_room(partial(send, request))
         for info in response.param_info:
             var = call.bindings.get(info.parameter_name)
@@ -105,15 +102,27 @@ class Session:
         logger.debug("session %d: request %d is %s", self.session_id, response.request_id, call)
         return response.request_id
 
+    async def submit_graph(
+        self,
+        variables: list[GraphVariable],
+        calls: list[SemanticGraphCall | NativeGraphCall],
+    ) -> GraphResponse:
+        """All of it, or nothing."""
+        request = GraphRequest(
+            **self._fields, variables=variables, calls=calls, idempotency_key=new_token()
+        )
+        send = partial(self._calls.semantic_graph, request)
+        return await self._when_there_is_room(send)
+
     async def register(self, var: SemanticVariable) -> None:
         var_id = await self._calls.create_var(*self._scope, var.name, var.content)
         var.attach(self, var_id)
 
     async def set(self, var: SemanticVariable, content: str) -> None:
-        await self._calls.set_var(*self._scope, var.registered_id, content)
+        await self._calls.set_var(*self._scope, await _id_of(var), content)
 
     async def read(self, var: SemanticVariable, options: ReadOptions) -> str:
-        read = partial(self._reads.read_var, *self._scope, var.registered_id, **options)
+        read = partial(self._reads.read_var, *self._scope, await _id_of(var), **options)
         value = await self._wait_for(read, f"no value of `{var.name}`", options)
         var.settle(value)
         return value.content
@@ -142,7 +151,7 @@ class Session:
         self, variables: Sequence[SemanticVariable], k: int, options: ReadOptions
     ) -> list[SemanticVariable]:
         """The first `k` to be ready, in that order. All are of this session."""
-        by_id = {var.registered_id: var for var in variables}
+        by_id = {await _id_of(var): var for var in variables}
         read = partial(self._reads.first_vars, *self._scope, list(by_id), k, **options)
         values = await self._wait_for(read, f"not {k} of {len(by_id)} values", options)
         for value in values:
@@ -153,13 +162,14 @@ class Session:
         self, var: SemanticVariable, options: ReadOptions, emit: Callable[[str], None]
     ) -> None:
         """Call `emit` with each piece. A broken stream is opened again and goes on where it was."""
+        var_id = await _id_of(var)
         num_emitted = 0
 
         async def attempt() -> None:
             nonlocal num_emitted
             end = 0
             async for delta in self._reads.stream_var(
-                *self._scope, var.registered_id, **options, on_done=var.settle
+                *self._scope, var_id, **options, on_done=var.settle
             ):
                 end += len(delta)
                 if (num_new := end - num_emitted) > 0:
@@ -169,7 +179,7 @@ class Session:
         await self._wait_for(attempt, f"no value of `{var.name}`", options)
 
     async def cancel(self, var: SemanticVariable) -> None:
-        cancel = partial(self._calls.cancel_var, *self._scope, var.registered_id)
+        cancel = partial(self._calls.cancel_var, *self._scope, await _id_of(var))
         await self._with_retries(cancel)
 
     async def info(self) -> SessionInfo:
@@ -178,15 +188,13 @@ class Session:
     async def _register_loose(self, call: BasicCall) -> None:
         """Variables from outside any session become ours when a call first uses them. One call at
         a time, so that two calls never register the same one twice."""
-        loose = [
-            var
-            for param, var in call.given_variables()
-            if not var.is_registered and (param.is_output or not var.is_ready)
-        ]
+        loose = call.loose_variables()
         if loose:
             async with self._registering:
                 for var in loose:
-                    if not var.is_registered:
+                    if var.draft is not None:
+                        await var.draft.send()
+                    elif not var.is_registered:
                         await self.register(var)
 
     async def _wait_for(
@@ -262,6 +270,23 @@ class LivenessProbe:
             return task.result()
         finally:
             task.cancel()
+
+
+def checked(kind: type[M], subject: str, fields: dict[str, Any]) -> M:
+    """The payload with these fields. Raises `ValidationFailed` that names the subject."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise ValidationFailed(f"{subject}: `{param}`: {first['msg']}", param=param) from None
+
+
+async def _id_of(var: SemanticVariable) -> str:
+    """Its id, for which what it was drafted with is sent."""
+    if var.draft is not None:
+        await var.draft.send()
+    return var.registered_id
 
 
 def _is_broken_connection(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from parrot.protocol.errors import InvalidRequest
 from parrot.utils.ids import IdCounter
 
 if TYPE_CHECKING:
+    from parrot.frontend.pfunc.batch import Batch
     from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import SessionInfo
 
@@ -159,12 +160,36 @@ class VirtualMachine:
             )
         return func
 
+    def batch(self) -> "Batch":
+        """`with vm.batch():` or `async with`: what is called in the block is sent at its end, in
+        one request."""
+        from parrot.frontend.pfunc.batch import Batch
+
+        return Batch(self._live_session())
+
+    def map(self, func: BasicFunction, items: Iterable[Any], /, **constants: Any) -> list[Any]:
+        """Call the function once with each of the items, in one request: what the calls return, in
+        order. An item is the first input that is not among the `constants`."""
+        name = _mapped_input(func, constants)
+        with self.batch():
+            return [func.invoke(**{name: item}, **constants) for item in items]
+
+    async def amap(
+        self, func: BasicFunction, items: Iterable[Any], /, **constants: Any
+    ) -> list[Any]:
+        name = _mapped_input(func, constants)
+        async with self.batch():
+            return [await func.ainvoke(**{name: item}, **constants) for item in items]
+
     def session_info(self) -> "SessionInfo":
         """The session's variables, calls (with engine, tokens and times) and graph so far."""
-        session = self._session
-        if session is None:
-            raise InvalidRequest("no session: use it inside vm.running_scope() or vm.run()")
+        session = self._live_session()
         return session.loop.run(session.info())
+
+    def _live_session(self) -> "Session":
+        if self._session is None:
+            raise InvalidRequest("no session: use it inside vm.running_scope() or vm.run()")
+        return self._session
 
     def _enter(self) -> "Session":
         from parrot.frontend.pfunc.session import Session
@@ -176,6 +201,13 @@ class VirtualMachine:
                 )
             self._num_scopes += 1
             return self._session
+
+
+def _mapped_input(func: BasicFunction, constants: Mapping[str, Any]) -> str:
+    name = next((param.name for param in func.inputs if param.name not in constants), None)
+    if name is None:
+        raise TypeError(f"{func.name}() has no input that is not given to all its calls")
+    return name
 
 
 async def _awaited(result: Any) -> Any:

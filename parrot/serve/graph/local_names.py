@@ -53,7 +53,10 @@ def _declare(
             if not name or not parameter.is_output:
                 continue
             if name in made:
-                raise _error(f"another output is `{name}`, too", f"calls.{i}.parameters.{j}.var")
+                raise _error(
+                    f"another call makes the variable of output `{parameter.name}`, too",
+                    f"calls.{i}.parameters.{j}.var",
+                )
             made.add(name)
             if name not in variables:
                 variables[name] = new_variable(session_id, parameter.name)
