@@ -216,6 +216,17 @@ async def test_a_reference_stands_for_an_item_that_is_kept(site: Site) -> None:
     assert (status, answer["error"]["param"]) == (404, "input.0.id")
 
 
+async def test_nulls_stand_for_fields_that_are_not_there(site: Site) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    nulls = {"id": None, "status": None, "namespace": None, "async_": None, "parsed": None}
+    parsed = {"parsed_arguments": {"a": 1}}
+    response = await site.post(PATH, body([message("user", "a") | nulls, call | nulls | parsed]))
+    page = await get(site, f"{response['id']}/input_items")
+    assert page["data"][0] == call | {"id": page["first_id"], "status": "completed"}
+    status, answer = await site.send(PATH, body([call | {"namespace": "x"}]))
+    assert (status, answer["error"]["param"]) == (400, "input.0.function_call.namespace")
+
+
 async def test_input_items_come_in_pages(site: Site) -> None:
     site.engine.script = says("b")
     first = await site.post(PATH, body("a"))
@@ -450,7 +461,7 @@ class TestInTheBackground:
         assert last["type"] == "response.failed"
         failed = await get(site, begun["id"])
         assert failed == last["response"]
-        assert failed["error"] == {"code": "invalid_prompt", "message": "too long"}
+        assert failed["error"] == {"code": "context_length_exceeded", "message": "too long"}
         assert (await site.post(f"{PATH}/{begun['id']}/cancel", None))["status"] == "failed"
 
     async def test_only_a_background_response_is_cancelled_or_streamed_again(

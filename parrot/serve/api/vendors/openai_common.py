@@ -33,6 +33,7 @@ class TextPart(Wire):
     annotations: Ignored = None
     cache_control: Ignored = None
     logprobs: Ignored = None
+    parsed: Ignored = None  # what the client made of it
 
 
 class OtherPart(BaseModel):

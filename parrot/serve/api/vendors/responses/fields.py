@@ -18,13 +18,13 @@ from parrot.serve.api.vendors.openai_common import (
     Wire,
     constraint,
 )
-from parrot.serve.api.vendors.responses.items import Items
+from parrot.serve.api.vendors.responses.items import Dumped, Items
 
 MAX_TOOLS = 512
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
-class FunctionTool(Wire):
+class FunctionTool(Dumped):
     type: Literal["function"]
     name: str = Field(max_length=256)
     description: _Text | None = None

@@ -5,7 +5,16 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.api.vendors.openai_common import Content, Ignored, Json, Wire, text_of
@@ -14,7 +23,18 @@ MAX_ITEMS = 16_384
 _Id = Annotated[str, Field(max_length=256)]
 
 
-class Item(Wire):
+class Dumped(Wire):
+    """What clients may send as they got it, with a null for each field that is not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: field for name, field in value.items() if field is not None}
+        return value
+
+
+class Item(Dumped):
     id_prefix: ClassVar[str]
 
     id: _Id | None = None
@@ -51,8 +71,8 @@ class CallItem(Item):
     call_id: _Id
     name: _Id
     arguments: str = "{}"
-    namespace: None = None
     caller: Ignored = None
+    parsed_arguments: Ignored = Field(None, exclude=True)  # what the client made of them
 
 
 class CallOutputItem(Item):
@@ -62,7 +82,6 @@ class CallOutputItem(Item):
     call_id: _Id
     output: Content
     name: Ignored = None
-    namespace: None = None
     caller: Ignored = None
 
 

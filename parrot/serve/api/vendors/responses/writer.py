@@ -9,10 +9,15 @@ response.completed"""
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parrot.protocol.errors import Cancelled, ParrotError
+from parrot.protocol.errors import (
+    Cancelled,
+    InvalidRequest,
+    ParrotError,
+    PromptTooLong,
+    QuotaExceeded,
+)
 from parrot.protocol.public import TokenUsage, VarGetResponse
 from parrot.serve.api.vendors.openai_common import Json
-from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.prompts.answers import Answer, TextDelta, ToolCall
 
 
@@ -120,16 +125,12 @@ class ResponseWriter:
 
     def _fail(self, error: ParrotError) -> Iterator[Json]:
         """No event says that a response was cancelled, so that is an error of the stream."""
-        body = openai_error(error)[1]["error"]
         if isinstance(error, Cancelled):
             self.response["status"] = "cancelled"
-            told = {name: body[name] for name in ("code", "message", "param")}
-            yield self._event("error", **told)
+            yield self._event("error", code="cancelled", message=error.message, param=None)
         else:
             self.response["status"] = "failed"
-            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-            code = "invalid_prompt" if error.status < 429 else code
-            self.response["error"] = {"code": code, "message": error.message}
+            self.response["error"] = {"code": _code(error), "message": error.message}
             yield self._state("response.failed")
 
     def _message(self, content: list[Json], status: str) -> Json:
@@ -162,6 +163,15 @@ class ResponseWriter:
 
 def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _code(error: ParrotError) -> str:
+    """One of the codes that a response may fail with."""
+    if isinstance(error, PromptTooLong):
+        return "context_length_exceeded"
+    if isinstance(error, QuotaExceeded):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
 
 
 def _usage(usage: TokenUsage) -> Json:
