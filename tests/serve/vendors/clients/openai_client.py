@@ -1,0 +1,204 @@
+"""The official client of OpenAI, 2.x and 3.x."""
+
+import asyncio
+import json
+
+import openai
+from features import (
+    CAPITAL,
+    HANG,
+    HANG_ON,
+    IN_JSON,
+    KEY,
+    MODEL,
+    URL,
+    WEATHER,
+    feature,
+    raises,
+    run,
+    wait_until_idle,
+)
+from pydantic import BaseModel
+
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "get_weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": TOOL}]
+
+
+class City(BaseModel):
+    city: str
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def chat(messages, **fields):
+    given = {"model": MODEL, "messages": messages, "temperature": 0, "max_completion_tokens": 40}
+    return client.chat.completions.create(**given | fields)
+
+
+@feature("models")
+def models():
+    (model,) = [model for model in client.models.list() if model.id == MODEL]
+    assert client.models.retrieve(MODEL) == model
+    assert model.created
+    assert model.owned_by
+
+
+@feature("chat")
+def a_chat():
+    messages = user(CAPITAL)
+    for _ in range(3):
+        answer = chat(messages)
+        message = answer.choices[0].message
+        assert "Paris" in message.content
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer._request_id
+        messages = [*messages, message, *user(CAPITAL)]
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    parts = [{"type": "text", "text": CAPITAL}]
+    fields = {"store": False, "metadata": {"a": "b"}, "user": "me", "seed": 1, "stop": ["zzz"]}
+    assert "Paris" in chat(user(parts), n=2, **fields).choices[1].message.content
+
+
+@feature("stream")
+def streams():
+    chunks = list(chat(user(CAPITAL), stream=True, stream_options={"include_usage": True}))
+    assert "Paris" in "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert chunks[-1].usage.completion_tokens > 0
+    with client.chat.completions.stream(model=MODEL, messages=user(CAPITAL)) as stream:
+        assert "content.delta" in {event.type for event in stream}
+        assert "Paris" in stream.get_final_completion().choices[0].message.content
+
+
+@feature("async")
+def asynchronous():
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY) as it:
+            create = it.chat.completions.create
+            return await asyncio.gather(
+                *[create(model=MODEL, messages=user(f"{i}: {CAPITAL}")) for i in range(8)]
+            )
+
+    assert all("Paris" in answer.choices[0].message.content for answer in asyncio.run(ask()))
+
+
+@feature("tools")
+def tools():
+    answer = chat(user(WEATHER), tools=TOOLS, tool_choice="auto").choices[0]
+    (call,) = answer.message.tool_calls
+    assert (answer.finish_reason, call.function.name) == ("tool_calls", "get_weather")
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages = [*user(WEATHER), answer.message, result]
+    assert "sunny" in chat(messages, tools=TOOLS).choices[0].message.content
+    fields = {"tools": TOOLS, "parallel_tool_calls": False}
+    with client.chat.completions.stream(model=MODEL, messages=user(WEATHER), **fields) as stream:
+        assert "tool_calls.function.arguments.delta" in {event.type for event in stream}
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+@feature("strict tools")
+def strict_tools():
+    tool = {"type": "function", "function": TOOL | {"strict": True}}
+    answer = client.chat.completions.parse(model=MODEL, messages=user(WEATHER), tools=[tool])
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
+
+
+@feature("structured output")
+def structured():
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=user(IN_JSON), response_format=City
+    )
+    assert answer.choices[0].message.parsed == City(city="Paris")
+    answer = chat(user(IN_JSON), response_format={"type": "json_object"})
+    assert json.loads(answer.choices[0].message.content) == {"city": "Paris"}
+
+
+@feature("completions")
+def completions():
+    answer = client.completions.create(model=MODEL, prompt=CAPITAL, temperature=0, max_tokens=9)
+    assert answer.choices[0].text
+    chunks = client.completions.create(model=MODEL, prompt=[CAPITAL, "And"], stream=True)
+    assert {chunk.choices[0].index for chunk in chunks} == {0, 1}
+    assert (
+        client.completions.create(model=MODEL, prompt="Hi", echo=True).choices[0].text[:2] == "Hi"
+    )
+
+
+@feature("responses")
+def responses():
+    ask = client.responses.create
+    first = ask(model=MODEL, input=CAPITAL, instructions="Be brief.", max_output_tokens=40)
+    assert "Paris" in first.output_text
+    assert first.status == "completed"
+    second = ask(model=MODEL, input=CAPITAL, previous_response_id=first.id)
+    assert "Paris" in second.output_text
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    with client.responses.stream(model=MODEL, input=CAPITAL) as stream:
+        assert "response.output_text.delta" in {event.type for event in stream}
+        assert "Paris" in stream.get_final_response().output_text
+    tool = {"type": "function", **TOOL, "strict": False}
+    (call,) = ask(model=MODEL, input=WEATHER, tools=[tool]).output
+    assert (call.type, json.loads(call.arguments)) == ("function_call", {"city": "Paris"})
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    answer = ask(model=MODEL, input=[*user(WEATHER), call, result], tools=[tool])
+    assert "sunny" in answer.output_text
+
+
+@feature("background responses")
+def background():
+    response = client.responses.create(model=MODEL, input=HANG, background=True)
+    assert response.status in ("queued", "in_progress")
+    assert client.responses.cancel(response.id).status == "cancelled"
+    wait_until_idle()
+    client.responses.delete(response.id)
+    raises(openai.NotFoundError, lambda: client.responses.retrieve(response.id))
+
+
+@feature("errors")
+def errors():
+    error = raises(openai.NotFoundError, lambda: chat(user("Hi"), model="nope"), "nope")
+    assert (error.code, error.param) == ("model_not_found", "model")
+    raises(openai.NotFoundError, lambda: client.models.retrieve("nope"), "nope")
+    raises(openai.NotFoundError, lambda: client.images.generate(prompt="x"), "/v1/images")
+    error = raises(openai.BadRequestError, lambda: chat(user("Hi"), temperature=9))
+    assert (error.param, error.type) == ("temperature", "invalid_request_error")
+    raises(openai.BadRequestError, lambda: chat(user("Hi"), extra_body={"foo": 1}), "foo")
+    raises(openai.BadRequestError, lambda: chat(user("Hi"), stream=True, top_p=7), "top_p")
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    raises(openai.BadRequestError, lambda: chat(user(image)), "image_url")
+    wrong = client.with_options(api_key="wrong")
+    raises(
+        openai.AuthenticationError, lambda: wrong.chat.completions.create(model=MODEL, messages=[])
+    )
+    error = raises(openai.RateLimitError, lambda: chat(user("x" * 100_001)), "session_quota")
+    assert error.response.headers["retry-after"]
+
+
+@feature("timeout")
+def timeout():
+    raises(openai.APITimeoutError, lambda: chat(user(HANG), timeout=0.5))
+    wait_until_idle()
+
+
+@feature("cancellation")
+def cancellation():
+    with chat(user(HANG_ON), stream=True) as stream:
+        for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+    wait_until_idle()
+
+
+if __name__ == "__main__":
+    run("openai")
