@@ -34,7 +34,7 @@ class BasicCall(ABC):
         self._bind(args, kwargs)
         self.new_outputs = [p for p in func.outputs if p.name not in self.bindings]
         for param in self.new_outputs:
-            self.bindings[param.name] = SemanticVariable(param.name)
+            self.bindings[param.name] = SemanticVariable(param.name, model=param.model)
         if len(set(map(id, self.output_vars))) < len(func.outputs):
             raise TypeError(f"{func.name}() got one variable for two outputs")
 
@@ -143,6 +143,8 @@ class BasicCall(ABC):
 
     def _bound(self, param: Parameter, value: Any) -> Value:
         if isinstance(value, SemanticVariable):
+            if param.model is not None:
+                value.model = param.model
             return value
         if param.is_output:
             raise TypeError(

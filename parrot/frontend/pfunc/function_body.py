@@ -8,6 +8,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+from pydantic import BaseModel
+
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import Text, parse_template, placeholder
 
@@ -23,12 +25,14 @@ class ParamType(Enum):
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a function. An output without `sampling_config` has the default one; a
-    parameter without `default` must be given in every call."""
+    parameter without `default` must be given in every call. `model`: what reading an output gives
+    an object of, instead of its text."""
 
     name: str
     typ: ParamType
     sampling_config: SamplingConfig | None = None
     default: Any = inspect.Parameter.empty
+    model: type[BaseModel] | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -39,6 +43,8 @@ class Parameter:
             raise ValueError(f"output `{self.name}` cannot have a default value")
         if not self.is_output and self.sampling_config is not None:
             raise ValueError(f"`{self.name}` is no output, it cannot have a sampling_config")
+        if not self.is_output and self.model is not None:
+            raise ValueError(f"`{self.name}` is no output, it cannot have a model")
 
     @property
     def is_output(self) -> bool:

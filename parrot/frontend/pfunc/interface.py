@@ -2,8 +2,10 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
@@ -22,12 +24,33 @@ class Input:
 
 
 class Output:
-    """Annotates an output. `P.Output` is `P.Output(P.SamplingConfig())`."""
+    """Annotates an output. `P.Output` is `P.Output(P.SamplingConfig())`.
 
-    def __init__(self, sampling_config: SamplingConfig | None = None) -> None:
+    At most one of the others says which texts it may be: JSON of a schema, a match of a regular
+    expression or of a Lark grammar, one of some choices. Reading an output whose schema is a
+    pydantic model class gives an object of that class."""
+
+    def __init__(
+        self,
+        sampling_config: SamplingConfig | None = None,
+        *,
+        json_schema: type[BaseModel] | dict[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        choices: Sequence[str] | None = None,
+    ) -> None:
+        """Raises `TypeError`, or `ValueError` for more than one constraint."""
         if sampling_config is not None and not isinstance(sampling_config, SamplingConfig):
             raise TypeError("P.Output takes a P.SamplingConfig")
-        self.sampling_config = sampling_config or SamplingConfig()
+        self.model: type[BaseModel] | None = None
+        if isinstance(json_schema, type):
+            if not issubclass(json_schema, BaseModel):
+                raise TypeError(f"{json_schema.__name__} is no pydantic model class")
+            self.model, json_schema = json_schema, json_schema.model_json_schema()
+        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "choices": choices}
+        wanted = {name: value for name, value in given.items() if value is not None}
+        base = sampling_config or SamplingConfig()
+        self.sampling_config = SamplingConfig(**dict(base) | wanted) if wanted else base
 
 
 def semantic_function(
@@ -113,7 +136,9 @@ def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Par
         annotation = Output()
     if isinstance(annotation, Output):
         sampling = annotation.sampling_config
-        return Parameter(param.name, ParamType.OUTPUT_LOC, sampling, param.default)
+        return Parameter(
+            param.name, ParamType.OUTPUT_LOC, sampling, param.default, annotation.model
+        )
     typ = ParamType.INPUT_LOC if annotation is Input else ParamType.INPUT_PYOBJ
     return Parameter(param.name, typ, default=param.default)
 

@@ -11,7 +11,7 @@ from collections.abc import (
 from contextlib import aclosing
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parrot.frontend.pfunc.metadata import Criteria
 from parrot.frontend.pfunc.semantic_variable import (
@@ -93,7 +93,7 @@ def gather(
     timeout: Limit = None,
     deadline: Limit = None,
     progress: Progress | None = None,
-) -> list[str]:
+) -> list[Any]:
     """Wait for all of the variables: their values, in order. When one fails, its error is raised
     at once, and the other reads are withdrawn.
 
@@ -111,7 +111,7 @@ async def agather(
     timeout: Limit = None,
     deadline: Limit = None,
     progress: Progress | None = None,
-) -> list[str]:
+) -> list[Any]:
     """The same as `gather` for async code. Cancelling withdraws the reads."""
     options = read_options(criteria, timeout, deadline)
     reads = _Reads(dict.fromkeys(variables), options, progress, raised=ParrotError)

@@ -5,13 +5,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from pydantic import ValidationError
 
 from parrot.frontend.pfunc.metadata import Criteria, parse_criteria
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest
+from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest, ValidationFailed
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from parrot.frontend.pfunc.batch import Batch, Draft
     from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import TokenUsage, VarGetResponse
@@ -70,13 +74,21 @@ class SemanticVariable:
         "_session",
         "draft",
         "finish_reason",
+        "model",
         "name",
         "usage",
     )
 
-    def __init__(self, name: str | None = None, content: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        content: str | None = None,
+        model: "type[BaseModel] | None" = None,
+    ) -> None:
         self.name = name if name is not None else f"var_{secrets.token_hex(4)}"
         self._content = content
+        self.model = model
+        """What `get` gives an object of, made of the JSON that its text is; None: the text."""
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
@@ -156,23 +168,37 @@ class SemanticVariable:
 
     def get(
         self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
-    ) -> str:
-        """Wait for the value."""
-        if self._content is not None:
-            return self._content
-        session = self.live_session()
-        reading = session.read(self, read_options(criteria, timeout, deadline))
-        return session.loop.run(reading)
+    ) -> Any:
+        """Wait for the value: its text, or an object of its `model`. Raises `ValidationFailed` for
+        a text that is no such object, say since it was cut; `content` is the text even then."""
+        if self._content is None:
+            session = self.live_session()
+            reading = session.read(self, read_options(criteria, timeout, deadline))
+            session.loop.run(reading)
+        return self._value()
 
     async def aget(
         self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
-    ) -> str:
-        """Wait for the value. Cancelling withdraws the read."""
-        if self._content is not None:
+    ) -> Any:
+        """Wait for the value, as `get` does. Cancelling withdraws the read."""
+        if self._content is None:
+            session = self.live_session()
+            reading = session.read(self, read_options(criteria, timeout, deadline))
+            await session.loop.arun(reading)
+        return self._value()
+
+    def _value(self) -> Any:
+        assert self._content is not None, self
+        if self.model is None:
             return self._content
-        session = self.live_session()
-        reading = session.read(self, read_options(criteria, timeout, deadline))
-        return await session.loop.arun(reading)
+        try:
+            return self.model.model_validate_json(self._content)
+        except ValidationError as error:
+            cut = ", since it was cut at its greatest length" * (self.finish_reason == "length")
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise ValidationFailed(
+                f"the value of `{self.name}` is no {self.model.__name__}{cut}: {first['msg']}"
+            ) from None
 
     def stream(
         self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None
