@@ -31,7 +31,10 @@ MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
-def create_app(service: EngineService, reorder: ReorderBuffer, config: EngineConfig) -> FastAPI:
+def create_app(
+    service: EngineService, reorder: ReorderBuffer, config: EngineConfig, incarnation: str = ""
+) -> FastAPI:
+    """`incarnation`: what this start of the engine registers with."""
     app = create_base_app(
         "Parrot engine",
         max_body_size=MAX_BODY_SIZE,
@@ -39,7 +42,7 @@ def create_app(service: EngineService, reorder: ReorderBuffer, config: EngineCon
         host=config.host,
         allowed_hosts=config.allowed_hosts,
     )
-    endpoints = [*_verbs(service, reorder), *_facts(service)]
+    endpoints = [*_verbs(service, reorder), *_facts(service, incarnation)]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
     if config.cluster_token is not None:
         app.add_middleware(TokenGuard, token=config.cluster_token)
@@ -82,10 +85,10 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
     ]
 
 
-def _facts(service: EngineService) -> list[Endpoint]:
+def _facts(service: EngineService, incarnation: str) -> list[Endpoint]:
     def ping() -> PingResponse:
         ready()
-        return PingResponse(runtime_info=service.runtime_info())
+        return PingResponse(runtime_info=service.runtime_info(), incarnation=incarnation)
 
     def tokenizer() -> TokenizerResponse:
         response = service.tokenizer()

@@ -38,8 +38,10 @@ class Heartbeat:
         *,
         interval_s: float,
         core: tuple[str, int],
+        incarnation: str = "",
     ) -> None:
-        """`core`: host and port of ServeCore, as seen from here."""
+        """`core`: host and port of ServeCore, as seen from here. `incarnation`: as registered."""
+        self._incarnation = incarnation
         self._core = core
         self._client = client
         self._service = service
@@ -58,6 +60,7 @@ class Heartbeat:
 
     async def _register(self) -> int:
         info = await reachable(self._service.engine_info(), *self._core)
+        info = info.model_copy(update={"incarnation": self._incarnation})
         return await self._client.register_engine(info)
 
     async def _beat_while_known(self, engine_id: int, name: str) -> None:

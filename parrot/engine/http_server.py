@@ -24,6 +24,7 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, read_json_object
+from parrot.utils.ids import new_token
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,12 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     token is needed and missing."""
     config = config.model_copy(update={"cluster_token": _token(config, with_core=with_core)})
     service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
-    app = create_app(service, reorder, config)
+    incarnation = new_token()
+    app = create_app(service, reorder, config, incarnation)
     server = AppServer(app, config.host, config.port, service.close, config.connections)
-    engine = asyncio.create_task(run_engine(config, service, reorder, with_core=with_core))
+    engine = asyncio.create_task(
+        run_engine(config, service, reorder, incarnation, with_core=with_core)
+    )
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
@@ -48,7 +52,12 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
 
 
 async def run_engine(
-    config: AnyEngineConfig, service: EngineService, reorder: ReorderBuffer, *, with_core: bool
+    config: AnyEngineConfig,
+    service: EngineService,
+    reorder: ReorderBuffer,
+    incarnation: str = "",
+    *,
+    with_core: bool,
 ) -> None:
     """Load, then stay registered. Ends only by an error: another process may have more luck with
     the device that this one has lost."""
@@ -66,6 +75,7 @@ async def run_engine(
             MonotonicClock(),
             interval_s=config.heartbeat_interval,
             core=(core.host, core.port),
+            incarnation=incarnation,
         )
         await heartbeat.run()
 

@@ -51,7 +51,7 @@ class JobRequest(InternalPayload):
     cache_salt: str = Field(
         "",
         max_length=1024,
-        description="new roots share KV only with contexts of the same salt",
+        description="a request shares KV with contexts of the same salt only, and uses only such",
     )
 
 
@@ -201,6 +201,7 @@ class RuntimeInfo(InternalPayload):
 
 class PingResponse(InternalPayload):
     runtime_info: RuntimeInfo
+    incarnation: str = Field("", description="that of the engine's registration")
 
 
 class SpecialIds(InternalPayload):
@@ -236,6 +237,12 @@ class EngineInfo(InternalPayload):
     block_size: int = Field(1, ge=1)
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     labels: dict[str, Any] = {}
+    incarnation: str = Field(
+        "",
+        max_length=256,
+        description="a secret of this start of the engine, which lets it register again while "
+        "ServeCore believes it to be there; others of its name and address get 409 till it is lost",
+    )
 
 
 class RegisterRequest(InternalPayload):

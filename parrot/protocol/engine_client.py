@@ -61,8 +61,15 @@ class EngineClient:
         return FreeContextResponse.model_validate(answer).context_len
 
     async def ping(self) -> RuntimeInfo:
+        return (await self._ping()).runtime_info
+
+    async def incarnation(self) -> str:
+        """Which start of the engine it is that answers now."""
+        return (await self._ping()).incarnation
+
+    async def _ping(self) -> PingResponse:
         answer = await self._http.request("POST", "/ping", body={}, timeout_s=5.0)
-        return PingResponse.model_validate(answer).runtime_info
+        return PingResponse.model_validate(answer)
 
     async def tokenizer(self) -> TokenizerResponse:
         return TokenizerResponse.model_validate(await self._http.request("GET", "/tokenizer"))

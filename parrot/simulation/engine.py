@@ -18,7 +18,7 @@ class SimEngine:
         self.name = config.engine_name
         self.service = SimService(config, clock, leaps=leaps)
         self._reorder = ReorderBuffer(clock)
-        app = create_app(self.service, self._reorder, config)
+        app = create_app(self.service, self._reorder, config, self.name)
         self.client = EngineClient(DistantTransport(app, fixed(rtt_s)))
         self.engine_id = -1
         self.is_registered = False
@@ -35,7 +35,8 @@ class SimEngine:
         await self.service.close()
 
     async def register(self, core: ServeCore) -> None:
-        request = RegisterRequest(engine_config=self.service.engine_info())
+        info = self.service.engine_info().model_copy(update={"incarnation": self.name})
+        request = RegisterRequest(engine_config=info)
         self.engine_id = (await core.register_engine(request)).engine_id
         self.is_registered = True
 

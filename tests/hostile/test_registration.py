@@ -10,11 +10,15 @@ import pytest
 
 from parrot.cluster import Cluster, ClusterError
 from parrot.engine.http_server import main as engine_main
-from parrot.protocol.errors import AuthenticationFailed
+from parrot.protocol.errors import AuthenticationFailed, Conflict, InvalidRequest, Unavailable
 from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.http import HttpClient
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.http_server import main as core_main
 from parrot.utils.config import ConfigError
+from tests.support.fake_engine import fake_engine
+from tests.support.manual_clock import ManualClock
 
 SIM = {"engine_type": "sim", "model": "sim"}
 ROGUE = {
@@ -113,3 +117,45 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "cluster_token").touch(mode=0o600)
     with pytest.raises(ConfigError, match="empty"):
         kept_token(str(tmp_path))
+
+
+async def test_nobody_takes_the_place_of_an_engine_that_answers() -> None:
+    with Cluster({}, [SIM]) as cluster:
+        (engine,) = cluster.engine_names
+        token, config = cluster.cluster_token, cluster.configs[engine]
+        async with HttpClient(cluster.core_url, bearer_token=token) as http:
+            before = await http.request("GET", "/ready")
+            place = {key: config[key] for key in ("engine_name", "host", "port")}
+            for incarnation in ("", "guessed"):
+                rogue = ROGUE | place | {"incarnation": incarnation}
+                with pytest.raises(Conflict, match="is registered at this address, and answers"):
+                    await http.request("POST", "/register_engine", body={"engine_config": rogue})
+            after = await http.request("GET", "/ready")
+            assert [e["engine_id"] for e in after["engines"]] == [
+                e["engine_id"] for e in before["engines"]
+            ]
+        cluster.kill(engine)  # the same place, and another start: it joins at once
+        cluster.restart(engine)
+        cluster.wait_ready([engine], timeout_s=20)
+
+
+async def test_one_that_does_not_answer_is_replaced() -> None:
+    first, second = fake_engine("a"), fake_engine("a")
+    engines = iter((first, second))
+    fleet = Dispatcher(CoreConfig(), ManualClock(0.0), lambda info: next(engines)).fleet
+    first_id = await fleet.register(first.info)
+    first.ping_error = Unavailable("gone")
+    assert await fleet.register(second.info) != first_id
+    assert [view.info.incarnation for view in fleet.views()] == [second.info.incarnation]
+    await fleet.close()
+
+
+async def test_a_tokenizer_that_is_not_that_of_its_id_is_refused() -> None:
+    """Else who claims another's id gives all engines of that id its own tokens."""
+    liar = fake_engine("liar")
+    liar.info = liar.info.model_copy(update={"tokenizer_id": "0" * 64})
+    fleet = Dispatcher(CoreConfig(), ManualClock(0.0), lambda info: liar).fleet
+    with pytest.raises(InvalidRequest, match="SHA-256"):
+        await fleet.register(liar.info)
+    assert not fleet.views()
+    await fleet.close()

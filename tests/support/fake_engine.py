@@ -27,6 +27,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
+from parrot.utils.ids import new_token
 from tests.support.byte_tokenizer import CHATML, byte_tokenizer, tokenizer_id_of
 
 Contents = list[Any]  # ids, or characters
@@ -83,6 +84,10 @@ class FakeEngine(EngineClient):
         if self.ping_error is not None:
             raise self.ping_error
         return RuntimeInfo()
+
+    async def incarnation(self) -> str:
+        await self.ping()
+        return self.info.incarnation
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         self.free_batches += 1
@@ -210,6 +215,7 @@ def fake_engine(
         max_seq_len=max_seq_len,
         tasks_capacity=tasks_capacity,
         tokens_capacity=tokens_capacity,
+        incarnation=new_token(),
     )
     return FakeEngine(info, payload, script or Script(), ping_error=ping_error)
 

@@ -46,10 +46,12 @@ class Context:
     """State of one context; `ContextTree` keeps it. `fork` is set until the fork is carried out,
     and until then the context has no tokens. `jobs` are those that write to it, in order of
     arrival; only the first may run. `keys` are those of its first blocks, as far as they were
-    wanted; its first `num_published` blocks need not be published."""
+    wanted; its first `num_published` blocks need not be published. Only requests of its `salt` may
+    use it."""
 
     context_id: int
     fork: Fork | None = None
+    salt: str = ""
     jobs: "list[Job]" = field(default_factory=list, repr=False)
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_computed: int = 0
@@ -91,7 +93,8 @@ class ContextTree:
     def create(self, context_id: int, fork: Fork | None = None, salt: str = "") -> Context:
         """`salt` counts for roots only: a fork has that of its root."""
         assert context_id not in self._contexts, f"context {context_id} exists"
-        context = self._contexts[context_id] = Context(context_id, fork)
+        salt = salt if fork is None else fork.parent.salt
+        context = self._contexts[context_id] = Context(context_id, fork, salt)
         if fork is not None:
             self.pending[context] = None
         elif self._hasher is not None:

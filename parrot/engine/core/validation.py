@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parrot.engine.core.contexts import ContextTree
+from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import InvalidRequest, NotFound, PromptTooLong
@@ -26,8 +26,11 @@ class RequestLimits:
         for index, piece in enumerate(request.pieces):
             if piece.token_ids:
                 self._check_token(max(piece.token_ids), "token_ids")
-            if tree.get(piece.context_id) is None:
+            if (context := tree.get(piece.context_id)) is None:
                 _check_fork(piece, creators.setdefault(piece.context_id, piece))
+                _check_salt(tree.get(piece.parent_id), request, "parent_context_id")
+            else:
+                _check_salt(context, request, "context_id")
             length = _length_before(piece, lengths, tree) + len(piece.token_ids)
             self.check_length(length, request.sampling is not None and index == last)
             lengths[piece.context_id] = length
@@ -44,6 +47,12 @@ class RequestLimits:
         if token_id >= self.vocab_size:
             text = f"token id {token_id} is outside of the vocabulary of {self.vocab_size}"
             raise InvalidRequest(text, param=param)
+
+
+def _check_salt(context: Context | None, request: EngineRequest, param: str) -> None:
+    """Ids are easily guessed: what others have is to the request as if it did not exist."""
+    if context is not None and context.salt != request.cache_salt:
+        raise NotFound(f"no context {context.context_id} of this salt", param=param)
 
 
 def _check_fork(piece: Piece, creator: Piece) -> None:

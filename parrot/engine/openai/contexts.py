@@ -41,9 +41,10 @@ class Fork:
 @dataclass(slots=True, eq=False)
 class TextContext:
     """`turns` are those that are not over, in order. Freed contexts live on as parents until their
-    last fork is gone."""
+    last fork is gone. Only requests of its `salt` may use it."""
 
     context_id: int
+    salt: str = ""
     parent: "TextContext | None" = None
     parent_len: int = 0
     fork: Fork | None = None
@@ -119,19 +120,25 @@ class TextContexts:
     def __iter__(self) -> Iterator[TextContext]:
         return iter(self._contexts.values())
 
-    def enter(self, wanted: Iterable[FillPiece | GenerateRequest], job: object) -> dict[int, Turn]:
-        """Take a turn on every context that a job uses, creating those that are new. An unknown
-        parent, or one that is known to be too short, raises and leaves nothing behind."""
+    def enter(
+        self, wanted: Iterable[FillPiece | GenerateRequest], job: object, salt: str = ""
+    ) -> dict[int, Turn]:
+        """Take a turn on every context that a job uses, creating those that are new. A parent that
+        is unknown, of another salt, or known to be too short, raises and leaves nothing behind."""
         turns: dict[int, Turn] = {}
         created: dict[int, FillPiece | GenerateRequest] = {}
         try:
             for piece in wanted:
                 context = self._contexts.get(piece.context_id)
                 if context is None:
-                    context = self._contexts[piece.context_id] = self._create(piece, turns)
+                    context = self._contexts[piece.context_id] = self._create(piece, turns, salt)
                     created[piece.context_id] = piece
                 elif (creator := created.get(piece.context_id)) is not None:
                     _check_fork(piece, creator)
+                elif context.salt != salt:
+                    raise NotFound(
+                        f"no context {piece.context_id} of this salt", param="context_id"
+                    )
                 if piece.context_id not in turns:
                     turns[piece.context_id] = Turn(context, job)
         except (InvalidRequest, NotFound):
@@ -142,13 +149,15 @@ class TextContexts:
             raise
         return turns
 
-    def _create(self, piece: FillPiece | GenerateRequest, turns: Mapping[int, Turn]) -> TextContext:
+    def _create(
+        self, piece: FillPiece | GenerateRequest, turns: Mapping[int, Turn], salt: str
+    ) -> TextContext:
         if piece.parent_context_id == NO_PARENT:
-            return TextContext(piece.context_id)
+            return TextContext(piece.context_id, salt)
         parent = self._contexts.get(piece.parent_context_id)
-        if parent is None:
+        if parent is None or parent.salt != salt:
             raise NotFound(f"no context {piece.parent_context_id}", param="parent_context_id")
-        child, length = TextContext(piece.context_id, parent), piece.parent_len
+        child, length = TextContext(piece.context_id, salt, parent), piece.parent_len
         if parent.turns and (length is None or length > len(parent)):
             child.fork = Fork(length, None if parent.context_id in turns else parent.turns[-1])
         else:

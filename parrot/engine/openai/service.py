@@ -88,7 +88,9 @@ class OpenAIService:
 
     async def fill(self, request: FillRequest) -> FillResponse:
         _require_text([request])
-        await self._launch([request], lambda job: self._fill(job, [request])).result()
+        await self._launch(
+            [request], request.cache_salt, lambda job: self._fill(job, [request])
+        ).result()
         return FillResponse(filled_len=len(request.text or ""))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
@@ -170,11 +172,14 @@ class OpenAIService:
         _require_text(request.fills)
         self._upstream.check(request.sampling_config)
         wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
-        return self._launch(wanted, lambda job: self._generate(job, request, stream))
+        return self._launch(
+            wanted, request.cache_salt, lambda job: self._generate(job, request, stream)
+        )
 
     def _launch(
         self,
         wanted: Sequence[FillPiece | GenerateRequest],
+        salt: str,
         work: Callable[[Job[R]], Coroutine[Any, Any, R]],
     ) -> Job[R]:
         """Take the request's turns at once, since order of arrival is order of calling. The work is
@@ -184,7 +189,7 @@ class OpenAIService:
         if len(self._jobs) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")
         job: Job[R] = Job({}, asyncio.Queue())
-        job.turns = self._contexts.enter(wanted, job)
+        job.turns = self._contexts.enter(wanted, job, salt)
         self._jobs.add(job)
         job.task = asyncio.create_task(work(job))
         job.task.add_done_callback(lambda _: self._forget(job))

@@ -195,7 +195,7 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
             "/register_engine",
             core.register_engine,
             "An engine joins (Bearer: the cluster token)",
-            errors=(401, 429, 503),
+            errors=(401, 409, 429, 503),
             cluster_token=token,
         ),
         Endpoint(

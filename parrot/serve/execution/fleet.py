@@ -16,7 +16,14 @@ from parrot.protocol.engine_api import (
     RuntimeInfo,
 )
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import NoEngine, NotFound, ParrotError, QuotaExceeded, Unavailable
+from parrot.protocol.errors import (
+    Conflict,
+    NoEngine,
+    NotFound,
+    ParrotError,
+    QuotaExceeded,
+    Unavailable,
+)
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
@@ -139,12 +146,15 @@ class Fleet:
         return self._engines.get(engine_id)
 
     async def register(self, info: EngineInfo) -> int:
-        """Raises `QuotaExceeded`, or what fetching the tokenizer raised: then the engine has not
-        joined. The same name and address again replaces the engine, with all that it was doing."""
+        """The same name and address again replaces the engine, with all that it was doing. Raises
+        `QuotaExceeded`, `Conflict` if another engine is at this address, or what fetching the
+        tokenizer raised: then the engine has not joined."""
         self._require_room(info)
         client = self._connect(info)
         try:
+            await self._require_free(info)
             tokenizer = await self._tokenizer(info, client)
+            await self._require_free(info)
             self._require_room(info)
         except BaseException:
             await client.close()
@@ -296,6 +306,21 @@ class Fleet:
         """Raise `QuotaExceeded` if `info` would be one engine too many."""
         if _address(info) not in self._by_address and len(self._engines) >= self._max_engines:
             raise QuotaExceeded(f"already {self._max_engines} engines are registered")
+
+    async def _require_free(self, info: EngineInfo) -> None:
+        """Raise `Conflict` if a live engine has this name and address, and `info` is not of the
+        same start of it. One that answers no ping is lost, and so is one in whose place another
+        answers."""
+        old = self._by_address.get(_address(info))
+        if old is None or (info.incarnation and info.incarnation == old.info.incarnation):
+            return
+        try:
+            incarnation = await old.client.incarnation()
+        except ParrotError as error:
+            self.lose(old, f"another registers in its place, and it answered no ping: {error}")
+            return
+        if incarnation == old.info.incarnation and old.is_alive:
+            raise Conflict(f"engine {info.engine_name} is registered at this address, and answers")
 
     async def _tokenizer(self, info: EngineInfo, client: EngineClient) -> ModelTokenizer | None:
         """The engine's tokenizer, fetched if it is a new one; None if its contexts are text."""

@@ -4,6 +4,7 @@ Pieces are encoded one by one, so a prompt's tokens up to a boundary never depen
 """
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -141,10 +142,10 @@ class TokenizerRegistry:
         return self._models.get((model, tokenizer_id))
 
     async def add(self, model: str, tokenizer_id: str, payload: TokenizerResponse) -> None:
-        """Raises `InvalidRequest` if the payload is no usable tokenizer."""
+        """Raises `InvalidRequest` if the payload is no usable tokenizer, or not that of the id."""
         encoder = self._encoders.get(tokenizer_id)
         if encoder is None:
-            encoder = await asyncio.to_thread(_build_encoder, payload.tokenizer_json)
+            encoder = await asyncio.to_thread(_build_encoder, tokenizer_id, payload.tokenizer_json)
             encoder = self._encoders.setdefault(tokenizer_id, encoder)
         ids = payload.special_ids
         chat = _chat_template(payload, encoder)
@@ -153,7 +154,10 @@ class TokenizerRegistry:
         )
 
 
-def _build_encoder(tokenizer_json: str) -> PieceEncoder:
+def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
+    """The encoder, which all engines share that name the id."""
+    if hashlib.sha256(tokenizer_json.encode()).hexdigest() != tokenizer_id:
+        raise InvalidRequest("the SHA-256 of the engine's tokenizer is not its `tokenizer_id`")
     try:
         return PieceEncoder(tokenizer_json)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception

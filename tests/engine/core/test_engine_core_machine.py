@@ -64,15 +64,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.next_context = 0
         self.live: list[int] = []
+        self.salts: dict[int, str] = {}
 
     def tokens_of(self, context_id: int):
         return self.core._tree.get(context_id).token_ids
 
     def submit(self, pieces, sampling=None, priority=0, stream=False) -> None:
         asked = self.oracle.asks(pieces, sampling, priority)
+        salt = self.salt
         self.asked.append(asked)
         number = len(self.asked)
-        salt = "" if number % 4 else "other"
         self.core.requests.submit(
             EngineRequest(number, tuple(pieces), priority, sampling, stream, salt), asked
         )
@@ -86,20 +87,27 @@ class EngineMachine(RuleBasedStateMachine):
     def new_context(self) -> int:
         self.next_context += 1
         self.live.append(self.next_context)
+        self.salts[self.next_context] = self.salt
         return self.next_context
 
-    def pick(self, data) -> int:
-        return data.draw(st.sampled_from(self.live)) if self.live else 999
+    @property
+    def salt(self) -> str:
+        """Of the next request."""
+        return "other" if len(self.asked) % 4 == 3 else ""
+
+    @property
+    def usable(self) -> list[int]:
+        return [c for c in self.live if self.salts[c] == self.salt]
 
     def draw_piece(self, data) -> Piece:
         first_id = data.draw(st.sampled_from([None, 1]))
         num_min = 0 if first_id is None else 1
         tokens = array("i", data.draw(st.lists(st.integers(97, 99), min_size=num_min, max_size=9)))
         kind = data.draw(st.sampled_from(["root", "fork", "fork", "append"]))
-        if kind == "append" and self.live:
-            return Piece(self.pick(data), tokens, first_id=first_id)
-        if kind == "fork" and self.live:
-            parent = self.pick(data)
+        if kind == "append" and self.usable:
+            return Piece(data.draw(st.sampled_from(self.usable)), tokens, first_id=first_id)
+        if kind == "fork" and self.usable:
+            parent = data.draw(st.sampled_from(self.usable))
             length = data.draw(st.sampled_from([None, None, 0, 1, 2, 3, 5, 8, 13]))
             return Piece(self.new_context(), tokens, parent, length, first_id)
         return Piece(self.new_context(), tokens, NO_PARENT, None, first_id)
