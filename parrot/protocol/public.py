@@ -231,6 +231,7 @@ class CompletionInfo(BaseModel):
     kind: Literal["semantic", "native"] = "semantic"
     request_id: int
     func_name: str
+    remark: str | None = Field(None, description="where and why its prompt left a cached prefix")
     output: str = Field(description="name of the output variable")
     output_var_id: str
     outputs: list[str] = Field(

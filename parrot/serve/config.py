@@ -13,6 +13,7 @@ Secret = Annotated[str, Field(min_length=1, max_length=4096)]
 
 KvEviction = Literal["next_use", "lru"]
 PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
+PrefixRepair = Literal["off", "report", "on"]
 OrderName = Literal["critical_path", "las", "app_fifo", "fcfs"]
 
 
@@ -155,6 +156,12 @@ class CoreConfig(ConfigModel):
         ge=0,
         le=2**40,
         description="Bytes of `/v1/responses` that are kept, to be asked for and continued.",
+    )
+    prefix_repair: PrefixRepair = Field(
+        "report",
+        description="Of programs that resend their history: say where a prompt left the one before "
+        "it (`report`), and take out the lines `x-anthropic-billing-header:` of system prompts, "
+        "which differ with each request (`on`).",
     )
     native_workers: int = Field(
         2, ge=1, le=64, description="Native functions that may run at once, a process each."

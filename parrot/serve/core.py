@@ -81,6 +81,8 @@ class ServeCore:
             self._clock,
             self._dispatcher.fleet.tokenizer,
             self._runner.require_room,
+            self._metrics.prefix_broken,
+            repair=config.prefix_repair,
         )
 
     # Sessions

@@ -65,7 +65,11 @@ class CoreMetrics:
         }
         self._totals = Counter(dict.fromkeys(_TOTALS, 0))
         self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
+        self._breaks: Counter[tuple[str, ...]] = Counter()  # (reason)
         self._tokens: Counter[tuple[str, ...]] = Counter()  # (tenant, direction)
+
+    def prefix_broken(self, reason: str) -> None:
+        self._breaks[(reason,)] += 1
 
     def session_ended(self, seconds: float) -> None:
         self._seconds["parrot_session_e2e_seconds"].observe(seconds)
@@ -111,6 +115,12 @@ class CoreMetrics:
             yield histogram.family()
         yield counter("parrot_calls", "Tasks that ended.", self._tasks, "kind", "state")
         yield counter("parrot_tenant_tokens", "Tokens served.", self._tokens, "tenant", "direction")
+        yield counter(
+            "parrot_prefix_breaks",
+            "Prompts that left their program's prefix.",
+            self._breaks,
+            "reason",
+        )
         for name, total in self._totals.items():
             yield counter(name, _TOTALS[name], {(): total})
 

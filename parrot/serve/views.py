@@ -93,6 +93,7 @@ def _task_view(task: Task, began: float) -> CompletionInfo:
         kind="semantic" if is_semantic else "native",
         request_id=task.request_id,
         func_name=task.func_name,
+        remark=task.options.remark or None,
         output=output.name,
         output_var_id=output.id,
         outputs=[other.id for other in task.outputs],

@@ -7,6 +7,8 @@ from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 
+EndSession = Callable[[Session, SessionGone], None]
+
 Program = tuple[str, str | None]
 """A tenant, and the name of one of its programs; None if the program has no name."""
 
@@ -19,7 +21,7 @@ class ProgramSessions:
         self,
         registry: SessionRegistry,
         clock: Clock,
-        end: Callable[[Session, SessionGone], None],
+        end: EndSession,
     ) -> None:
         """`end` includes `forget`."""
         self._registry = registry
@@ -39,11 +41,14 @@ class ProgramSessions:
         session.last_active = self._clock.now()
         return session
 
-    def with_room(self, tenant: str, name: str | None, usage: Mapping[str, int]) -> Session:
-        """The session of this program, or a new one if it has none or that is full. `usage` is
-        as in `Account`. Raises `QuotaExceeded`."""
-        known = None if name is None else self._by_name.get((tenant, name))
-        if known is not None:
+    def with_room(
+        self, tenant: str, name: str | None, usage: Mapping[str, int], known: int | None = None
+    ) -> Session:
+        """The session of the program with this name, or the one with the id `known`; or a new one
+        if there is none or it is full. `usage` is as in `Account`. Raises `QuotaExceeded`."""
+        if name is not None:
+            known = self._by_name.get((tenant, name))
+        if known is not None and self.is_live(known):
             session = self.use(known)
             try:
                 session.account.require(**usage)

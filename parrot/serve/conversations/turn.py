@@ -37,7 +37,8 @@ class TurnRequest:
 class Turn:
     """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
     closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages.
-    `make_parser` makes a parser for each answer."""
+    `make_parser` makes a parser for each answer. `prefix` says in a line whether the prompt shares
+    what the program sent before."""
 
     session: Session
     request_id: int
@@ -45,22 +46,27 @@ class Turn:
     text: str
     history: bytes
     reads: Reads
-    options: ReadOptions
+    criteria: PerformanceCriteria
     make_parser: Callable[[], AnswerParser]
+    prefix: str
 
     async def read(self, choice: int) -> VarGetResponse:
         """Raises the answer's error."""
         output = self.completions[choice].output
-        await self.reads.value(self.session, output, self.options)
+        await self.reads.value(self.session, output, self._options)
         return value_view(output)
 
     def stream(self, choice: int) -> AsyncGenerator[str]:
         """The answer's text in deltas. Raises as `read` does."""
-        return self.reads.stream(self.session, self.completions[choice].output, self.options)
+        return self.reads.stream(self.session, self.completions[choice].output, self._options)
 
     def ended(self, choice: int) -> VarGetResponse:
         """An answer that was streamed to its end."""
         return value_view(self.completions[choice].output)
+
+    @property
+    def _options(self) -> ReadOptions:
+        return ReadOptions(session_id=self.session.id, criteria=self.criteria)
 
     def cancel(self) -> None:
         """Stop whatever is not done."""

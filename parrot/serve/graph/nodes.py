@@ -124,6 +124,7 @@ class CallOptions:
     chat: bool = False
     tenant: str = ""
     reuse: bool = True  # identical deterministic calls may share a run
+    remark: str = ""  # for people who look at the session
 
 
 @dataclass(slots=True, eq=False)

@@ -285,3 +285,50 @@ class TestTools:
 async def test_a_model_without_tools_says_so(site: Site) -> None:
     status, answer = await site.send(PATH, body(user("Hi"), tools=[TestTools.TOOL]))
     assert (status, answer["error"]["param"]) == (400, "tools")
+
+
+class TestPrefix:
+    """A header says whether a program's prompts share what was sent before."""
+
+    async def told(self, site: Site, asked: dict[str, Any]) -> str:
+        async with site.http.post(PATH, json=asked) as response:
+            assert response.status == 200
+            self.answer = (await response.json())["choices"][0]["message"]
+            return response.headers["x-parrot-prefix"]
+
+    def system(self, text: str) -> dict[str, Any]:
+        return {"role": "system", "content": text}
+
+    async def test_a_program_that_changes_its_system_prompt(self, site: Site) -> None:
+        site.engine.script = Script(text=lambda prompt: "A long answer to be recognised by.")
+        first = [self.system("It is 10:00."), user("Hi")]
+        assert await self.told(site, body(*first)) == "new"
+        more = [self.answer, user("More")]
+        assert await self.told(site, body(*first, *more)) == "continued"
+        changed = [self.system("It is 10:01."), user("Hi"), *more, self.answer, user("Again")]
+        told = await self.told(site, body(*changed))
+        assert told.startswith("broken; reason=date; message=0; at=")
+        sessions = {request.session_id for request in site.engine.requests}
+        assert len(sessions) == 1  # it is the same program still
+        async with site.http.get("/metrics") as response:
+            assert 'parrot_prefix_breaks_total{reason="date"} 1.0' in await response.text()
+
+    async def test_a_program_that_is_named(self, site: Site) -> None:
+        for text, expected in (("Hi", "new"), ("Ho", "broken; reason=history_changed; message=0")):
+            told = await self.told(site, body(user(text), prompt_cache_key="p"))
+            assert told.startswith(expected)
+
+    async def test_volatile_lines_stay_unless_they_are_to_go(self, site: Site) -> None:
+        await site.post(PATH, body(self.system("x-anthropic-billing-header: a\nB"), user("Hi")))
+        assert "billing" in site.engine.prompts[0]
+
+
+class TestPrefixRepair:
+    @pytest.fixture
+    def core_config(self) -> CoreConfig:
+        return CoreConfig(prefix_repair="on")
+
+    async def test_volatile_lines_go(self, site: Site) -> None:
+        system = {"role": "system", "content": "x-anthropic-billing-header: a\nB"}
+        await site.post(PATH, body(system, user("Hi")))
+        assert site.engine.prompts[0].startswith("<|im_start|>system\nB<|im_end|>")

@@ -46,6 +46,7 @@ class ChatCompletions:
                 criteria=request.criteria,
             )
         )
+        caller.tell(turn)
         frame = {
             "id": f"chatcmpl-{new_token()}",
             "created": int(time.time()),

@@ -60,6 +60,7 @@ class Completions:
                     criteria=request.criteria,
                 )
                 turns.append(self._turns.submit(turn_request))
+                caller.tell(turns[-1])
         except ParrotError:
             for turn in turns:
                 turn.cancel()

@@ -24,6 +24,7 @@ from parrot.protocol.server import (
     read_json,
     run_until_disconnect,
 )
+from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,17 @@ ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
 
 
 class Caller(NamedTuple):
-    """Who asks. `program`: what a header calls it, if one does."""
+    """Who asks. `program`: what a header calls it, if one does. `headers` of the answer may be
+    added to."""
 
     tenant: str
     program: str | None
     request_id: str
+    headers: dict[str, str]
+
+    def tell(self, turn: Turn) -> None:
+        """Say in a header what the turn's prompt shares with the one before it."""
+        self.headers["x-parrot-prefix"] = turn.prefix
 
 
 class RequestIds:
@@ -112,14 +119,17 @@ class VendorEndpoint(Endpoint):
 
     async def _ask(self, request: Request, request_id: str) -> Response:
         key = bearer_token(request) or request.headers.get("x-api-key")
-        caller = Caller(self._core.tenant(key), _program(request), request_id)
+        caller = Caller(self._core.tenant(key), _program(request), request_id, {})
         result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
-            return self._response(await run_until_disconnect(request, result))
-        if isinstance(result, AsyncGenerator):
+            response = self._response(await run_until_disconnect(request, result))
+        elif isinstance(result, AsyncGenerator):
             first = await run_until_disconnect(request, _begin(result))
-            return event_stream(self._events(first, result, request_id))
-        return self._response(result)
+            response = event_stream(self._events(first, result, request_id))
+        else:
+            response = self._response(result)
+        response.headers.update(caller.headers)
+        return response
 
     async def _read_fields(self, request: Request) -> Any:
         """The body's, or the query's where there is no body: clients put fields into the query of

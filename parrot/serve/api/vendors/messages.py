@@ -49,6 +49,7 @@ class Messages:
                 program=caller.program or user,
             )
         )
+        caller.tell(turn)
         parser = turn.make_parser()
         if not request.may_call_many:
             parser = FirstCallParser(parser)

@@ -68,6 +68,7 @@ class Responses:
                 criteria=request.criteria,
             )
         )
+        caller.tell(turn)
         parser = turn.make_parser()
         if request.parallel_tool_calls is False:
             parser = FirstCallParser(parser)

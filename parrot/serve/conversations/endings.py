@@ -1,0 +1,67 @@
+"""Which turn a prompt continues: the one with whose text, answer included, it begins."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.graph.nodes import Completion
+from parrot.serve.prompts.transcript import Message
+from parrot.utils.heaps import LruDict
+
+_MAX_ENDINGS = 65_536  # turns that can be continued
+
+
+class Ending(NamedTuple):
+    """Where a turn ended: the digest of all its `length` characters, answer included."""
+
+    session_id: int
+    completion: Completion
+    length: int
+    digest: bytes
+
+
+class Endings:
+    """Turns are looked up by the messages that their programs sent, and told by their texts: chat
+    templates do not show all that a message says."""
+
+    def __init__(self) -> None:
+        self._endings: LruDict[bytes, Ending] = LruDict(_MAX_ENDINGS)
+
+    def put(self, turn: Turn, completion: Completion, message: Message) -> None:
+        """One answer of the turn is done, for which its program will send `message`."""
+        text = turn.text + completion.output.text
+        ending = Ending(turn.session.id, completion, len(text), _digest(text))
+        self._endings.put(_extend(turn.history, message), ending)
+
+    def find(
+        self, keys: Sequence[bytes], text: str, is_live: Callable[[int], bool]
+    ) -> Ending | None:
+        """Where the longest known beginning of `text` ended, if its session is live; `keys` are its
+        history keys."""
+        for key in reversed(keys):
+            ending = self._endings.get(key)
+            if ending is None or not is_live(ending.session_id):
+                continue
+            if _digest(text[: ending.length]) == ending.digest:
+                return ending
+        return None
+
+
+def history_keys(request: TurnRequest) -> list[bytes]:
+    """A key for the prompt up to each of its messages, and before the first."""
+    prompt = request.prompt
+    messages = [{"text": prompt}] if isinstance(prompt, str) else prompt
+    begin = {"tenant": request.tenant, "model": request.model, "options": request.options}
+    key = _extend(b"", begin)
+    return [key, *[key := _extend(key, message) for message in messages]]
+
+
+def _extend(key: bytes, message: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
