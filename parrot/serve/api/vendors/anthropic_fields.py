@@ -3,13 +3,20 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.public import MAX_TEXT
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server import parse_payload
-from parrot.serve.api.vendors.openai_common import Ignored, Json, Metadata, Wire
+from parrot.serve.api.vendors.openai_common import (
+    MAX_PARTS,
+    Bounded,
+    Ignored,
+    Json,
+    Metadata,
+    Wire,
+)
 
 _MAX_MESSAGES = 16_384
 _MAX_TOOLS = 512
@@ -43,15 +50,14 @@ class ThinkingBlock(_Block):
     data: Ignored = None
 
 
-class OtherBlock(BaseModel):
+class OtherBlock(Bounded):
     """An image, a document and the like; there is no model for them."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str = Field(max_length=64)
 
 
-Text = _Text | list[Annotated[TextBlock | OtherBlock, Field(union_mode="left_to_right")]]
+_TextOrOther = Annotated[TextBlock | OtherBlock, Field(union_mode="left_to_right")]
+Text = _Text | Annotated[list[_TextOrOther], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class ToolResultBlock(_Block):
@@ -69,7 +75,7 @@ _AnyBlock = Annotated[
 
 class Message(Wire):
     role: Literal["user", "assistant", "system"]
-    content: _Text | list[_AnyBlock]
+    content: _Text | Annotated[list[_AnyBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class Tool(Wire):
@@ -88,15 +94,13 @@ class ToolChoice(Wire):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(Bounded):
     """Accepted, since a model thinks or does not, whatever it is asked."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class CountRequest(Wire):
     model: str = Field(min_length=1, max_length=256)
-    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)
     system: Text | None = None
     tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: ToolChoice | None = None

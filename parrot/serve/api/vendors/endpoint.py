@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.endpoint import Endpoint
-from parrot.protocol.errors import InternalError, ParrotError
+from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.protocol.gate.answer import ERROR_HEADERS
 from parrot.protocol.server import (
     Event,
@@ -134,7 +134,11 @@ class VendorEndpoint(Endpoint):
     async def _read_fields(self, request: Request) -> Any:
         """The body's, or the query's where there is no body: clients put fields into the query of
         a POST that mean nothing here."""
-        return await read_json(request) if self.method == "POST" else dict(request.query_params)
+        if self.method != "POST":
+            return dict(request.query_params)
+        fields = await read_json(request)
+        require_shallow(fields)
+        return fields
 
     async def _events(
         self, first: asyncio.Future[Event | None], events: AsyncGenerator[Event], request_id: str
@@ -159,6 +163,15 @@ class VendorEndpoint(Endpoint):
             media_type="application/json",
             headers=ERROR_HEADERS.get(status),
         )
+
+
+def require_shallow(value: Any) -> None:
+    """Raise `InvalidRequest` for JSON that is nested so deeply that it could not be written with
+    something around it."""
+    try:
+        orjson.dumps([[[[[[[[value]]]]]]]])
+    except TypeError:
+        raise InvalidRequest("the JSON is nested too deeply") from None
 
 
 def _program(request: Request) -> str | None:

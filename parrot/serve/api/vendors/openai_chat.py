@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -12,6 +11,7 @@ from parrot.serve.api.vendors.openai_common import (
     GenerationFields,
     Ignored,
     Wire,
+    arguments_of,
     text_of,
 )
 
@@ -44,7 +44,9 @@ class ChatMessage(Wire):
 
 
 class ChatRequest(GenerationFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    ]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -101,14 +103,8 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _calls(index: int, calls: list[ToolCall]) -> Iterator[dict[str, Any]]:
-    """Templates write the arguments themselves, and so want them as an object."""
+    param = f"messages.{index}.tool_calls"
     for call in calls:
-        try:
-            arguments = orjson.loads(call.function.arguments or "{}")
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest(
-                f"the arguments of tool call `{call.function.name}` are not JSON: {error}",
-                param=f"messages.{index}.tool_calls",
-            ) from None
+        arguments = arguments_of(call.function.arguments, call.function.name, param)
         function = {"name": call.function.name, "arguments": arguments}
         yield {"id": call.id, "type": "function", "function": function}

@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.public import MAX_TEXT, VarGetResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server import parse_payload
-from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.endpoint import Caller, require_shallow
 
 MAX_CHOICES = 16
+MAX_PARTS = 4096  # of a message
 DEFAULT_MAX_TOKENS = 16_384
+_MAX_FIELDS = 256
 
 Json = dict[str, Any]
 
@@ -21,7 +24,20 @@ Ignored = Any
 """The type of a field that changes nothing in the answer: it is accepted, and not looked at."""
 
 
-class Wire(BaseModel):
+class Bounded(BaseModel):
+    """Base of objects with any fields, but not with a million, which would take seconds."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise ValueError(f"an object has more than {_MAX_FIELDS} fields")
+        return value
+
+
+class Wire(Bounded):
     """Base of what clients send: fields that are not known are refused by name."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -36,16 +52,15 @@ class TextPart(Wire):
     parsed: Ignored = None  # what the client made of it
 
 
-class OtherPart(BaseModel):
+class OtherPart(Bounded):
     """A part that is no text; there is no model for it."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str = Field(max_length=64)
 
 
 Part = Annotated[TextPart | OtherPart, Field(union_mode="left_to_right")]
-Content = Annotated[str, Field(max_length=MAX_TEXT)] | list[Part]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
+Content = Annotated[str, Field(max_length=MAX_TEXT)] | Parts
 
 
 def text_of(content: Content) -> str:
@@ -58,16 +73,26 @@ def text_of(content: Content) -> str:
     return "".join([part.text for part in content if isinstance(part, TextPart)])
 
 
+def arguments_of(text: str, call: str, param: str) -> Any:
+    """A call's arguments as an object, since templates write them themselves. Raises
+    `InvalidRequest`."""
+    try:
+        arguments = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        message = f"the arguments of tool call `{call}` are not JSON: {error}"
+        raise InvalidRequest(message, param=param) from None
+    require_shallow(arguments)
+    return arguments
+
+
 class StreamOptions(Wire):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Ignored = None
 
 
-class Metadata(BaseModel):
+class Metadata(Bounded):
     """`user_id` names the program, as coding agents use it."""
-
-    model_config = ConfigDict(extra="allow")
 
     user_id: str | None = Field(None, max_length=1024)
 

@@ -3,7 +3,7 @@
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -12,6 +12,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.openai_common import (
     DEFAULT_MAX_TOKENS,
+    Bounded,
     CommonFields,
     Ignored,
     Json,
@@ -33,10 +34,8 @@ class FunctionTool(Dumped):
     defer_loading: Ignored = None
 
 
-class OtherTool(BaseModel):
+class OtherTool(Bounded):
     """A tool that OpenAI runs, or that takes no JSON; there is none here."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str = Field(max_length=64)
 
@@ -52,10 +51,8 @@ _AnyTool = Annotated[
 ]
 
 
-class Reasoning(BaseModel):
+class Reasoning(Bounded):
     """`effort` is a variable of the chat template; the rest changes nothing."""
-
-    model_config = ConfigDict(extra="allow")
 
     effort: str | None = Field(None, max_length=64)
 

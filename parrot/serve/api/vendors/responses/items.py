@@ -4,11 +4,8 @@ are shown for them."""
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -16,8 +13,15 @@ from pydantic import (
     model_validator,
 )
 
-from parrot.protocol.errors import InvalidRequest
-from parrot.serve.api.vendors.openai_common import Content, Ignored, Json, Wire, text_of
+from parrot.serve.api.vendors.openai_common import (
+    Bounded,
+    Content,
+    Ignored,
+    Json,
+    Wire,
+    arguments_of,
+    text_of,
+)
 
 MAX_ITEMS = 16_384
 _Id = Annotated[str, Field(max_length=256)]
@@ -92,18 +96,14 @@ class ItemReference(Wire):
     id: _Id
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(Bounded):
     """Thoughts of earlier turns, which are not shown again."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["reasoning"]
 
 
-class OtherItem(BaseModel):
+class OtherItem(Bounded):
     """An item of a tool that is not here."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str = Field(max_length=64)
 
@@ -138,7 +138,7 @@ def _as_items(value: Any) -> Any:
 
 Items = Annotated[
     list[_AnyItem],
-    Field(min_length=1, max_length=MAX_ITEMS),
+    Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
     BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, Any]]),
 ]
 _OUTPUT = TypeAdapter(list[_AnyItem])
@@ -174,12 +174,5 @@ def template_messages(items: Iterable[Item]) -> list[Json]:
 
 
 def _call(item: CallItem) -> Json:
-    """Templates write the arguments themselves, and so want them as an object."""
-    try:
-        arguments = orjson.loads(item.arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"the arguments of call `{item.call_id}` are not JSON: {error}", param="input"
-        ) from None
-    function = {"name": item.name, "arguments": arguments}
+    function = {"name": item.name, "arguments": arguments_of(item.arguments, item.name, "input")}
     return {"id": item.call_id, "type": "function", "function": function}

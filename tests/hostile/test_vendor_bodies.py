@@ -1,0 +1,98 @@
+"""Bodies for the vendors' endpoints that would take long to look at, or to write again."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from parrot.serve.config import CoreConfig
+from tests.serve.prompts.test_transcript import HERMES
+from tests.serve.vendors.conftest import MODEL, Site, serve
+from tests.support.fake_engine import fake_engine
+
+RESPONSES, CHAT, MESSAGES = "/v1/responses", "/v1/chat/completions", "/v1/messages"
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serve(CoreConfig(), fake_engine("e0", model=MODEL, chat_template=HERMES)) as site:
+        yield site
+
+
+def user(content: Any = "Hi") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def body(path: str, *messages: Any, **fields: Any) -> dict[str, Any]:
+    told = list(messages) or [user()]
+    if path == RESPONSES:
+        return {"model": MODEL, "input": told} | fields
+    return {"model": MODEL, "messages": told} | ({"max_tokens": 9} | fields)
+
+
+def nested(depth: int) -> Any:
+    return json.loads('{"a":' * depth + "1" + "}" * depth)
+
+
+def tool(path: str, schema: Any) -> dict[str, Any]:
+    if path == MESSAGES:
+        return {"name": "f", "input_schema": schema}
+    function = {"name": "f", "parameters": schema}
+    if path == RESPONSES:
+        return {"type": "function"} | function
+    return {"type": "function", "function": function}
+
+
+def call(path: str, arguments: Any) -> dict[str, Any]:
+    if path == MESSAGES:
+        used = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
+        return {"role": "assistant", "content": [used]}
+    text = json.dumps(arguments)
+    if path == RESPONSES:
+        return {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    return {"role": "assistant", "content": "", "tool_calls": [made]}
+
+
+@pytest.mark.parametrize("path", [RESPONSES, CHAT, MESSAGES])
+async def test_deep_nesting(site: Site, path: str) -> None:
+    """Every depth is answered, up to what can be read at all, with 200 or with 400."""
+    for depth in (1, 200, *range(235, 260), 900):
+        deep = nested(depth)
+        bodies = [
+            body(path, tools=[tool(path, deep)]),
+            body(path, user(), call(path, deep), user()),
+            body(path, metadata={"x": deep}),
+            body(path, user([{"type": "image", "x": deep}])),
+        ]
+        statuses = [(await site.send(path, given))[0] for given in bodies]
+        assert set(statuses) <= {200, 400}, (depth, statuses)
+        assert depth != 200 or statuses == [200, 200, 200, 400]
+        assert depth != 900 or statuses == [400] * 4
+
+
+@pytest.mark.parametrize("path", [RESPONSES, CHAT, MESSAGES])
+async def test_objects_with_very_many_fields(site: Site, path: str) -> None:
+    wide = {f"k{i}": 1 for i in range(20_000)}
+    for given in (
+        body(path, **wide),
+        body(path, metadata=wide),
+        body(path, user() | wide),
+    ):
+        status, answer = await site.send(path, given)
+        assert status == 400
+        assert "more than 256 fields" in json.dumps(answer)
+    assert (await site.send(path, body(path, user([{"type": "image"} | wide]))))[0] == 400
+
+
+@pytest.mark.parametrize("path", [RESPONSES, CHAT, MESSAGES])
+async def test_the_first_of_many_errors_is_enough(site: Site, path: str) -> None:
+    for given in (
+        body(path, *[{"role": "wizard"}] * 16_000),
+        body(path, user([{"type": 3}] * 20_000)),
+        body(path, user([{"type": "text", "text": ""}] * 20_000)),
+    ):
+        status, answer = await site.send(path, given)
+        assert status == 400
+        assert len(json.dumps(answer)) < 1000
