@@ -9,6 +9,7 @@ from parrot.protocol.public import ReadOptions, VarGetResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.prompts.answers import AnswerParser
+from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.transcript import Message
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session
@@ -21,7 +22,7 @@ class TurnRequest:
 
     `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
     may have special tokens in it. There is an answer for each of `samplings`. `program` names the
-    program that asks."""
+    program that asks. `calls`: what answers may call of the tools in `options`."""
 
     tenant: str
     model: str
@@ -31,6 +32,7 @@ class TurnRequest:
     program: str | None = None
     func_name: str = "chat"
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
+    calls: CallRules | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,12 @@ from parrot.serve.conversations.sessions import EndSession, ProgramSessions
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.graph.build import Prompt as CallPrompt
 from parrot.serve.graph.nodes import CallOptions, CompletionState, TextPiece
-from parrot.serve.prompts.conversation import answer_parser, count_tokens, prompt_pieces
+from parrot.serve.prompts.conversation import (
+    answer_parser,
+    constrained_calls,
+    count_tokens,
+    prompt_pieces,
+)
 from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.prompts.transcript import Message
 from parrot.serve.quotas import num_bytes
@@ -63,6 +68,7 @@ class Turns:
         self._require_room(request.tenant)
         tokenizer = self._find_tokenizer(request.model)
         make_parser = answer_parser(request.options, request.model, tokenizer)
+        samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         pieces = prompt_pieces(request.prompt, request.options, request.model, tokenizer)
         text = "".join([piece.text for piece in pieces])
@@ -91,7 +97,7 @@ class Turns:
         )
         previous = None if ending is None else ending.completion
         request_id, completions = session.graph.submit_prompt(
-            CallPrompt(tuple(fill), request.samplings, options, previous)
+            CallPrompt(tuple(fill), samplings, options, previous)
         )
         session.account.add(**usage)
         prefix = "new" if ending is None else "continued"

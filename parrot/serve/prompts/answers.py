@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from parrot.serve.prompts.call_grammars import CallMarkup
 from parrot.utils.ids import new_token
 
 _MAX_CALL = 2**20  # characters; a longer one is text
@@ -222,15 +223,30 @@ def read_calls(text: str) -> list[ToolCall] | None:
     return calls or None
 
 
-_FAMILIES: tuple[tuple[str, Callable[[], AnswerParser]], ...] = (
-    ("<tool_call>", lambda: TaggedParser("<tool_call>", "</tool_call>", read_calls)),
-    ("[TOOL_CALLS]", lambda: TaggedParser("[TOOL_CALLS]", "", read_calls)),
-    ('"parameters": ', JsonParser),
+class Family(NamedTuple):
+    """How a family of models calls tools. `mark`: a text of their chat templates."""
+
+    mark: str
+    make_parser: Callable[[], AnswerParser]
+    markup: CallMarkup
+
+
+_FAMILIES = (
+    Family(
+        "<tool_call>",
+        lambda: TaggedParser("<tool_call>", "</tool_call>", read_calls),
+        CallMarkup("<tool_call>", "\n", "\n</tool_call>", repeats=True),
+    ),
+    Family(
+        "[TOOL_CALLS]",
+        lambda: TaggedParser("[TOOL_CALLS]", "", read_calls),
+        CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
+    ),
+    Family('"parameters": ', JsonParser, CallMarkup("", arguments="parameters")),
 )
-"""A text of the chat templates of a family of models, and how their answers call tools."""
 
 
-def tool_parser(template: str) -> Callable[[], AnswerParser] | None:
-    """Makes parsers for the answers of models with this chat template; None if it shows no tools
-    in a form that is known."""
-    return next((make for mark, make in _FAMILIES if mark in template), None)
+def tool_family(template: str) -> Family | None:
+    """The family of models with this chat template; None if it shows no tools in a form that is
+    known."""
+    return next((family for family in _FAMILIES if family.mark in template), None)

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.serve.graph.nodes import TextPiece
-from parrot.serve.prompts.answers import AnswerParser, PlainParser, tool_parser
+from parrot.serve.prompts.answers import AnswerParser, Family, PlainParser, tool_family
+from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import Segment
@@ -51,10 +53,44 @@ def answer_parser(
 ) -> Callable[[], AnswerParser]:
     """Makes parsers of answers. Raises `UnsupportedField` if there are tools and it is not known
     how the model calls them."""
-    if not options.get("tools"):
-        return PlainParser
+    return _family(model, tokenizer).make_parser if options.get("tools") else PlainParser
+
+
+def constrained_calls(
+    samplings: Sequence[SamplingConfig],
+    rules: CallRules | None,
+    model: str,
+    tokenizer: ModelTokenizer | None,
+) -> Sequence[SamplingConfig]:
+    """The samplings of answers whose calls obey the rules; what constrains them already is for
+    answers that call nothing. Raises `UnsupportedField` and `InvalidRequest`."""
+    if rules is None:
+        return samplings
+    return [_constrained(sampling, rules, model, tokenizer) for sampling in samplings]
+
+
+def _constrained(
+    sampling: SamplingConfig, rules: CallRules, model: str, tokenizer: ModelTokenizer | None
+) -> SamplingConfig:
+    if not rules.constrains and sampling.json_schema is None:
+        return sampling
+    if sampling.constraint not in (None, "json_schema") and not rules.must_call:
+        raise UnsupportedField(
+            f"an answer with `{sampling.constraint}` cannot call strict tools", param="tools"
+        )
+    schema = sampling.json_schema
+    if isinstance(schema, str):
+        raise UnsupportedField("with tools a schema must be an object", param="response_format")
+    grammar = call_grammar(_family(model, tokenizer).markup, rules, schema)
+    return sampling.model_copy(update=_FREE | {"grammar": grammar})
+
+
+_FREE = dict.fromkeys(CONSTRAINTS)
+
+
+def _family(model: str, tokenizer: ModelTokenizer | None) -> Family:
     chat = None if tokenizer is None else tokenizer.chat
-    parser = None if chat is None else tool_parser(chat.source)
-    if parser is None:
+    family = None if chat is None else tool_family(chat.source)
+    if family is None:
         raise UnsupportedField(f"it is not known how `{model}` calls tools", param="tools")
-    return parser
+    return family

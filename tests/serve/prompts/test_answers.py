@@ -15,7 +15,7 @@ from parrot.serve.prompts.answers import (
     PlainParser,
     ToolCall,
     read_answer,
-    tool_parser,
+    tool_family,
 )
 
 HERMES, LLAMA, MISTRAL = "<tool_call>", '{"name": f, "parameters": args}', "[TOOL_CALLS]"
@@ -41,9 +41,9 @@ PIECES = st.lists(
 
 
 def parser(template: str) -> Callable[[], AnswerParser]:
-    make = tool_parser(template)
-    assert make is not None
-    return make
+    family = tool_family(template)
+    assert family is not None
+    return family.make_parser
 
 
 def said(answer: Answer) -> tuple[str, list[tuple[str, str]]]:
@@ -144,4 +144,4 @@ def test_the_message_of_an_answer() -> None:
 
 
 def test_templates_without_tools() -> None:
-    assert tool_parser("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+    assert tool_family("{% for m in messages %}{{ m.content }}{% endfor %}") is None

@@ -130,8 +130,34 @@ async def test_fields_of_sampling(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"json": {"type": "array"}}}, "json_schema", {"type": "array"}),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choices", ("a", "b")),
+        ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A"),
+        ({"guided_json": '{"type": "null"}'}, "json_schema", '{"type": "null"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a"]}, "choices", ("a",)),
+        ({"guided_grammar": "start: A"}, "grammar", "start: A"),
+    ],
+)
+async def test_constraints_by_all_their_names(
+    site: Site, fields: dict[str, Any], name: str, value: Any
+) -> None:
+    await site.post(PATH, body(user("Hi")) | fields)
+    sampling = site.engine.requests[0].sampling_config
+    assert sampling.constraint == name
+    assert getattr(sampling, name) == value
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_json"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"temperature": 3}, "temperature"),
         ({"n": 17}, "n"),
         ({"messages": []}, "messages"),
@@ -225,6 +251,7 @@ class TestTools:
     """A model whose chat template shows tools, and whose answers call them between tags."""
 
     TOOL: ClassVar = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    STRICT: ClassVar = {"type": "function", "function": TOOL["function"] | {"strict": True}}
     CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
     @pytest.fixture
@@ -268,9 +295,44 @@ class TestTools:
         assert "look" not in site.engine.prompts[0]
 
     @pytest.mark.parametrize(
+        ("fields", "rule"),
+        [
+            ({"tool_choice": "required"}, 'start: "<tool_call>" body ("\\n" "<tool_call>" body)*'),
+            (
+                {"tool_choice": "required", "parallel_tool_calls": False},
+                'start: "<tool_call>" body',
+            ),
+            (
+                {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+                'start: "<tool_call>" body',
+            ),
+            ({"tools": [STRICT]}, "start: (head body)* TEXT"),
+            (
+                {"response_format": {"type": "json_object"}},
+                'start: "<tool_call>" body ("\\n" "<tool_call>" body)* | json',
+            ),
+        ],
+    )
+    async def test_calls_that_must_be_made_or_be_right_are_constrained(
+        self, site: Site, fields: dict[str, Any], rule: str
+    ) -> None:
+        await site.post(PATH, body(user("Hi")) | {"tools": [self.TOOL]} | fields)
+        sampling = site.engine.requests[0].sampling_config
+        assert sampling.constraint == "grammar"
+        assert sampling.grammar is not None
+        assert sampling.grammar.splitlines()[0] == rule
+        assert "strict" not in site.engine.prompts[0]
+
+    async def test_calls_that_may_be_made_are_free(self, site: Site) -> None:
+        await site.post(PATH, body(user("Hi"), tools=[self.TOOL], tool_choice="auto"))
+        assert site.engine.requests[0].sampling_config.constraint is None
+
+    @pytest.mark.parametrize(
         ("fields", "param"),
         [
-            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "function": {"name": "see"}}}, "tool_choice"),
+            ({"tool_choice": "sometimes"}, "tool_choice"),
+            ({"tool_choice": "required", "tools": []}, "tool_choice"),
             ({"tools": [{"type": "web_search"}]}, "tools.0"),
             ({"tools": [{"type": "function", "function": {}}]}, "tools.0"),
         ],

@@ -105,7 +105,9 @@ async def test_tokens_are_counted_as_the_prompt_has_them(site: Site) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [user([{"type": "image", "source": {}}])]}, "image"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "see"}}, "tool"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"mcp_servers": []}, "mcp_servers"),
     ],
 )
@@ -123,3 +125,21 @@ async def test_errors_in_the_vendors_form(site: Site) -> None:
     site.engine.script = Script(error=PromptTooLong("too long"))
     status, answer = await site.send(PATH, body(user("Hi"), stream=True))
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("tool", "choice", "rule"),
+    [
+        ({}, {"type": "any"}, '"<tool_call>" body ("\\n" "<tool_call>" body)*'),
+        ({}, {"type": "any", "disable_parallel_tool_use": True}, '"<tool_call>" body'),
+        ({}, {"type": "tool", "name": "look"}, '"<tool_call>" body'),
+        ({"strict": True}, {"type": "auto"}, "(head body)* TEXT"),
+    ],
+)
+async def test_calls_that_must_be_made_or_be_right_are_constrained(
+    site: Site, tool: dict[str, Any], choice: dict[str, Any], rule: str
+) -> None:
+    await site.post(PATH, body(user("Hi"), tools=[TOOL | tool], tool_choice=choice))
+    grammar = site.engine.requests[0].sampling_config.grammar
+    assert grammar is not None
+    assert grammar.splitlines()[0] == f"start: {rule}"

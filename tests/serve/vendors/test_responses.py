@@ -567,15 +567,24 @@ class TestTools:
         assert [item["type"] for item in response["output"]] == ["message", "function_call"]
         assert response["tools"] == [self.TOOL]
 
-    async def test_what_cannot_be_enforced(self, site: Site) -> None:
-        strict = self.TOOL | {"strict": True}
-        for fields, param in (
-            ({"tools": [strict]}, "tools.0.strict"),
-            ({"tools": [self.TOOL], "tool_choice": "required"}, "tool_choice"),
-            ({"tools": [self.TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    async def test_calls_that_must_be_made_or_be_right_are_constrained(self, site: Site) -> None:
+        many = '"<tool_call>" body ("\\n" "<tool_call>" body)*'
+        named = {"type": "function", "name": "look"}
+        for fields, rule in (
+            ({"tools": [self.TOOL | {"strict": True}]}, "(head body)* TEXT"),
+            ({"tools": [self.TOOL], "tool_choice": "required"}, many),
+            ({"tools": [self.TOOL], "tool_choice": named}, '"<tool_call>" body'),
         ):
+            await site.post(PATH, body("Weather?", **fields))
+            grammar = site.engine.requests[-1].sampling_config.grammar
+            assert grammar is not None
+            assert grammar.splitlines()[0] == f"start: {rule}"
+
+    async def test_what_cannot_be_enforced(self, site: Site) -> None:
+        for choice in ({"type": "function"}, {"type": "function", "name": "see"}, "sometimes"):
+            fields = {"tools": [self.TOOL], "tool_choice": choice}
             status, answer = await site.send(PATH, body("Weather?", **fields))
-            assert (status, answer["error"]["param"]) == (400, param)
+            assert (status, answer["error"]["param"]) == (400, "tool_choice")
 
     async def test_tools_are_not_shown_to_a_model_that_must_not_call_them(self, site: Site) -> None:
         response = await site.post(PATH, body("Hi", tools=[self.TOOL], tool_choice="none"))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.public import MAX_TEXT
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server import parse_payload
@@ -17,6 +17,8 @@ from parrot.serve.api.vendors.openai_common import (
     Metadata,
     Wire,
 )
+from parrot.serve.api.vendors.tool_choice import call_rules, shown
+from parrot.serve.prompts.call_grammars import CallRules
 
 _MAX_MESSAGES = 16_384
 _MAX_TOOLS = 512
@@ -147,12 +149,26 @@ def template_messages(request: CountRequest) -> list[Json]:
 
 def template_options(request: CountRequest) -> Json:
     """The variables of the chat template beside the messages."""
-    choice = None if request.tool_choice is None else request.tool_choice.type
-    if not request.tools or choice == "none":
-        return {}
-    if choice in ("any", "tool"):
-        raise UnsupportedField("a tool's call cannot be enforced", param="tool_choice")
-    return {"tools": [_tool(i, tool) for i, tool in enumerate(request.tools)]}
+    tools = [shown(function) for function in _functions(request)]
+    return {"tools": tools} if tools else {}
+
+
+def rules_of(request: MessagesRequest) -> CallRules | None:
+    """What the answer may call."""
+    choice = request.tool_choice or ToolChoice(type="auto")
+    if choice.type == "tool" and choice.name is None:
+        raise InvalidRequest("the `tool_choice` of a tool has a `name`", param="tool_choice")
+    return call_rules(
+        _functions(request),
+        must_call=choice.type == "any",
+        name=choice.name if choice.type == "tool" else None,
+        may_call_many=request.may_call_many,
+    )
+
+
+def _functions(request: CountRequest) -> list[Json]:
+    is_none = request.tool_choice is not None and request.tool_choice.type == "none"
+    return [] if is_none else [_function(tool) for tool in request.tools or ()]
 
 
 def _messages(message: Message, param: str) -> Iterator[Json]:
@@ -191,10 +207,8 @@ def _text(content: Text) -> str:
     return "\n".join([block.text for block in content if isinstance(block, TextBlock)])
 
 
-def _tool(index: int, tool: Tool) -> Json:
-    if tool.strict:
-        raise UnsupportedField("an input cannot be enforced", param=f"tools.{index}.strict")
+def _function(tool: Tool) -> Json:
     function: Json = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
-    return {"type": "function", "function": function}
+    return function | {"strict": True} if tool.strict else function

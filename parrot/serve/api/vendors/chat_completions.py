@@ -11,7 +11,12 @@ from parrot.protocol.public import VarGetResponse
 from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller
-from parrot.serve.api.vendors.openai_chat import ChatRequest, template_messages, template_options
+from parrot.serve.api.vendors.openai_chat import (
+    ChatRequest,
+    rules_of,
+    template_messages,
+    template_options,
+)
 from parrot.serve.api.vendors.openai_common import Json, program_of, usage_of
 from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.conversations.turn import Turn, TurnRequest
@@ -44,6 +49,7 @@ class ChatCompletions:
                 options=template_options(request),
                 program=program_of(request, caller),
                 criteria=request.criteria,
+                calls=rules_of(request),
             )
         )
         caller.tell(turn)

@@ -12,6 +12,7 @@ from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.anthropic_fields import (
     CountRequest,
     MessagesRequest,
+    rules_of,
     template_messages,
     template_options,
 )
@@ -47,6 +48,7 @@ class Messages:
                 samplings=[request.sampling()],
                 options=template_options(request),
                 program=caller.program or user,
+                calls=rules_of(request),
             )
         )
         caller.tell(turn)

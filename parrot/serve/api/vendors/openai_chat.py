@@ -10,10 +10,13 @@ from parrot.serve.api.vendors.openai_common import (
     Content,
     GenerationFields,
     Ignored,
+    Json,
     Wire,
     arguments_of,
     text_of,
 )
+from parrot.serve.api.vendors.tool_choice import call_rules, chosen_tool, shown
+from parrot.serve.prompts.call_grammars import CallRules
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 512
@@ -71,20 +74,30 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
         raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
-    if request.tools and request.tool_choice != "none":
-        if request.tool_choice not in (None, "auto"):
-            raise UnsupportedField("a tool's call cannot be enforced", param="tool_choice")
-        options["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
+    if functions := _functions(request):
+        options["tools"] = [shown(function) for function in functions]
     return options
 
 
-def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+def rules_of(request: ChatRequest) -> CallRules | None:
+    """What the answer may call."""
+    return call_rules(
+        _functions(request),
+        must_call=request.tool_choice == "required",
+        name=chosen_tool(request.tool_choice),
+        may_call_many=request.parallel_tool_calls is not False,
+    )
+
+
+def _functions(request: ChatRequest) -> list[Json]:
+    tools = [] if request.tool_choice == "none" else request.tools or []
+    return [_function(i, tool) for i, tool in enumerate(tools)]
+
+
+def _function(index: int, tool: Json) -> Json:
     match tool:
-        case {"type": "function", "function": {"name": str(), "strict": True}}:
-            param = f"tools.{index}.function.strict"
-            raise UnsupportedField("a call's arguments cannot be enforced", param=param)
-        case {"type": "function", "function": {"name": str()} as function}:
-            return {"type": "function", "function": function}
+        case {"type": "function", "function": {"name": str()}}:
+            return dict(tool["function"])
     raise InvalidRequest("a tool is a function with a name", param=f"tools.{index}")
 
 

@@ -15,6 +15,7 @@ from parrot.serve.api.vendors.endpoint import Caller, require_shallow
 
 MAX_CHOICES = 16
 MAX_PARTS = 4096  # of a message
+_CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 DEFAULT_MAX_TOKENS = 16_384
 _MAX_FIELDS = 256
 
@@ -119,6 +120,16 @@ class CommonFields(Wire):
         return PerformanceCriteria.THROUGHPUT if is_patient else PerformanceCriteria.LATENCY
 
 
+class StructuredOutputs(Wire):
+    """What vLLM calls so."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationFields(CommonFields):
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -134,9 +145,35 @@ class GenerationFields(CommonFields):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Nothing in the answer depends on these.
     store: Ignored = None
     prediction: Ignored = None
+
+    def _constraint(self) -> Json:
+        """The field of `SamplingConfig` that constrains the text. Raises `InvalidRequest` if there
+        are two."""
+        of_format, given = constraint(self.response_format), self.structured_outputs
+        asked = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice")}
+        asked["grammar"] = self.guided_grammar
+        if given is not None:
+            asked |= _set(
+                {
+                    "json": {"type": "object"} if given.json_object else given.json_,
+                    "regex": given.regex,
+                    "choice": given.choice,
+                    "grammar": given.grammar,
+                }
+            )
+        found = of_format | {_CONSTRAINTS[name]: value for name, value in _set(asked).items()}
+        if len(found) > 1:
+            text = "an output has one constraint"
+            raise InvalidRequest(text, param="response_format" if of_format else "guided_json")
+        return found
 
     def samplings(
         self, max_tokens: int | None, logprobs: int | None = None
@@ -158,7 +195,7 @@ class GenerationFields(CommonFields):
             "logit_bias": self.logit_bias or None,
             "logprobs": logprobs,
         }
-        given |= constraint(self.response_format)
+        given |= self._constraint()
         seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n or 1)]
         return [
             parse_payload(
@@ -167,6 +204,10 @@ class GenerationFields(CommonFields):
             )
             for seed in seeds
         ]
+
+
+def _set(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def constraint(response_format: Json | None) -> Json:

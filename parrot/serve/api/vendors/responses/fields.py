@@ -20,6 +20,8 @@ from parrot.serve.api.vendors.openai_common import (
     constraint,
 )
 from parrot.serve.api.vendors.responses.items import Dumped, Items
+from parrot.serve.api.vendors.tool_choice import call_rules, chosen_tool, shown
+from parrot.serve.prompts.call_grammars import CallRules
 
 MAX_TOOLS = 512
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -124,12 +126,22 @@ class ResponseRequest(CommonFields):
         options: Json = {}
         if self.reasoning is not None and self.reasoning.effort is not None:
             options["reasoning_effort"] = self.reasoning.effort
-        tools = [_tool(i, tool) for i, tool in enumerate(self.tools or ())]
-        if tools and self.tool_choice != "none":
-            if self.tool_choice not in (None, "auto"):
-                raise UnsupportedField("a tool's call cannot be enforced", param="tool_choice")
-            options["tools"] = tools
+        if functions := self._functions():
+            options["tools"] = [shown(function) for function in functions]
         return options
+
+    def call_rules(self) -> CallRules | None:
+        """What the answer may call."""
+        return call_rules(
+            self._functions(),
+            must_call=self.tool_choice == "required",
+            name=chosen_tool(self.tool_choice),
+            may_call_many=self.parallel_tool_calls is not False,
+        )
+
+    def _functions(self) -> list[Json]:
+        functions = [_function(i, tool) for i, tool in enumerate(self.tools or ())]
+        return [] if self.tool_choice == "none" else functions
 
     def frame(self, response_id: str, sampling: SamplingConfig) -> Json:
         """The response before anything of it is there."""
@@ -201,16 +213,12 @@ def _format(text_format: Json | None) -> Json | None:
     return {"type": "json_schema", "json_schema": text_format}
 
 
-def _tool(index: int, tool: FunctionTool | OtherTool) -> Json:
+def _function(index: int, tool: FunctionTool | OtherTool) -> Json:
     if isinstance(tool, OtherTool):
         raise UnsupportedField(
             f"tools of type `{tool.type}` are not supported", param=f"tools.{index}.type"
         )
-    if tool.strict:
-        raise UnsupportedField(
-            "a call's arguments cannot be enforced", param=f"tools.{index}.strict"
-        )
     function: Json = {"name": tool.name, "parameters": tool.parameters or {}}
     if tool.description is not None:
         function["description"] = tool.description
-    return {"type": "function", "function": function}
+    return function | {"strict": True} if tool.strict else function

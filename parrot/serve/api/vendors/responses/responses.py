@@ -64,6 +64,7 @@ class Responses:
                 prompt=_messages(request, record),
                 samplings=[sampling],
                 options=request.template_options(),
+                calls=request.call_rules(),
                 program=program_of(request, caller),
                 criteria=request.criteria,
             )

@@ -1,0 +1,144 @@
+"""The grammars of tool calls, followed by the engine and read by the parsers of answers."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parrot.engine.grammar.constraint import Constraint
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.prompts.answers import Family, read_answer, tool_family
+from parrot.serve.prompts.call_grammars import CallRules, call_grammar
+from tests.engine.grammar.test_grammar_compiler import COMPILER, EOS, TOKENIZER
+
+HERMES, MISTRAL, LLAMA = (
+    tool_family(mark) for mark in ("<tool_call>", "[TOOL_CALLS]", '"parameters": ')
+)
+FAMILIES = [HERMES, MISTRAL, LLAMA]
+LOOK = {
+    "name": "look",
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"enum": ["sky", "süß 😀"]}, "far": {"type": "boolean"}},
+        "required": ["at"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+WAIT = {"name": 'wait "now"', "parameters": {"properties": {"s": {"uniqueItems": True}}}}
+NO_PARAMETERS = {"name": "stop"}
+
+
+def constraint_of(family: Family, rules: CallRules, schema: Any = None) -> Constraint:
+    grammar = call_grammar(family.markup, rules, schema)
+    constraint = asyncio.run(COMPILER.constraint(SamplingConfig(grammar=grammar)))
+    assert constraint is not None
+    return constraint
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    """Whether the whole text is an answer."""
+    place = 0
+    for place, token in enumerate([*TOKENIZER.encode(text).ids, EOS]):
+        if constraint.is_complete and token == EOS:
+            return True
+        bits = np.unpackbits(
+            np.frombuffer(constraint.mask(place) or b"", dtype=np.uint8), bitorder="little"
+        )
+        if not len(bits) or not bits[token]:
+            return False
+        constraint.take(place, token)
+    return True
+
+
+def text_of(family: Family, *calls: tuple[str, str]) -> str:
+    markup = family.markup
+    objects = [
+        f'{{"name": {json.dumps(name)}, "{markup.arguments}": {arguments}}}'
+        for name, arguments in calls
+    ]
+    if markup.separator:
+        return f"{markup.trigger}{markup.open}{markup.separator.join(objects)}{markup.close}"
+    return "\n".join(f"{markup.trigger}{markup.open}{o}{markup.close}" for o in objects)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+def test_an_answer_that_must_call(family: Family) -> None:
+    rules = CallRules([LOOK, WAIT, NO_PARAMETERS], must_call=True, may_call_many=True)
+    right = (
+        [("look", '{"at": "sky", "far": true}')],
+        [(WAIT["name"], '{"s": [1, 1], "more": null}')],
+        [("stop", "{}")],
+    )
+    for calls in right:
+        text = text_of(family, *calls)
+        assert accepts(constraint_of(family, rules), text), text
+        (call,) = read_answer(family.make_parser(), text).calls
+        assert call.name == calls[0][0]
+    wrong = ["", "I look.", text_of(family, ("look", '{"at": "sea"}')),
+             text_of(family, ("look", "{}")), text_of(family, ("see", "{}"))]  # fmt: skip
+    for text in wrong:
+        assert not accepts(constraint_of(family, rules), text), text
+    many = text_of(family, *right[0], *right[2])
+    assert accepts(constraint_of(family, rules), many) == (family is not LLAMA)
+    one = CallRules([LOOK, NO_PARAMETERS], must_call=True, may_call_many=False)
+    assert not accepts(constraint_of(family, one), many)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+def test_an_answer_that_may_call_what_is_strict(family: Family) -> None:
+    rules = CallRules([LOOK, NO_PARAMETERS], must_call=False, may_call_many=True)
+    call = text_of(family, ("look", '{"at": "süß 😀"}'))
+    for text in ("I see.", "a < b <tool", call):
+        assert accepts(constraint_of(family, rules), text), text
+    wrong = text_of(family, ("look", '{"at": "sea"}'))
+    assert not accepts(constraint_of(family, rules), wrong)
+    if family.markup.trigger:
+        assert accepts(constraint_of(family, rules), f"I look.\n{call}")
+        assert not accepts(constraint_of(family, rules), f"I look.\n{wrong}")
+    if family is HERMES:
+        assert accepts(constraint_of(family, rules), f"I look.\n{call}\n{call}\nSo.")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+def test_an_answer_that_is_a_call_or_json(family: Family) -> None:
+    rules = CallRules([LOOK], must_call=False, may_call_many=True)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    for text, is_right in (
+        (text_of(family, ("look", '{"at": "sky"}')), True),
+        ('{"n": 3}', True),
+        ("I see.", False),
+    ):
+        assert accepts(constraint_of(family, rules, schema), text) is is_right, text
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_drawn_is_read_as_calls(family: Family, seed: int) -> None:
+    rules = CallRules([LOOK], must_call=True, may_call_many=True)
+    constraint, rng, ids = constraint_of(family, rules), random.Random(seed), []
+    while not constraint.is_complete and len(ids) < 2000:
+        mask = np.frombuffer(constraint.mask(len(ids)) or b"", dtype=np.uint8)
+        choices = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        token = EOS if EOS in choices else rng.choice(choices)
+        if token == EOS:
+            break
+        constraint.take(len(ids), token)
+        ids.append(token)
+    answer = read_answer(family.make_parser(), TOKENIZER.decode(ids))
+    assert not answer.text
+    for call in answer.calls:
+        assert json.loads(call.arguments)["at"] in ("sky", "süß 😀")
+    assert answer.calls
+
+
+def test_too_many_tools_are_refused() -> None:
+    tools = [{"name": f"f{i}", "parameters": {"description": "x" * 1000}} for i in range(100)]
+    rules = CallRules(tools, must_call=True, may_call_many=True)
+    with pytest.raises(InvalidRequest) as caught:
+        call_grammar(HERMES.markup, rules)
+    assert caught.value.param == "tools"
