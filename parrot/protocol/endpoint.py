@@ -8,6 +8,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.routing import Route
 
+from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
 from parrot.protocol.public import EmptyResponse
 from parrot.protocol.server import (
     bearer_token,
@@ -40,6 +41,7 @@ class Endpoint:
 
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
     for the field `bearer` if that is not given. `cluster_token`: what the Bearer token must be.
+    `body`: which bodies are read.
     `errors` (statuses that it may fail with, besides 400 and 422) and `about` only describe it."""
 
     def __init__(
@@ -55,6 +57,7 @@ class Endpoint:
         cluster_token: str | None = None,
         media_type: str = "application/json",
         about: str = "OK",
+        body: BodyRules = ANY_BODY,
     ) -> None:
         signature = inspect.signature(verb)
         request = signature.parameters.get("request")
@@ -70,6 +73,7 @@ class Endpoint:
         self._wants_request = request is not None
         self._bearer = bearer
         self._cluster_token = cluster_token
+        self._body = body
 
     def route(self) -> Route:
         """A plain route: FastAPI's, which resolve dependencies, cost more than all of ServeCore's
@@ -104,7 +108,7 @@ class Endpoint:
         return arguments
 
     async def _read_fields(self, request: Request) -> Any:
-        fields = await read_json(request)
+        fields = await read_json(request, self._body)
         if not isinstance(fields, dict):
             return fields  # validation says what is wrong with it
         if request.scope["query_string"]:

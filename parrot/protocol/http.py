@@ -22,7 +22,6 @@ from parrot.protocol.transport import (
 if TYPE_CHECKING:
     import aiohttp
 
-_JSON_HEADERS = {"Content-Type": "application/json"}
 _LARGE_BODY = 2**20  # aiohttp sends larger ones in pieces, so that the event loop stays free
 
 
@@ -72,9 +71,12 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         timeout_s: float | None = 30.0,
+        bearer: str | None = None,
     ) -> Any:
         """See `Transport`. TCP keep-alive notices when the peer's host is gone."""
-        async with self._exchange(method, path, params, body, total_s=timeout_s) as response:
+        async with self._exchange(
+            method, path, params, body, bearer, total_s=timeout_s
+        ) as response:
             return await self._decode(response)
 
     async def stream(
@@ -85,9 +87,12 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
+        bearer: str | None = None,
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
-        async with self._exchange(method, path, params, body, idle_s=idle_timeout_s) as response:
+        async with self._exchange(
+            method, path, params, body, bearer, idle_s=idle_timeout_s
+        ) as response:
             if response.status >= 400:
                 await self._decode(response)
             async for event in parse_events(response.content.iter_any()):
@@ -100,6 +105,7 @@ class HttpClient:
         path: str,
         params: Mapping[str, str] | None,
         body: Any,
+        bearer: str | None,
         *,
         total_s: float | None = None,
         idle_s: float | None = None,
@@ -107,13 +113,16 @@ class HttpClient:
         import aiohttp
 
         raw = encode_body(body)
+        headers = {} if raw is None else {"Content-Type": "application/json"}
+        if bearer is not None:
+            headers["Authorization"] = f"Bearer {bearer}"
         try:
             async with self._client().request(
                 method,
                 self.base_url + path,
                 params=params,
                 data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
-                headers=None if raw is None else _JSON_HEADERS,
+                headers=headers,
                 timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),
                 allow_redirects=False,  # nobody but the peer that was named gets prompts and keys
             ) as response:

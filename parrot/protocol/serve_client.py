@@ -33,6 +33,7 @@ from parrot.protocol.transport import Transport, until_done
 
 T = TypeVar("T", bound=BaseModel)
 
+_IN_HEAD = {"session_auth"}
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
 
 
@@ -45,8 +46,8 @@ class ReadOptions(TypedDict, total=False):
 
 
 class ServeClient:
-    """One method per route. `session_auth` travels in the body or query, not as a header, so that
-    one client can serve many sessions."""
+    """One method per route. `session_auth` is the Bearer token of each request, so that one client
+    can serve many sessions."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http
@@ -68,36 +69,40 @@ class ServeClient:
         return await self._ask(SessionCreateResponse, "POST", "/v1/session", body=body)
 
     async def session_info(self, session_id: int, session_auth: str) -> SessionInfo:
-        return await self._ask(
-            SessionInfo, "GET", f"/v1/session/{session_id}", params={"session_auth": session_auth}
-        )
+        return await self._ask(SessionInfo, "GET", f"/v1/session/{session_id}", bearer=session_auth)
 
     async def delete_session(self, session_id: int, session_auth: str) -> None:
-        await self._http.request(
-            "DELETE", f"/v1/session/{session_id}", params={"session_auth": session_auth}
-        )
+        await self._http.request("DELETE", f"/v1/session/{session_id}", bearer=session_auth)
 
     async def semantic_call(self, request: SemanticCallRequest) -> CallResponse:
-        body = request.model_dump(mode="json", exclude_defaults=True)
-        return await self._ask(CallResponse, "POST", "/v1/semantic_call", body=body)
+        body = request.model_dump(mode="json", exclude_defaults=True, exclude=_IN_HEAD)
+        auth = request.session_auth
+        return await self._ask(CallResponse, "POST", "/v1/semantic_call", body=body, bearer=auth)
 
     async def native_call(self, request: NativeCallRequest) -> CallResponse:
-        body = request.model_dump(mode="json", exclude_defaults=True)
-        return await self._ask(CallResponse, "POST", "/v1/py_native_call", body=body)
+        body = request.model_dump(mode="json", exclude_defaults=True, exclude=_IN_HEAD)
+        auth = request.session_auth
+        return await self._ask(CallResponse, "POST", "/v1/py_native_call", body=body, bearer=auth)
 
     async def semantic_graph(self, request: GraphRequest) -> GraphResponse:
-        body = request.model_dump(mode="json", exclude_defaults=True)
-        return await self._ask(GraphResponse, "POST", "/v1/semantic_graph", body=body)
+        body = request.model_dump(mode="json", exclude_defaults=True, exclude=_IN_HEAD)
+        auth = request.session_auth if request.session is None else request.session.api_key
+        return await self._ask(GraphResponse, "POST", "/v1/semantic_graph", body=body, bearer=auth)
 
     async def create_var(
         self, session_id: int, session_auth: str, var_name: str, content: str | None = None
     ) -> str:
-        body = _scope(session_id, session_auth) | {"var_name": var_name, "content": content}
-        return (await self._ask(VarCreateResponse, "POST", "/v1/semantic_var", body=body)).var_id
+        body = {"session_id": session_id, "var_name": var_name, "content": content}
+        answer = await self._ask(
+            VarCreateResponse, "POST", "/v1/semantic_var", body=body, bearer=session_auth
+        )
+        return answer.var_id
 
     async def set_var(self, session_id: int, session_auth: str, var_id: str, content: str) -> None:
-        body = _scope(session_id, session_auth) | {"content": content}
-        await self._http.request("POST", f"/v1/semantic_var/{var_id}", body=body)
+        body = {"session_id": session_id, "content": content}
+        await self._http.request(
+            "POST", f"/v1/semantic_var/{var_id}", body=body, bearer=session_auth
+        )
 
     async def get_var(
         self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadOptions]
@@ -114,7 +119,8 @@ class ServeClient:
             VarGetResponse,
             "GET",
             f"/v1/semantic_var/{var_id}",
-            params=_query(_scope(session_id, session_auth) | _wishes(options)),
+            params=_query({"session_id": session_id} | _wishes(options)),
+            bearer=session_auth,
             timeout_s=_patience(options),
         )
 
@@ -128,12 +134,13 @@ class ServeClient:
     ) -> list[VarValue]:
         """Wait for the first `k` to be ready, in the order in which they were. Cancelling this
         coroutine withdraws the read."""
-        scope = _scope(session_id, session_auth)
+        fields = {"session_id": session_id, "var_ids": list(var_ids), "k": k}
         answer = await self._ask(
             FirstVarsResponse,
             "POST",
             "/v1/semantic_vars/first",
-            body=scope | _wishes(options) | {"var_ids": list(var_ids), "k": k},
+            body=fields | _wishes(options),
+            bearer=session_auth,
             timeout_s=_patience(options),
         )
         return answer.values
@@ -149,8 +156,9 @@ class ServeClient:
         """Deltas of the value. Ends normally only after the server's `done` event, of which
         `on_done` is told."""
         wishes = {"criteria": PerformanceCriteria.LATENCY} | _wishes(options)
-        query = _query(_scope(session_id, session_auth) | wishes)
-        stream = self._http.stream("GET", f"/v1/semantic_var/{var_id}/stream", params=query)
+        query = _query({"session_id": session_id} | wishes)
+        path = f"/v1/semantic_var/{var_id}/stream"
+        stream = self._http.stream("GET", path, params=query, bearer=session_auth)
         async with aclosing(until_done(stream)) as events:
             async for name, data in events:
                 if name == "delta":
@@ -160,7 +168,10 @@ class ServeClient:
 
     async def cancel_var(self, session_id: int, session_auth: str, var_id: str) -> None:
         await self._http.request(
-            "POST", f"/v1/semantic_var/{var_id}/cancel", body=_scope(session_id, session_auth)
+            "POST",
+            f"/v1/semantic_var/{var_id}/cancel",
+            body={"session_id": session_id},
+            bearer=session_auth,
         )
 
     async def health(self) -> None:
@@ -187,10 +198,6 @@ class RegistrationClient:
         )
         answer = await self._http.request("POST", "/engine_heartbeat", body=request.model_dump())
         return HeartbeatResponse.model_validate(answer)
-
-
-def _scope(session_id: int, session_auth: str) -> dict[str, Any]:
-    return {"session_id": session_id, "session_auth": session_auth}
 
 
 def _wishes(options: ReadOptions) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.gate.answer import ErrorForm, own_form
-from parrot.protocol.gate.bodies import BodyBudget, BodyLimit, read_body
+from parrot.protocol.gate.bodies import ANY_BODY, BodyBudget, BodyLimit, BodyRules, read_body
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.errors import ErrorBoundary
 from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 _JSON = "application/json"
+_MAX_FIELDS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
@@ -84,22 +85,26 @@ def json_response(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-async def read_json(request: Request) -> Any:
+async def read_json(request: Request, rules: BodyRules = ANY_BODY) -> Any:
     """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
     nesting, so nothing behind this line meets them.
 
     A page of another site can make a browser send any body but one that is declared as JSON, for
     which the browser asks first."""
-    raw = await read_body(request)
+    raw = await read_body(request, rules)
     if not raw:
         return {}
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != _JSON:
         raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
     try:
-        return orjson.loads(raw)
+        payload = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if isinstance(payload, dict) and len(payload) > _MAX_FIELDS:
+        # Before validation, which would say of each that it is unknown.
+        raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
+    return payload
 
 
 def parse_payload(model: type[T], payload: Any) -> T:

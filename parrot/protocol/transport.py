@@ -51,9 +51,10 @@ class Transport(Protocol):
         params: Mapping[str, str] | None = None,
         body: Any = None,
         timeout_s: float | None = 30.0,
+        bearer: str | None = None,
     ) -> Any:
         """One exchange; returns the decoded JSON answer. `timeout_s` None waits as long as the
-        peer is there. `body`: orjson-serialisable."""
+        peer is there. `body`: orjson-serialisable. `bearer`: a token, instead of the client's."""
         ...
 
     def stream(
@@ -64,6 +65,7 @@ class Transport(Protocol):
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
+        bearer: str | None = None,
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """Server-sent events as (event name, data). Keep-alive comments are skipped, but
         silence of more than `idle_timeout_s` (servers send one every 15 s) is `Unavailable`.
@@ -91,6 +93,7 @@ class AppTransport:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         timeout_s: float | None = 30.0,
+        bearer: str | None = None,
     ) -> Any:
         """See `Transport`. The app runs in the caller's task, so cancelling reaches it at once."""
         raw = encode_body(body)
@@ -102,7 +105,7 @@ class AppTransport:
         try:
             async with asyncio.timeout(timeout_s):
                 receive = _receiver(raw, asyncio.Event())
-                await self._app(_scope(method, path, params, raw), receive, send)
+                await self._app(_scope(method, path, params, raw, bearer), receive, send)
         except TimeoutError:
             raise Unavailable(f"no answer to {method} {path} within {timeout_s} s") from None
         except Exception:
@@ -119,6 +122,7 @@ class AppTransport:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         idle_timeout_s: float = 60.0,
+        bearer: str | None = None,
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
         raw = encode_body(body)
@@ -127,7 +131,7 @@ class AppTransport:
 
         async def run() -> None:
             try:
-                scope = _scope(method, path, params, raw)
+                scope = _scope(method, path, params, raw, bearer)
                 await self._app(scope, _receiver(raw, is_gone), messages.put)
             finally:
                 messages.put_nowait(None)
@@ -154,8 +158,13 @@ class AppTransport:
 
 
 def _scope(
-    method: str, path: str, params: Mapping[str, str] | None, raw: bytes | None
+    method: str,
+    path: str,
+    params: Mapping[str, str] | None,
+    raw: bytes | None,
+    bearer: str | None,
 ) -> dict[str, Any]:
+    authorization = [] if bearer is None else [(b"authorization", f"Bearer {bearer}".encode())]
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -169,6 +178,7 @@ def _scope(
         "headers": [
             (b"content-length", b"%d" % len(raw or b"")),
             (b"content-type", b"application/json"),
+            *authorization,
         ],
         "client": None,
         "server": None,

@@ -27,6 +27,7 @@ from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.ids import tokens_equal
 from parrot.utils.timers import TimerQueue
 
 
@@ -99,6 +100,12 @@ class ServeCore:
         when the service is going down."""
         self._require_open()
         return tenant_of(api_key, self.config.api_keys)
+
+    def knows(self, credential: str) -> bool:
+        """Whether it is the `session_auth` of a live session, or one of the `api_keys`."""
+        if self._sessions.is_auth(credential):
+            return True
+        return any(tokens_equal(credential, key) for key in self.config.api_keys)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         session = self._sessions.authenticate(session_id, session_auth)

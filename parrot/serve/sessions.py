@@ -79,6 +79,7 @@ class SessionRegistry:
         self._first_id = self._next_id = first_id
         self._graph_ids = GraphIds()
         self._sessions: dict[int, Session] = {}
+        self._auths: set[str] = set()
         # A tenant's account lives as long as one of its sessions, whose accounts refer to it.
         self._tenants: WeakValueDictionary[str, Account] = WeakValueDictionary()
 
@@ -112,6 +113,7 @@ class SessionRegistry:
         )
         session = Session(session_id, new_token(), tenant, tuple(apps), graph, account, now, now)
         self._sessions[session_id] = session
+        self._auths.add(session.auth)
         self._watch(session)
         return session
 
@@ -128,6 +130,10 @@ class SessionRegistry:
         session.last_active = self._clock.now()
         return session
 
+    def is_auth(self, text: str) -> bool:
+        """Whether it is that of any live session."""
+        return text in self._auths
+
     def find(self, session_id: int) -> Session | None:
         return self._sessions.get(session_id)
 
@@ -138,12 +144,14 @@ class SessionRegistry:
 
     def remove(self, session: Session) -> None:
         del self._sessions[session.id]
+        self._auths.remove(session.auth)
         if session.expiry is not None:
             session.expiry.cancel()
         session.account.close()
 
     def check_integrity(self) -> None:
         """Recount the graphs, and what tenants keep. Only between events of the loop."""
+        assert self._auths == {session.auth for session in self}
         totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for session in self:
             session.graph.check_integrity()

@@ -22,7 +22,7 @@ async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings
     clock = MonotonicClock()
     config = CoreConfig(api_keys=("secret", "other"))
     core = ServeCore(config, clock=clock, observers=[Recorder(sink, clock)])
-    with TestClient(create_app(core)) as client:
+    with TestClient(create_app(core), base_url="http://localhost") as client:
         scope = client.post("/v1/session", json={"api_key": "secret"}).json()
         ids = []
         for content in ("x" * 600, "x" * 300, "b"):

@@ -18,6 +18,7 @@ from parrot.serve.core import ServeCore
 from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
 from tests.support.app_server import serve_app
 
+JSON = {"Content-Type": "application/json"}
 ENGINE = {
     "engine_type": "sim",
     "engine_name": "e0",
@@ -39,7 +40,7 @@ class Site:
 
     async def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         if "data" in options:
-            options["headers"] = {"Content-Type": "application/json"}
+            options["headers"] = JSON | options.get("headers", {})
         async with self.http.request(method, path, **options) as response:
             return response.status, await response.json()
 
@@ -280,9 +281,12 @@ async def test_hostile_json_is_refused_on_every_route(site: Site) -> None:
 
 async def test_large_bodies(site: Site) -> None:
     scope = await site.session()
+    headers = {"Authorization": f"Bearer {scope['session_auth']}"}
     for size, expected in ((MAX_TEXT, 200), (MAX_TEXT + 1, 422), (50_000_000, 413)):
         body = json.dumps(scope | {"var_name": "big", "content": "x" * size}).encode()
-        status, answer = await site.send("POST", "/v1/semantic_var", data=io.BytesIO(body))
+        status, answer = await site.send(
+            "POST", "/v1/semantic_var", data=io.BytesIO(body), headers=headers
+        )
         assert status == expected, answer
     assert answer["error"]["type"] == "payload_too_large"
     assert await site.get("/health") == {}

@@ -1,14 +1,16 @@
 """How much of a request's body is read."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parrot.protocol.errors import Cancelled, PayloadTooLarge, Unavailable
+from parrot.protocol.errors import AuthenticationFailed, Cancelled, PayloadTooLarge, Unavailable
 from parrot.protocol.gate.answer import ErrorForm, error_response
 
+LARGE = 2**20
 _SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
 
 
@@ -45,9 +47,34 @@ class _Lease:
         self.num_bytes = num_bytes
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body, which the request does not keep. Raises `Unavailable` when the bodies of all
-    requests become too large, and `Cancelled` if the client leaves or is too slow."""
+class BodyRules(NamedTuple):
+    """What a route takes. `max_size`: bytes of a body, if less than the server's limit. `admits`:
+    whether a body of more than 1 MiB is read, as the request's head tells."""
+
+    max_size: int | None = None
+    admits: Callable[[Request], bool] | None = None
+
+    def check(self, request: Request, size: int) -> None:
+        """Raise `PayloadTooLarge` or `AuthenticationFailed` if a body of this size is not read."""
+        if self.max_size is not None and size > self.max_size:
+            raise PayloadTooLarge(f"the request body exceeds {self.max_size} bytes")
+        if size > LARGE and self.admits is not None and not self.admits(request):
+            raise AuthenticationFailed(
+                f"a body of more than {LARGE} bytes needs the key or `session_auth` as a header, "
+                "`Authorization: Bearer`"
+            )
+
+
+ANY_BODY = BodyRules()
+SMALL_BODY = BodyRules(_SMALL)
+
+
+async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
+    """The whole body, which the request does not keep. Raises what the rules raise, `Unavailable`
+    when the bodies of all requests become too large, and `Cancelled` if the client leaves or is too
+    slow."""
+    declared = request.headers.get("content-length", "")
+    rules.check(request, int(declared) if declared.isdecimal() else 0)
     budget: BodyBudget = request.app.state.body_budget
     with budget.lease() as lease:
         chunks, size = [], 0
@@ -55,6 +82,7 @@ async def read_body(request: Request) -> bytes:
             async for chunk in request.stream():
                 chunks.append(chunk)
                 size += len(chunk)
+                rules.check(request, size)
                 if size > _SMALL:
                     lease.grow(size - _SMALL)
         except ClientDisconnect:

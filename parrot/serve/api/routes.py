@@ -3,10 +3,12 @@
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from fastapi import Request
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import NotFound
+from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
     ModelCard,
@@ -18,9 +20,9 @@ from parrot.protocol.public import (
     VarGetRequest,
     VarSetRequest,
 )
+from parrot.protocol.server import bearer_token
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.programs import Programs
 from parrot.serve.views import value_view
 from parrot.utils.metrics import CONTENT_TYPE
 
@@ -38,14 +40,14 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
     """The two that every call needs come first, since routes are tried in order."""
     return [
         *_call_endpoints(core),
-        *_variable_endpoints(core.programs),
+        *_variable_endpoints(core),
         *_session_endpoints(core),
         *_service_endpoints(core),
     ]
 
 
 def _call_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs = core.programs
+    programs, known = core.programs, _known(core)
 
     def submit_graph(request: GraphRequest) -> GraphResponse:
         return _submit_graph(core, request)
@@ -57,6 +59,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             programs.read,
             "Wait for a variable's value (long poll), which makes its work run",
             errors=_READ,
+            body=SMALL_BODY,
         ),
         Endpoint(
             "POST",
@@ -64,6 +67,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             programs.submit_call,
             "Submit a semantic call; a read makes it run",
             errors=_SUBMIT,
+            body=known,
         ),
         Endpoint(
             "POST",
@@ -71,6 +75,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             programs.submit_native,
             "Submit a native function's call; a read makes it run, in a sandbox",
             errors=_SUBMIT,
+            body=known,
         ),
         Endpoint(
             "POST",
@@ -78,6 +83,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             submit_graph,
             "Submit variables and calls that name each other, all of them or none",
             errors=(*_SUBMIT, 503),
+            body=known if core.config.api_keys else ANY_BODY,
         ),
         Endpoint(
             "POST",
@@ -86,11 +92,14 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             "Cancel every output of a call",
             takes=SessionScoped,
             errors=_SCOPED,
+            body=SMALL_BODY,
         ),
     ]
 
 
-def _variable_endpoints(programs: Programs) -> list[Endpoint]:
+def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
+    programs, known = core.programs, _known(core)
+
     def create_var(request: VarCreateRequest) -> VarCreateResponse:
         return VarCreateResponse(var_id=programs.create_var(**dict(request)))
 
@@ -99,7 +108,12 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
 
     return [
         Endpoint(
-            "POST", "/v1/semantic_var", create_var, "Create a variable", errors=(*_SCOPED, 413, 429)
+            "POST",
+            "/v1/semantic_var",
+            create_var,
+            "Create a variable",
+            errors=(*_SCOPED, 413, 429),
+            body=known,
         ),
         Endpoint(
             "GET",
@@ -108,6 +122,7 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
             "All variables of a session",
             takes=SessionScoped,
             errors=_SCOPED,
+            body=SMALL_BODY,
         ),
         Endpoint(
             "POST",
@@ -116,6 +131,7 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
             "Set a variable, once",
             takes=VarSetRequest,
             errors=(*_SCOPED, 409, 413, 429),
+            body=known,
         ),
         Endpoint(
             "POST",
@@ -124,6 +140,7 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
             "Stop making a variable",
             takes=SessionScoped,
             errors=_SCOPED,
+            body=SMALL_BODY,
         ),
         Endpoint(
             "POST",
@@ -131,6 +148,7 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
             programs.first,
             "Wait for the first k of some variables; work for the others stops",
             errors=_READ,
+            body=known,
         ),
         Endpoint(
             "GET",
@@ -140,6 +158,7 @@ def _variable_endpoints(programs: Programs) -> list[Endpoint]:
             errors=_READ,
             media_type="text/event-stream",
             about=_EVENTS,
+            body=SMALL_BODY,
         ),
     ]
 
@@ -153,6 +172,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             "Begin a session",
             errors=(401, 429, 503),
             bearer="api_key",
+            body=SMALL_BODY,
         ),
         Endpoint(
             "GET",
@@ -161,6 +181,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             "State, variables, calls, graph and timings of a session",
             takes=SessionScoped,
             errors=_SCOPED,
+            body=SMALL_BODY,
         ),
         Endpoint(
             "DELETE",
@@ -169,6 +190,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             "End a session: work is cancelled, contexts freed, open reads get an error",
             takes=SessionScoped,
             errors=_SCOPED,
+            body=SMALL_BODY,
         ),
     ]
 
@@ -197,6 +219,7 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
             "An engine joins (Bearer: the cluster token)",
             errors=(401, 409, 429, 503),
             cluster_token=token,
+            body=SMALL_BODY,
         ),
         Endpoint(
             "POST",
@@ -205,8 +228,19 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
             "An engine is alive (Bearer: the cluster token)",
             errors=(401,),
             cluster_token=token,
+            body=SMALL_BODY,
         ),
     ]
+
+
+def _known(core: ServeCore) -> BodyRules:
+    """Bodies that are large only if the head tells who sends them."""
+
+    def admits(request: Request) -> bool:
+        credential = bearer_token(request) or request.query_params.get("session_auth", "")
+        return core.knows(credential)
+
+    return BodyRules(admits=admits)
 
 
 def _submit_graph(core: ServeCore, request: GraphRequest) -> GraphResponse:
