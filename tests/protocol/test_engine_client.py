@@ -39,6 +39,7 @@ class Recorder(HttpClient):
                 FillPiece(context_id=7, parent_context_id=2, parent_len=0, text="hello"),
             ],
             sampling_config=SamplingConfig(temperature=0.0, stop_str="x", logit_bias={5: 1.0}),
+            resumed_ids=[8, 9],
         ),
     ],
 )
@@ -52,7 +53,7 @@ def test_every_field_is_sent() -> None:
     """A field added to the payload must be added to the client as well."""
     assert set(GenerateRequest.model_fields) == {
         *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
-        *("cache_salt", "end_flag", "fills", "sampling_config"),
+        *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
     assert set(FillPiece.model_fields) == piece

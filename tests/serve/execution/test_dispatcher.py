@@ -838,11 +838,12 @@ async def test_registering_again_replaces(world: World) -> None:
 
 
 async def test_too_many_engines(world: World) -> None:
-    for i in range(4):
-        await world.join(fake_engine(f"e{i}"))
+    engines = [fake_engine(f"e{i}") for i in range(4)]
+    for engine in engines:
+        await world.join(engine)
     with pytest.raises(QuotaExceeded):
         await world.join(fake_engine("e4"))
-    await world.join(fake_engine("e0"))
+    await world.join(engines[0])
     assert [model.model_name for model in world.dispatcher.fleet.models().models] == ["tiny"]
 
 

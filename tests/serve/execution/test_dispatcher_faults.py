@@ -120,6 +120,8 @@ class History:
         )
         engine = WatchedEngine(plain.info, plain.tokenizer_response, self.script())
         engine.on_fault = lambda task_id, error: self.lives[task_id].faults.append(error)
+        if (old := self.engines.get(name)) is not None:
+            old.info = engine.info  # at the address, the new one answers now
         self.engines[name] = engine
         await self.dispatcher.fleet.register(engine.info)
         self.num_joined += 1

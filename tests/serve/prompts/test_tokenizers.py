@@ -20,7 +20,7 @@ from parrot.serve.prompts.tokenizers import (
     Style,
     TokenizerRegistry,
 )
-from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 
 PLAIN, SPECIAL = Style(special=False, first=False), Style(special=True, first=False)
 JSON = byte_tokenizer().tokenizer_json
@@ -185,10 +185,11 @@ def test_ids_of_an_output() -> None:
 async def test_models_share_an_encoder_but_not_their_rules() -> None:
     registry = TokenizerRegistry()
     payload = byte_tokenizer()
-    await registry.add("chat", "t", payload)
-    await registry.add("base", "t", payload.model_copy(update={"chat_template": None}))
-    await registry.add("odd", "t", payload.model_copy(update={"chat_template": "{% if"}))
-    chat, base, odd = (registry.get(name, "t") for name in ("chat", "base", "odd"))
+    id_ = tokenizer_id_of(payload)
+    await registry.add("chat", id_, payload)
+    await registry.add("base", id_, payload.model_copy(update={"chat_template": None}))
+    await registry.add("odd", id_, payload.model_copy(update={"chat_template": "{% if"}))
+    chat, base, odd = (registry.get(name, id_) for name in ("chat", "base", "odd"))
     assert chat is not None
     assert base is not None
     assert odd is not None
