@@ -87,6 +87,24 @@ AGENTS = {
         ["qwen", "--auth-type", "openai", "--yolo", "-p"],
         {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "{model}"},
     ),
+    "codex": Agent(
+        "@openai/codex",
+        [
+            "codex",
+            "exec",
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            "-c",
+            "web_search=disabled",
+            "-c",
+            "model_provider=parrot",
+            "-c",
+            'model_providers.parrot={name="Parrot",base_url="{url}/v1",env_key="PARROT_KEY"}',
+            "-m",
+            "{model}",
+        ],
+        {"PARROT_KEY": "{key}"},
+    ),
     "opencode": Agent("opencode-ai", ["opencode", "run"], {}, {"opencode.json": _OPENCODE}),
 }
 
@@ -117,7 +135,7 @@ async def run_agent(agent: Agent, venvs: Path, url: str, recorder: Recorder) -> 
             arguments = [filled(argument) for argument in agent.command[1:]]
             env = {key: filled(value) for key, value in agent.env.items()} | {"HOME": home}
             told = await _output([program, *arguments, asked], env, Path(home))
-        features[name] = None if wanted in told else told[-300:]
+        features[name] = None if wanted in told else told[-300:] or "no answer"
     version = json.loads(package.read_text())["version"]
     return {"versions": {agent.package: version}, "features": features}
 

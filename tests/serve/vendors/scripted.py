@@ -31,15 +31,15 @@ _CALL = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_cal
 
 
 class ScriptedEngine(FakeEngine):
-    """`hung`: acquired once for each request that hangs."""
+    """`hung`: whether a request hangs, or did."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.hung = asyncio.Semaphore(0)
+        self.hung = asyncio.Event()
 
     async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
         if script.hang_after == num_chunks:
-            self.hung.release()
+            self.hung.set()
         await super()._maybe_hang(script, num_chunks)
 
     async def generate_stream(

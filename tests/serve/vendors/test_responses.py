@@ -223,8 +223,8 @@ async def test_nulls_stand_for_fields_that_are_not_there(site: Site) -> None:
     response = await site.post(PATH, body([message("user", "a") | nulls, call | nulls | parsed]))
     page = await get(site, f"{response['id']}/input_items")
     assert page["data"][0] == call | {"id": page["first_id"], "status": "completed"}
-    status, answer = await site.send(PATH, body([call | {"namespace": "x"}]))
-    assert (status, answer["error"]["param"]) == (400, "input.0.function_call.namespace")
+    status, answer = await site.send(PATH, body([call | {"strange": "x"}]))
+    assert (status, answer["error"]["param"]) == (400, "input.0.function_call.strange")
 
 
 async def test_input_items_come_in_pages(site: Site) -> None:
@@ -585,6 +585,22 @@ class TestTools:
             fields = {"tools": [self.TOOL], "tool_choice": choice}
             status, answer = await site.send(PATH, body("Weather?", **fields))
             assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+    async def test_functions_of_a_namespace_are_called_with_its_name(self, site: Site) -> None:
+        site.engine.script = says(self.CALL)
+        tool = {"type": "namespace", "name": "eyes", "description": "Sight", "tools": [self.TOOL]}
+        response = await site.post(PATH, body("Weather?", tools=[tool]))
+        assert '{"type": "function", "function": {"name": "look"' in site.engine.prompts[0]
+        (call,) = response["output"]
+        assert (call["name"], call["namespace"]) == ("look", "eyes")
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "blue"}
+        site.engine.script = says("Blue.")
+        again = await site.post(
+            PATH, body([message("user", "Weather?"), call, result], tools=[tool])
+        )
+        assert text_of(again) == "Blue."
+        status, answer = await site.send(PATH, body("Weather?", tools=[tool, self.TOOL]))
+        assert (status, answer["error"]["param"]) == (400, "tools")
 
     async def test_tools_are_not_shown_to_a_model_that_must_not_call_them(self, site: Site) -> None:
         response = await site.post(PATH, body("Hi", tools=[self.TOOL], tool_choice="none"))

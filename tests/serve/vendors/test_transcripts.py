@@ -61,8 +61,9 @@ async def go_away(
         async with send(http, request, ids) as response:
             await response.read()
 
+    engine.hung.clear()
     engine.aborted.clear()
     asking = asyncio.create_task(ask())
-    await engine.hung.acquire()
+    await engine.hung.wait()
     asking.cancel()
     await engine.aborted.wait()

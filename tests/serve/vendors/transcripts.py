@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 _KEPT_HEADERS = ("anthropic-version", "anthropic-beta", "accept", "content-type", "user-agent")
 _MAX_KEPT = 64  # characters
-_GIVEN_ID = re.compile(r"resp_\w+")
+_GIVEN_ID = re.compile(r"resp_[\w-]+")
 
 
 class GivenIds:

@@ -62,7 +62,9 @@ def chat():
 
 @feature("stream")
 def streams():
-    with client.messages.stream(model=MODEL, max_tokens=40, messages=[user(CAPITAL)]) as stream:
+    with client.messages.stream(
+        model=MODEL, max_tokens=40, messages=[user(CAPITAL)], extra_body={"temperature": 0}
+    ) as stream:
         assert "Paris" in "".join(stream.text_stream)
         final = stream.get_final_message()
     assert final.stop_reason == "end_turn"

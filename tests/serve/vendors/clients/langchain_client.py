@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 ACCESS = {"model": MODEL, "api_key": KEY, "max_retries": 0}
 chat = ChatOpenAI(base_url=f"{URL}/v1", temperature=0, max_tokens=40, **ACCESS)
-claude = ChatAnthropic(base_url=URL, max_tokens=40, **ACCESS)
+claude = ChatAnthropic(base_url=URL, max_tokens=40, model_kwargs={"temperature": 0}, **ACCESS)
 
 
 class City(BaseModel):
@@ -75,7 +75,9 @@ def completions():
 
 @feature("responses")
 def responses():
-    model = ChatOpenAI(base_url=f"{URL}/v1", use_responses_api=True, **ACCESS)
+    model = ChatOpenAI(
+        base_url=f"{URL}/v1", use_responses_api=True, temperature=0, max_tokens=40, **ACCESS
+    )
     assert "Paris" in model.invoke(CAPITAL).text
     assert "Paris" in "".join(chunk.text for chunk in model.stream(CAPITAL))
     (call,) = model.bind_tools([get_weather]).invoke(WEATHER).tool_calls

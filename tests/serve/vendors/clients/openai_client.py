@@ -39,9 +39,11 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
+BRIEF = {"model": MODEL, "temperature": 0, "max_completion_tokens": 40}
+
+
 def chat(messages, **fields):
-    given = {"model": MODEL, "messages": messages, "temperature": 0, "max_completion_tokens": 40}
-    return client.chat.completions.create(**given | fields)
+    return client.chat.completions.create(**BRIEF | {"messages": messages} | fields)
 
 
 @feature("models")
@@ -74,7 +76,7 @@ def streams():
     chunks = list(chat(user(CAPITAL), stream=True, stream_options={"include_usage": True}))
     assert "Paris" in "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert chunks[-1].usage.completion_tokens > 0
-    with client.chat.completions.stream(model=MODEL, messages=user(CAPITAL)) as stream:
+    with client.chat.completions.stream(**BRIEF, messages=user(CAPITAL)) as stream:
         assert "content.delta" in {event.type for event in stream}
         assert "Paris" in stream.get_final_completion().choices[0].message.content
 
@@ -85,7 +87,7 @@ def asynchronous():
         async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY) as it:
             create = it.chat.completions.create
             return await asyncio.gather(
-                *[create(model=MODEL, messages=user(f"{i}: {CAPITAL}")) for i in range(8)]
+                *[create(**BRIEF, messages=user(f"{CAPITAL} {i}")) for i in range(8)]
             )
 
     assert all("Paris" in answer.choices[0].message.content for answer in asyncio.run(ask()))
@@ -101,7 +103,7 @@ def tools():
     messages = [*user(WEATHER), answer.message, result]
     assert "sunny" in chat(messages, tools=TOOLS).choices[0].message.content
     fields = {"tools": TOOLS, "parallel_tool_calls": False}
-    with client.chat.completions.stream(model=MODEL, messages=user(WEATHER), **fields) as stream:
+    with client.chat.completions.stream(**BRIEF, messages=user(WEATHER), **fields) as stream:
         assert "tool_calls.function.arguments.delta" in {event.type for event in stream}
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Paris"}
@@ -110,15 +112,13 @@ def tools():
 @feature("strict tools")
 def strict_tools():
     tool = {"type": "function", "function": TOOL | {"strict": True}}
-    answer = client.chat.completions.parse(model=MODEL, messages=user(WEATHER), tools=[tool])
+    answer = client.chat.completions.parse(**BRIEF, messages=user(WEATHER), tools=[tool])
     assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
 
 
 @feature("structured output")
 def structured():
-    answer = client.chat.completions.parse(
-        model=MODEL, messages=user(IN_JSON), response_format=City
-    )
+    answer = client.chat.completions.parse(**BRIEF, messages=user(IN_JSON), response_format=City)
     assert answer.choices[0].message.parsed == City(city="Paris")
     answer = chat(user(IN_JSON), response_format={"type": "json_object"})
     assert json.loads(answer.choices[0].message.content) == {"city": "Paris"}
@@ -137,21 +137,24 @@ def completions():
 
 @feature("responses")
 def responses():
-    ask = client.responses.create
-    first = ask(model=MODEL, input=CAPITAL, instructions="Be brief.", max_output_tokens=40)
+    def ask(**fields):
+        given = {"model": MODEL, "temperature": 0, "max_output_tokens": 40}
+        return client.responses.create(**given | fields)
+
+    first = ask(input=CAPITAL, instructions="Be brief.")
     assert "Paris" in first.output_text
     assert first.status == "completed"
-    second = ask(model=MODEL, input=CAPITAL, previous_response_id=first.id)
+    second = ask(input=CAPITAL, previous_response_id=first.id)
     assert "Paris" in second.output_text
     assert client.responses.retrieve(second.id).output_text == second.output_text
     with client.responses.stream(model=MODEL, input=CAPITAL) as stream:
         assert "response.output_text.delta" in {event.type for event in stream}
         assert "Paris" in stream.get_final_response().output_text
     tool = {"type": "function", **TOOL, "strict": False}
-    (call,) = ask(model=MODEL, input=WEATHER, tools=[tool]).output
+    (call,) = ask(input=WEATHER, tools=[tool]).output
     assert (call.type, json.loads(call.arguments)) == ("function_call", {"city": "Paris"})
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    answer = ask(model=MODEL, input=[*user(WEATHER), call, result], tools=[tool])
+    answer = ask(input=[*user(WEATHER), call, result], tools=[tool])
     assert "sunny" in answer.output_text
 
 

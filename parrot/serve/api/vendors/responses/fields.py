@@ -1,6 +1,7 @@
 """The fields of requests for responses, and the frame of the answers."""
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -36,6 +37,15 @@ class FunctionTool(Dumped):
     defer_loading: Ignored = None
 
 
+class Namespace(Dumped):
+    """Functions under a name, which a call of one of them has beside the function's."""
+
+    type: Literal["namespace"]
+    name: str = Field(max_length=256)
+    description: _Text | None = None
+    tools: list[FunctionTool] = Field(max_length=MAX_TOOLS)
+
+
 class OtherTool(Bounded):
     """A tool that OpenAI runs, or that takes no JSON; there is none here."""
 
@@ -43,12 +53,14 @@ class OtherTool(Bounded):
 
 
 def _tool_kind(value: Any) -> str:
-    is_other = isinstance(value, dict) and value.get("type") != "function"
-    return "other" if is_other else "function"
+    kind = value.get("type") if isinstance(value, dict) else "function"
+    return kind if kind in ("function", "namespace") else "other"
 
 
 _AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
     Discriminator(_tool_kind),
 ]
 
@@ -140,8 +152,10 @@ class ResponseRequest(CommonFields):
         )
 
     def _functions(self) -> list[Json]:
-        functions = [_function(i, tool) for i, tool in enumerate(self.tools or ())]
-        return [] if self.tool_choice == "none" else functions
+        tools = [f for i, tool in enumerate(self.tools or ()) for f in _functions_of(i, tool)]
+        if len({tool.name for tool in tools}) < len(tools):
+            raise InvalidRequest("two tools have the same name", param="tools")
+        return [] if self.tool_choice == "none" else list(map(_function, tools))
 
     def frame(self, response_id: str, sampling: SamplingConfig) -> Json:
         """The response before anything of it is there."""
@@ -213,11 +227,15 @@ def _format(text_format: Json | None) -> Json | None:
     return {"type": "json_schema", "json_schema": text_format}
 
 
-def _function(index: int, tool: FunctionTool | OtherTool) -> Json:
+def _functions_of(index: int, tool: FunctionTool | Namespace | OtherTool) -> Sequence[FunctionTool]:
     if isinstance(tool, OtherTool):
         raise UnsupportedField(
             f"tools of type `{tool.type}` are not supported", param=f"tools.{index}.type"
         )
+    return [tool] if isinstance(tool, FunctionTool) else tool.tools
+
+
+def _function(tool: FunctionTool) -> Json:
     function: Json = {"name": tool.name, "parameters": tool.parameters or {}}
     if tool.description is not None:
         function["description"] = tool.description

@@ -74,6 +74,7 @@ class CallItem(Item):
     type: Literal["function_call"]
     call_id: _Id
     name: _Id
+    namespace: _Id | None = None
     arguments: str = "{}"
     caller: Ignored = None
     parsed_arguments: Ignored = Field(None, exclude=True)  # what the client made of them

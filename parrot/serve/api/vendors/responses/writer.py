@@ -41,6 +41,12 @@ class ResponseWriter:
         self.answer = Answer()
         self._number = 0  # of the next event
         self._texts: list[str] | None = None  # of the message that is open
+        self._namespaces = {
+            function["name"]: tool["name"]
+            for tool in frame["tools"]
+            if tool["type"] == "namespace"
+            for function in tool["tools"]
+        }
 
     def begin(self) -> Iterator[Json]:
         yield self._state("response.created")
@@ -96,6 +102,8 @@ class ResponseWriter:
             "name": call.name,
             "arguments": "",
         }
+        if call.name in self._namespaces:
+            item["namespace"] = self._namespaces[call.name]
         yield self._of_item("response.output_item.added", item=item)
         named = {"item_id": item["id"]}
         kind = "response.function_call_arguments"
