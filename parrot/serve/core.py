@@ -83,6 +83,7 @@ class ServeCore:
             self._dispatcher.fleet.tokenizer,
             self._runner.require_room,
             self._metrics.prefix_broken,
+            self._observers,
             repair=config.prefix_repair,
         )
 

@@ -32,6 +32,7 @@ class Endings:
 
     def put(self, turn: Turn, completion: Completion, message: Message) -> None:
         """One answer of the turn is done, for which its program will send `message`."""
+        assert turn.history is not None, turn
         text = turn.text + completion.output.text
         ending = Ending(turn.session.id, completion, len(text), _digest(text))
         self._endings.put(_extend(turn.history, message), ending)

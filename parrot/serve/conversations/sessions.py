@@ -7,10 +7,10 @@ from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 
-EndSession = Callable[[Session, SessionGone], None]
-
 Program = tuple[str, str | None]
 """A tenant, and the name of one of its programs; None if the program has no name."""
+
+EndSession = Callable[[Session, SessionGone], None]
 
 
 class ProgramSessions:

@@ -15,6 +15,25 @@ from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session
 from parrot.serve.views import value_view
 
+PromptSource = Sequence[Message] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """How a turn is tied to variables of a session: `session_id`, or the program's own.
+
+    `inputs`: var_ids by placeholder. `output`: the unset variable that the answer sets.
+    `is_deferred`: nobody waits for the answer; with `criteria` it is made at once, as if somebody
+    wanted it so, within `deadline` seconds."""
+
+    session_id: int | None = None
+    session_auth: str | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    output: str | None = None
+    is_deferred: bool = False
+    criteria: PerformanceCriteria | None = None
+    deadline: float | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
@@ -22,35 +41,41 @@ class TurnRequest:
 
     `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
     may have special tokens in it. There is an answer for each of `samplings`. `program` names the
-    program that asks. `calls`: what answers may call of the tools in `options`."""
+    program that asks. `calls`: what answers may call of the tools in `options`. `deadline`: in how
+    many seconds the answers are wanted."""
 
     tenant: str
     model: str
-    prompt: Sequence[Message] | str
+    prompt: PromptSource
     samplings: Sequence[SamplingConfig]
     options: Mapping[str, Any] = field(default_factory=dict)
     program: str | None = None
     func_name: str = "chat"
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
     calls: CallRules | None = None
+    deadline: float | None = None
+    chain: Chain | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
-    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages.
-    `make_parser` makes a parser for each answer. `prefix` says in a line whether the prompt shares
-    what the program sent before."""
+    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages; None
+    if nothing continues it. `make_parser` makes a parser for each answer. `prefix` says in a line
+    whether the prompt shares what the program sent before. `is_kept`: what is not done stays in the
+    session, for whoever wants it."""
 
     session: Session
     request_id: int
     completions: Sequence[Completion]
     text: str
-    history: bytes
+    history: bytes | None
     reads: Reads
     criteria: PerformanceCriteria
     make_parser: Callable[[], AnswerParser]
     prefix: str
+    deadline: float | None = None
+    is_kept: bool = False
 
     async def read(self, choice: int) -> VarGetResponse:
         """Raises the answer's error."""
@@ -68,8 +93,11 @@ class Turn:
 
     @property
     def _options(self) -> ReadOptions:
-        return ReadOptions(session_id=self.session.id, criteria=self.criteria)
+        return ReadOptions(
+            session_id=self.session.id, criteria=self.criteria, deadline=self.deadline
+        )
 
     def cancel(self) -> None:
-        """Stop whatever is not done."""
-        self.session.graph.cancel_call(self.request_id)
+        """Stop whatever is not done, unless it is kept."""
+        if not self.is_kept:
+            self.session.graph.cancel_call(self.request_id)

@@ -14,25 +14,26 @@ from itertools import accumulate
 from typing import Any
 
 from parrot.serve.config import PrefixRepair
+from parrot.serve.conversations.chains import Chains, usage_of
 from parrot.serve.conversations.doctor import (
     PrefixDoctor,
     Prompt,
     Reason,
 )
 from parrot.serve.conversations.endings import Endings, history_keys
+from parrot.serve.conversations.observed import ObservedChains
 from parrot.serve.conversations.sessions import EndSession, ProgramSessions
-from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.conversations.turn import PromptSource, Turn, TurnRequest
 from parrot.serve.graph.build import Prompt as CallPrompt
 from parrot.serve.graph.nodes import CallOptions, CompletionState, TextPiece
+from parrot.serve.observers import Observers
 from parrot.serve.prompts.conversation import (
+    FindTokenizer,
     answer_parser,
     constrained_calls,
     count_tokens,
     prompt_pieces,
 )
-from parrot.serve.prompts.tokenizers import ModelTokenizer
-from parrot.serve.prompts.transcript import Message
-from parrot.serve.quotas import num_bytes
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
@@ -46,25 +47,37 @@ class Turns:
         end_session: EndSession,
         timers: TimerQueue,
         clock: Clock,
-        find_tokenizer: Callable[[str], ModelTokenizer | None],
+        find_tokenizer: FindTokenizer,
         require_room: Callable[[str], None],
         on_break: Callable[[Reason], None],
+        observers: Observers,
         *,
         repair: PrefixRepair,
     ) -> None:
-        """`end_session` includes `forget`. `find_tokenizer` raises `NotFound` for a model that no
-        engine serves, and gives None for one whose engines take text. `require_room` raises
-        `QueueFull` for a tenant. `on_break` is told why prompts left a prefix."""
+        """`end_session` includes `forget`. `require_room` raises `QueueFull` for a tenant.
+        `on_break` is told why prompts left a prefix."""
         self._sessions = ProgramSessions(sessions, clock, end_session)
         self._reads = Reads(timers, clock)
         self._doctor = PrefixDoctor(repair, on_break)
         self.check_integrity = self._sessions.check_integrity
         self._find_tokenizer = find_tokenizer
         self._require_room = require_room
+        self._chains = Chains(
+            sessions,
+            self._sessions,
+            self._reads,
+            ObservedChains(observers, timers, clock),
+            clock,
+            find_tokenizer,
+            require_room,
+        )
         self._endings = Endings()
 
     def submit(self, request: TurnRequest) -> Turn:
-        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`."""
+        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`, and
+        if it is chained what `Chains.submit` raises."""
+        if request.chain is not None:
+            return self._chains.submit(request, request.chain)
         self._require_room(request.tenant)
         tokenizer = self._find_tokenizer(request.model)
         make_parser = answer_parser(request.options, request.model, tokenizer)
@@ -76,11 +89,7 @@ class Turns:
         prompt = _prompt(request, text)
         ending = self._endings.find(keys, text, self._sessions.is_live)
         fill = pieces if ending is None else _behind(pieces, ending.length)
-        usage = {
-            "calls": 1,
-            "variables": len(request.samplings),
-            "text_bytes": num_bytes([piece.text for piece in fill]),
-        }
+        usage = usage_of(fill, len(request.samplings))
         if ending is None:
             known = self._doctor.program_of(request.tenant, prompt)
             session = self._sessions.with_room(request.tenant, request.program, usage, known)
@@ -111,20 +120,21 @@ class Turns:
             request.criteria,
             make_parser,
             prefix if left is None else left.summary,
+            request.deadline,
         )
 
     async def count_tokens(
-        self, model: str, prompt: Sequence[Message] | str, options: Mapping[str, Any]
+        self, model: str, prompt: PromptSource, options: Mapping[str, Any]
     ) -> int:
         """Tokens of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of the
         model take text."""
         tokenizer = self._find_tokenizer(model)
         return await count_tokens(prompt, options, model, tokenizer)
 
-    def remember(self, turn: Turn, choice: int, message: Message) -> None:
+    def remember(self, turn: Turn, choice: int, message: Mapping[str, Any]) -> None:
         """The program will send `message` for this answer if it goes on."""
         completion = turn.completions[choice]
-        if completion.state is CompletionState.DONE:
+        if turn.history is not None and completion.state is CompletionState.DONE:
             self._endings.put(turn, completion, message)
             self._doctor.remember_answer(completion.options.tenant, turn.session.id, message)
 

@@ -34,13 +34,17 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that is known whole, and what is to be generated behind it, or behind the output of
-    `previous` and then it: an output for each of `samplings`."""
+    """A prompt that comes whole, and what is to be generated behind it, or behind the output of
+    `previous` and then it: an output for each of `samplings`. `output`: an unset variable that is
+    the only one. `is_held`: without a reader it runs in the background, unless the session runs
+    calls on demand."""
 
     fill: tuple[Piece, ...]
     samplings: Sequence[SamplingConfig]
     options: CallOptions
     previous: Completion | None = None
+    output: SemanticVariable | None = None
+    is_held: bool = False
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:

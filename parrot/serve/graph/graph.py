@@ -143,7 +143,9 @@ class SessionGraph:
 
     def submit_prompt(self, prompt: Prompt) -> tuple[int, list[Completion]]:
         """Add a call that has no template, and return its id with a completion for each output.
-        Only readers make it run."""
+        Raises `CyclicGraph`, and for an output that is given `AlreadySet` or `Conflict`."""
+        if prompt.output is not None:
+            _require_unset(prompt.output, prompt.output.name)
         request_id = self._ids.requests.next()
         completions = [
             Completion(
@@ -152,10 +154,10 @@ class SessionGraph:
                 session_id=self.session_id,
                 options=prompt.options,
                 fill=prompt.fill,
-                output=new_variable(self.session_id, f"answer_{i}"),
+                output=prompt.output or new_variable(self.session_id, f"answer_{i}"),
                 sampling=sampling,
                 previous=prompt.previous,
-                is_held=False,
+                is_held=prompt.is_held and not self._on_demand,
             )
             for i, sampling in enumerate(prompt.samplings)
         ]
@@ -335,11 +337,17 @@ def _required(variable: SemanticVariable | None, parameter: CallParameter) -> Se
     name = parameter.name
     if variable is None:
         raise NotFound(f"no variable `{parameter.var_id:.80}` for parameter `{name}`", param=name)
-    if parameter.is_output and variable.is_settled:
-        raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
-    if parameter.is_output and variable.producer is not None:
-        raise Conflict(f"the variable of output `{name}` has a producer", param=name)
+    if parameter.is_output:
+        _require_unset(variable, name)
     return variable
+
+
+def _require_unset(variable: SemanticVariable, name: str) -> None:
+    """Raise `AlreadySet` or `Conflict` if the variable cannot be that of the output `name`."""
+    if variable.is_settled:
+        raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
+    if variable.producer is not None:
+        raise Conflict(f"the variable of output `{name}` has a producer", param=name)
 
 
 def _claim(draft: _Draft, made: set[SemanticVariable]) -> None:

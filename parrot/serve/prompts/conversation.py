@@ -14,6 +14,9 @@ from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer
 from parrot.serve.prompts.transcript import Message, render_transcript
 
+FindTokenizer = Callable[[str], ModelTokenizer | None]
+"""The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
+
 
 def prompt_pieces(
     prompt: Sequence[Message] | str,

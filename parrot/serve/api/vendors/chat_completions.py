@@ -17,7 +17,7 @@ from parrot.serve.api.vendors.openai_chat import (
     template_messages,
     template_options,
 )
-from parrot.serve.api.vendors.openai_common import Json, program_of, usage_of
+from parrot.serve.api.vendors.openai_common import Json, chained, program_of, usage_of
 from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
@@ -48,19 +48,33 @@ class ChatCompletions:
                 samplings=request.samplings(max_tokens),
                 options=template_options(request),
                 program=program_of(request, caller),
-                criteria=request.criteria,
+                criteria=request.wanted,
+                deadline=request.deadline,
                 calls=rules_of(request),
+                chain=request.chain(),
             )
         )
         caller.tell(turn)
-        frame = {
+        frame: Json = {
             "id": f"chatcmpl-{new_token()}",
             "created": int(time.time()),
             "model": request.model,
         }
+        frame |= chained(request, [turn])
+        if request.is_deferred:
+            return self._deferred(turn, frame)
         if request.stream:
             return self._chunks(turn, frame, request)
         return self._whole(turn, frame, request)
+
+    async def _deferred(self, turn: Turn, frame: Json) -> bytes:
+        choices = [
+            {"index": i, "message": _message(Answer()), "logprobs": None, "finish_reason": None}
+            for i in range(len(turn.completions))
+        ]
+        return orjson.dumps(
+            frame | {"object": "chat.completion", "choices": choices, "usage": None}
+        )
 
     async def _whole(self, turn: Turn, frame: Json, request: ChatRequest) -> bytes:
         answers = await read_all([turn])

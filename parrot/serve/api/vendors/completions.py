@@ -16,6 +16,7 @@ from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import (
     GenerationFields,
     Json,
+    chained,
     program_of,
     usage_of,
 )
@@ -57,7 +58,9 @@ class Completions:
                     samplings=samplings,
                     program=program_of(request, caller),
                     func_name="completion",
-                    criteria=request.criteria,
+                    criteria=request.wanted,
+                    deadline=request.deadline,
+                    chain=request.chain(),
                 )
                 turns.append(self._turns.submit(turn_request))
                 caller.tell(turns[-1])
@@ -65,6 +68,8 @@ class Completions:
             for turn in turns:
                 turn.cancel()
             raise
+        if request.is_deferred:
+            return _Answers(turns, request, []).deferred()
         answers = _Answers(turns, request, [p if request.echo else "" for p in prompts])
         return answers.chunks() if request.stream else answers.whole()
 
@@ -82,7 +87,13 @@ class _Answers:
             "object": "text_completion",
             "created": int(time.time()),
             "model": request.model,
+            **chained(request, turns),
         }
+
+    async def deferred(self) -> bytes:
+        num_choices = len(self._turns) * self._num_choices
+        choices = [_choice(i, "") for i in range(num_choices)]
+        return orjson.dumps(self._frame | {"choices": choices, "usage": None})
 
     async def whole(self) -> bytes:
         answers = await read_all(self._turns)
@@ -127,10 +138,14 @@ def _texts(request: CompletionRequest) -> list[str]:
         raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
     if (request.best_of or 1) > (request.n or 1):
         raise UnsupportedField("`best_of` must not be more than `n`", param="best_of")
+    if request.echo and request.parrot is not None and request.parrot.inputs:
+        raise UnsupportedField("a prompt with variables cannot be echoed", param="echo")
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
         raise UnsupportedField("give the prompt as text, not as token ids", param="prompt")
+    if request.parrot is not None and len(texts) > 1:
+        raise UnsupportedField("a prompt with `parrot` fields comes alone", param="prompt")
     if not all(texts) or not texts:
         raise InvalidRequest("the prompt is empty", param="prompt")
     return texts

@@ -8,16 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.public import MAX_TEXT, VarGetResponse
+from parrot.protocol.public import MAX_TEXT, Timeout, VarGetResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.endpoint import Caller, require_shallow
+from parrot.serve.conversations.turn import Chain, Turn
+from parrot.serve.prompts.placeholders import MAX_PLACES
 
 MAX_CHOICES = 16
 MAX_PARTS = 4096  # of a message
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 DEFAULT_MAX_TOKENS = 16_384
 _MAX_FIELDS = 256
+
+_ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 
 Json = dict[str, Any]
 
@@ -98,6 +102,18 @@ class Metadata(Bounded):
     user_id: str | None = Field(None, max_length=1024)
 
 
+class ChainFields(Wire):
+    """Parrot's own: variables of a session in a prompt, and an answer that is one."""
+
+    session_id: int | None = None
+    session_auth: str | None = Field(None, max_length=4096)
+    inputs: dict[_ShortName, _ShortName] = Field({}, max_length=MAX_PLACES)
+    output: _ShortName | None = None
+    criteria: PerformanceCriteria | None = None
+    deadline: Timeout | None = None
+    defer: bool = False
+
+
 class CommonFields(Wire):
     model: str = Field(min_length=1, max_length=256)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -153,6 +169,43 @@ class GenerationFields(CommonFields):
     # Nothing in the answer depends on these.
     store: Ignored = None
     prediction: Ignored = None
+    parrot: ChainFields | None = None
+
+    @property
+    def wanted(self) -> PerformanceCriteria:
+        given = None if self.parrot is None else self.parrot.criteria
+        return given or self.criteria
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self.parrot is None else self.parrot.deadline
+
+    @property
+    def is_deferred(self) -> bool:
+        return self.parrot is not None and self.parrot.defer
+
+    def chain(self) -> Chain | None:
+        """Raises `UnsupportedField` for a deferred answer that is to be streamed."""
+        fields = self.parrot
+        if fields is None:
+            return None
+        is_chained = fields.defer or fields.inputs or fields.output is not None
+        if fields.session_id is None and not is_chained:
+            return None
+        if fields.defer and self.stream:
+            raise UnsupportedField("a deferred answer is not streamed", param="parrot.defer")
+        criteria = fields.criteria
+        if fields.deadline is not None and criteria is None:
+            criteria = PerformanceCriteria.LATENCY
+        return Chain(
+            session_id=fields.session_id,
+            session_auth=fields.session_auth,
+            inputs=fields.inputs,
+            output=fields.output,
+            is_deferred=fields.defer,
+            criteria=criteria,
+            deadline=fields.deadline,
+        )
 
     def _constraint(self) -> Json:
         """The field of `SamplingConfig` that constrains the text. Raises `InvalidRequest` if there
@@ -224,6 +277,14 @@ def constraint(response_format: Json | None) -> Json:
         case {"type": kind}:
             raise UnsupportedField(f"format `{kind}` is not supported", param="response_format")
     raise InvalidRequest("the format has no `type`", param="response_format")
+
+
+def chained(request: GenerationFields, turns: Sequence[Turn]) -> Json:
+    """Where the answers are as variables, for a request that has such fields itself."""
+    if request.parrot is None or not turns:
+        return {}
+    outputs = [completion.output.id for turn in turns for completion in turn.completions]
+    return {"parrot": {"session_id": turns[0].session.id, "outputs": outputs}}
 
 
 def program_of(request: CommonFields, caller: Caller) -> str | None:

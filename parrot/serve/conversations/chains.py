@@ -1,0 +1,142 @@
+"""Chained turns: prompts with variables of a session in them, and answers that are variables.
+
+    turn 1    "Summarize ..."            answer: variable a        nobody waits for it
+    turn 2    "Join: {{first}}"          first = a, which is not there yet
+
+So a program that speaks a chat API submits its whole graph, and no text goes through it in between.
+"""
+
+from collections.abc import Callable, Sequence
+
+from parrot.protocol.errors import InvalidRequest, NotFound
+from parrot.serve.conversations.observed import ObservedChains
+from parrot.serve.conversations.sessions import ProgramSessions
+from parrot.serve.conversations.turn import Chain, Turn, TurnRequest
+from parrot.serve.graph.build import Prompt
+from parrot.serve.graph.nodes import CallOptions, Completion, Piece, Reader, TextPiece
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.prompts.conversation import (
+    FindTokenizer,
+    answer_parser,
+    constrained_calls,
+    prompt_pieces,
+)
+from parrot.serve.prompts.placeholders import mark_places, put_variables
+from parrot.serve.quotas import num_bytes
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import Session, SessionRegistry
+from parrot.utils.clock import Clock
+
+
+class Chains:
+    """Submits chained turns. Those in sessions that programs began themselves are seen by observers
+    as semantic calls and reads."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        programs: ProgramSessions,
+        reads: Reads,
+        observed: ObservedChains,
+        clock: Clock,
+        find_tokenizer: FindTokenizer,
+        require_room: Callable[[str], None],
+    ) -> None:
+        self._registry = registry
+        self._programs = programs
+        self._reads = reads
+        self._observed = observed
+        self._clock = clock
+        self._find_tokenizer = find_tokenizer
+        self._require_room = require_room
+
+    def submit(self, request: TurnRequest, chain: Chain) -> Turn:
+        """Raises as `Turns.submit` does, `AuthenticationFailed` and `SessionGone`, and for the
+        variable of the output `AlreadySet`, `Conflict` and `CyclicGraph`."""
+        if chain.output is not None and len(request.samplings) > 1:
+            raise InvalidRequest("there is one output, but many answers", param="parrot.output")
+        tokenizer = self._find_tokenizer(request.model)
+        make_parser = answer_parser(request.options, request.model, tokenizer)
+        samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
+        marked = mark_places(request.prompt, list(chain.inputs))
+        pieces = prompt_pieces(marked.prompt, request.options, request.model, tokenizer)
+        session = self._session(request, chain)
+        self._require_room(session.tenant)
+        inputs = {
+            name: _known(session, var_id, f"parrot.inputs.{name}")
+            for name, var_id in chain.inputs.items()
+        }
+        fill = tuple(put_variables(pieces, marked, inputs))
+        output = None
+        if chain.output is not None:
+            output = _known(session, chain.output, "parrot.output")
+        usage = usage_of(fill, 0 if output else len(request.samplings))
+        session.account.require(**usage)
+        options = CallOptions(
+            func_name=request.func_name,
+            models=(request.model,),
+            cache_prefix=not isinstance(request.prompt, str),
+            tenant=session.tenant,
+        )
+        request_id, completions = session.graph.submit_prompt(
+            Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
+        )
+        session.account.add(**usage)
+        is_own = self._programs.is_live(session.id)
+        if not is_own:
+            for completion in completions:
+                is_bound = output is not None
+                self._observed.submitted(session, request_id, completion, is_bound=is_bound)
+        if chain.is_deferred:
+            self._begin(session, completions, chain)
+        return Turn(
+            session,
+            request_id,
+            completions,
+            "",
+            None,
+            self._reads if is_own else self._observed.reads,
+            request.criteria,
+            make_parser,
+            "chained",
+            request.deadline,
+            is_kept=not is_own or output is not None or chain.is_deferred,
+        )
+
+    def _session(self, request: TurnRequest, chain: Chain) -> Session:
+        if chain.session_id is not None:
+            try:
+                return self._registry.authenticate(chain.session_id, chain.session_auth)
+            except NotFound as error:
+                raise InvalidRequest(error.message, param="parrot.session_id") from None
+        if request.program is None:
+            raise InvalidRequest(
+                "a chained call names its session, or its program by `prompt_cache_key`",
+                param="parrot.session_id",
+            )
+        return self._programs.with_room(request.tenant, request.program, {})
+
+    def _begin(self, session: Session, completions: Sequence[Completion], chain: Chain) -> None:
+        """Nobody reads it yet: it runs when what the program holds does, or at once as wanted."""
+        self._reads.wake_soon(session)
+        if chain.criteria is None:
+            return
+        deadline = None if chain.deadline is None else self._clock.now() + chain.deadline
+        for completion in completions:
+            if not completion.output.is_settled:
+                session.graph.activation.add_reader(
+                    Reader(completion.output, chain.criteria, deadline)
+                )
+
+
+def usage_of(fill: Sequence[Piece], num_new: int) -> dict[str, int]:
+    """What a session keeps for a call with this prompt, and its new variables."""
+    texts = [piece.text for piece in fill if isinstance(piece, TextPiece)]
+    return {"calls": 1, "variables": num_new, "text_bytes": num_bytes(texts)}
+
+
+def _known(session: Session, var_id: str, param: str) -> SemanticVariable:
+    variable = session.graph.variables.get(var_id)
+    if variable is None:
+        raise InvalidRequest(f"the session has no variable `{var_id:.80}`", param=param)
+    return variable

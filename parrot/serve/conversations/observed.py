@@ -1,0 +1,113 @@
+"""Chained turns as observers see them: as semantic calls, and reads of their outputs."""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from itertools import groupby
+
+from parrot.protocol.public import (
+    CallParameter,
+    CallResponse,
+    ParameterInfo,
+    ReadOptions,
+    SemanticCallRequest,
+)
+from parrot.protocol.template import placeholder
+from parrot.serve.graph.nodes import Completion, Piece, TextPiece
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.observers import Observers
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import Session
+from parrot.utils.clock import Clock
+from parrot.utils.timers import TimerQueue
+
+
+class ObservedChains:
+    """Tells observers of what is submitted, and by `reads` of what is read."""
+
+    def __init__(self, observers: Observers, timers: TimerQueue, clock: Clock) -> None:
+        self.reads = ObservedReads(timers, clock, observers)
+        self._observers = observers
+
+    def submitted(
+        self, session: Session, request_id: int, completion: Completion, *, is_bound: bool
+    ) -> None:
+        """`is_bound`: the request named the variable of its output."""
+        call, response = _as_call(session, request_id, completion, is_bound=is_bound)
+        self._observers.tell(lambda one: one.call_submitted(session, call, response))
+
+
+class ObservedReads(Reads):
+    """Reads that observers are told of."""
+
+    def __init__(self, timers: TimerQueue, clock: Clock, observers: Observers) -> None:
+        super().__init__(timers, clock)
+        self._observers = observers
+
+    async def value(
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
+    ) -> str:
+        with self._observers.reading(session, options, [variable.id]):
+            return await super().value(session, variable, options)
+
+    async def stream(
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
+    ) -> AsyncGenerator[str]:
+        with self._observers.reading(session, options, [variable.id], is_stream=True):
+            async with aclosing(super().stream(session, variable, options)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+
+def _as_call(
+    session: Session, request_id: int, completion: Completion, *, is_bound: bool
+) -> tuple[SemanticCallRequest, CallResponse]:
+    """The completion as a call that was submitted with its texts as values: a text in a template
+    might be taken for a placeholder."""
+    parameters: list[CallParameter] = []
+    described: list[ParameterInfo] = []
+
+    def add(name: str, var_id: str, parameter: CallParameter) -> None:
+        parameters.append(parameter)
+        described.append(
+            ParameterInfo(
+                parameter_name=name,
+                is_output=parameter.is_output,
+                var_name=name,
+                var_id=var_id,
+            )
+        )
+
+    for i, piece in enumerate(_merged(completion.fill)):
+        name = f"piece_{i}"
+        if isinstance(piece, TextPiece):
+            add(name, "", CallParameter(name=name, value=piece.text))
+        else:
+            var_id = piece.variable.id
+            add(name, var_id, CallParameter(name=name, var_id=var_id))
+    output = completion.output
+    bound_id = output.id if is_bound else None
+    sampling = completion.sampling
+    add(
+        "answer",
+        output.id,
+        CallParameter(name="answer", is_output=True, var_id=bound_id, sampling_config=sampling),
+    )
+    call = SemanticCallRequest(
+        session_id=session.id,
+        template="".join(placeholder(parameter.name) for parameter in parameters),
+        parameters=parameters,
+        func_name=completion.options.func_name,
+        models=list(completion.options.models),
+        cache_prefix=completion.options.cache_prefix,
+        on_demand=not completion.is_held,
+    )
+    return call, CallResponse(request_id=request_id, param_info=described)
+
+
+def _merged(fill: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces with texts that follow each other as one."""
+    for is_text, pieces in groupby(fill, key=lambda piece: isinstance(piece, TextPiece)):
+        if is_text:
+            yield TextPiece("".join(p.text for p in pieces if isinstance(p, TextPiece)))
+        else:
+            yield from pieces
