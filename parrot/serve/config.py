@@ -164,7 +164,14 @@ class CoreConfig(ConfigModel):
         "which differ with each request (`on`).",
     )
     native_workers: int = Field(
-        2, ge=1, le=64, description="Native functions that may run at once, a process each."
+        3,
+        ge=1,
+        le=64,
+        description="Native functions that may run at once, a process each; one session's all but "
+        "one of these.",
+    )
+    native_timeout: float = Field(
+        60.0, gt=0, le=60, description="Seconds that a native function may ask for, at most."
     )
     native_memory_mb: int = Field(
         64, ge=1, le=65536, description="Memory one native function may use, in MiB."

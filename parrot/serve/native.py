@@ -22,6 +22,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall
 from parrot.serve.quotas import QueuedByTenant
 from parrot.utils.clock import Clock
+from parrot.utils.slots import FairSlots
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,14 @@ native_function = P.native_function
 """
 
 
-def check_call(request: NativeCallRequest) -> None:
-    """The function and its parameters must have Python names, and nothing is sampled. Raises
-    `InvalidRequest`."""
+def check_call(request: NativeCallRequest, max_timeout_s: float) -> None:
+    """The function and its parameters must have Python names, it may not take longer than any, and
+    nothing is sampled. Raises `InvalidRequest`."""
+    if request.timeout > max_timeout_s:
+        raise InvalidRequest(
+            f"the timeout of a native function is at most {max_timeout_s:g} s (`native_timeout`)",
+            param="timeout",
+        )
     for parameter in request.parameters:
         if parameter.sampling_config not in (None, _NO_SAMPLING):
             raise InvalidRequest(
@@ -128,11 +134,12 @@ class MontySandbox:
 
 
 class NativeRunner:
-    """Runs native calls in a sandbox, `native_workers` at a time; further ones wait."""
+    """Runs native calls in a sandbox, `native_workers` at a time; further ones wait. Sessions take
+    turns, and none has all workers, unless there is one worker."""
 
     def __init__(self, config: CoreConfig, clock: Clock, sandbox: Sandbox | None = None) -> None:
         self._clock = clock
-        self._slots = asyncio.Semaphore(config.native_workers)
+        self._slots = FairSlots(config.native_workers)
         self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
         self._waiting: set[int] = set()  # those of them without a worker
@@ -178,7 +185,7 @@ class NativeRunner:
 
     async def _run(self, call: NativeCall) -> None:
         try:
-            async with self._slots:
+            async with self._slots.slot(call.session_id):
                 self._end_wait(call)
                 call.state = CompletionState.RUNNING
                 call.times.started = self._clock.now()

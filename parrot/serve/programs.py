@@ -19,7 +19,6 @@ from parrot.protocol.public import (
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.local_names import resolve
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from parrot.serve.native import check_call
 from parrot.serve.observers import Observers
 from parrot.serve.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.readers import Reads
@@ -59,7 +58,7 @@ class Programs:
     def _submit(self, request: SemanticCallRequest | NativeCallRequest) -> CallResponse:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         if isinstance(request, NativeCallRequest):
-            check_call(request)
+            self._runner.check_native(request)
         if (answer := session.graph.replays.find(request, CallResponse)) is not None:
             return answer
         self._runner.require_room(session.tenant)
@@ -84,7 +83,7 @@ class Programs:
         for index, call in enumerate(graph.calls):
             if isinstance(call, NativeCallRequest):
                 with naming_call(index, call.func_name):
-                    check_call(call)
+                    self._runner.check_native(call)
         self._runner.require_room(session.tenant)
         usage = usage_of_graph(request.variables, len(graph.variables), graph.calls)
         session.account.require(**usage)

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.public import NativeCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.metrics import CoreMetrics
-from parrot.serve.native import NativeRunner, Sandbox
+from parrot.serve.native import NativeRunner, Sandbox, check_call
 from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
@@ -30,6 +31,7 @@ class TaskRunner:
         self._clock = clock
         self._dispatcher = dispatcher
         self._native = NativeRunner(config, clock, sandbox)
+        self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
         self._find_session = find_session
         self.expect = dispatcher.expect
@@ -45,6 +47,10 @@ class TaskRunner:
         if self._dispatcher.num_queued + self._native.num_waiting >= limit:
             queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
             require_share(tenant, limit, *queues)
+
+    def check_native(self, request: NativeCallRequest) -> None:
+        """Raise `InvalidRequest` if the call can never run."""
+        check_call(request, self._max_native_timeout_s)
 
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
