@@ -1,6 +1,7 @@
 """Bodies for the vendors' endpoints that would take long to look at, or to write again."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -82,7 +83,7 @@ async def test_objects_with_very_many_fields(site: Site, path: str) -> None:
     ):
         status, answer = await site.send(path, given)
         assert status == 400
-        assert "more than 256 fields" in json.dumps(answer)
+        assert re.search("more than [0-9]+ fields", json.dumps(answer))
     assert (await site.send(path, body(path, user([{"type": "image"} | wide]))))[0] == 400
 
 

@@ -286,6 +286,11 @@ async def test_a_deleted_response_stays_in_what_continues_it(site: Site) -> None
         ({"input": [message("user", "x"), {"type": "shell_call"}]}, "input.1.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type"),
         (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input.0.message.content.parts.0.text.text",
+        ),
+        ({"input": [{"role": "user", "content": 3}]}, "input.0.message.content.parts"),
+        (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
             "input",
         ),

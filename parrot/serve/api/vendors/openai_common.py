@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -63,9 +63,26 @@ class OtherPart(Bounded):
     type: str = Field(max_length=64)
 
 
-Part = Annotated[TextPart | OtherPart, Field(union_mode="left_to_right")]
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "text" if kind in (None, "text", "input_text", "output_text") else "other"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("other")],
+    Discriminator(_part_kind),
+]
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
-Content = Annotated[str, Field(max_length=MAX_TEXT)] | Parts
+
+
+def _content_kind(value: Any) -> str:
+    return "text" if isinstance(value, str) else "parts"
+
+
+Content = Annotated[
+    Annotated[str, Field(max_length=MAX_TEXT), Tag("text")] | Annotated[Parts, Tag("parts")],
+    Discriminator(_content_kind),
+]
 
 
 def text_of(content: Content) -> str:
