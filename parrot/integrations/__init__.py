@@ -1,0 +1,1 @@
+"""Frameworks of others on Parrot, each with an extra of its own."""

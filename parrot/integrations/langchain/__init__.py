@@ -1,0 +1,7 @@
+"""LangChain on Parrot: chains whose calls are one graph in ServeCore, see docs/integrations.md."""
+
+from parrot.integrations.langchain.chat_model import ChatParrot
+from parrot.integrations.langchain.messages import LazyAIMessage, LazyHumanMessage, fetch
+from parrot.integrations.langchain.prompt import LazyPrompt
+
+__all__ = ["ChatParrot", "LazyAIMessage", "LazyHumanMessage", "LazyPrompt", "fetch"]
