@@ -8,6 +8,8 @@ from parrot.engine.config import SimConfig
 from parrot.protocol.graph_api import GraphRequest
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.transport import AppTransport
+from parrot.serve.api.app import create_app
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
 from parrot.simulation.trace import Trace
@@ -93,3 +95,35 @@ def test_a_recorded_graph_is_replayed() -> None:
     assert len(after.calls) == len(before.calls) == NUM_PARTS + 1
     assert all(call.finished_s is not None for call in after.calls)
     assert after.jct_s == pytest.approx(before.jct_s, rel=0.05)
+
+
+def test_a_recorded_chain_is_replayed() -> None:
+    async def main() -> Trace:
+        trace = Trace()
+        async with SimCluster(2, engine=ENGINE, trace=trace.add) as cluster:
+            transport = AppTransport(create_app(cluster.core))
+            client = cluster.client(fixed(RTT_S))
+            scope = (await client.create_session()).model_dump()
+
+            async def ask(prompt: str, **parrot: Any) -> Any:
+                body = {"model": model, "prompt": prompt, "parrot": scope | parrot}
+                return await transport.request("POST", "/v1/completions", body=body)
+
+            (card,) = (await transport.request("GET", "/v1/models"))["data"]
+            model = card["id"]
+            ids = []
+            for n in range(NUM_PARTS):
+                answer = await ask(f"part {n} {{{{no_input}}}}" * 50, defer=True)
+                ids += answer["parrot"]["outputs"]
+            inputs = {f"p{n}": var_id for n, var_id in enumerate(ids)}
+            await ask(" ".join(f"{{{{{name}}}}}" for name in inputs), inputs=inputs)
+            await client.delete_session(**scope)
+            await transport.close()
+        return trace
+
+    recorded = run_virtual(main())
+    replayed = Replay(engine=ENGINE).run(recorded)
+    (before,), (after,) = recorded.sessions, replayed.sessions
+    assert len(after.calls) == len(before.calls) == NUM_PARTS + 1
+    assert all(call.finished_s is not None for call in after.calls)
+    assert after.jct_s == pytest.approx(before.jct_s, rel=0.1)
