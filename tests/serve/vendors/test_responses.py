@@ -245,6 +245,19 @@ async def test_input_items_come_in_pages(site: Site) -> None:
     assert (status, answer["error"]["param"]) == (404, "after")
 
 
+async def test_the_tokens_of_a_prompt_are_counted(site: Site) -> None:
+    site.engine.script = says("Hi!")
+    first = await site.post(PATH, body("Hello"))
+    more = body("More", previous_response_id=first["id"], instructions="Be brief.")
+    counted = await site.post(f"{PATH}/input_tokens", more)
+    second = await site.post(PATH, more)
+    assert counted == {
+        "object": "response.input_tokens",
+        "input_tokens": second["usage"]["input_tokens"],
+    }
+    assert len(site.engine.requests) == 2
+
+
 async def test_responses_that_are_not_kept(site: Site) -> None:
     missing = (await site.post(PATH, body("Hi", store=False)))["id"]
     gone = (await site.post(PATH, body("Ho")))["id"]

@@ -78,6 +78,13 @@ def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
     path = "/v1/responses/{response_id}"
     verbs: tuple[tuple[str, str, Callable[..., Any], str, tuple[int, ...]], ...] = (
         ("POST", "/v1/responses", responses.create, "OpenAI's responses", _ERRORS),
+        (
+            "POST",
+            "/v1/responses/input_tokens",
+            responses.count,
+            "The tokens of a response's prompt",
+            (401, 404, 413),
+        ),
         ("GET", path, responses.retrieve, "A response that is kept", (401, 404)),
         ("DELETE", path, responses.delete, "Keep a response no more", (401, 404)),
         ("POST", f"{path}/cancel", responses.cancel, "Stop a background response", (401, 404)),

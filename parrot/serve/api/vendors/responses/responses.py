@@ -84,6 +84,14 @@ class Responses:
             return self._events(turn, parser, writer, record)
         return self._whole(turn, parser, writer, record)
 
+    async def count(self, request: ResponseRequest, caller: Caller) -> bytes:
+        """The tokens of the prompt that the request would have."""
+        request.require_support()
+        messages = _messages(request, self._record(request, caller.tenant))
+        options = request.template_options()
+        count = await self._turns.count_tokens(request.model, messages, options)
+        return orjson.dumps({"object": "response.input_tokens", "input_tokens": count})
+
     def retrieve(
         self, request: RetrieveRequest, response_id: str, caller: Caller
     ) -> bytes | AsyncGenerator[Event]:
