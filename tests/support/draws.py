@@ -114,3 +114,14 @@ def adjusted_exactly(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch
             if token < len(row):
                 row[token] += bias
     return exact
+
+
+def random_mask(rows: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words of bits, of which the last tokens have none, and the same as bool [rows, vocab]."""
+    generator = torch.Generator().manual_seed(rows)
+    num_words = vocab_size // 32
+    words = torch.randint(-(2**31), 2**31, (rows, num_words), generator=generator)
+    bits = (words[:, :, None] >> torch.arange(32)) & 1
+    allowed = torch.zeros(rows, vocab_size, dtype=torch.bool)
+    allowed[:, : 32 * num_words] = bits.flatten(1).bool()
+    return words.int(), allowed

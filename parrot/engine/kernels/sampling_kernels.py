@@ -15,6 +15,7 @@ _MIX_2 = tl.constexpr(MIX_2)
 _LARGEST_BELOW_ONE = tl.constexpr(LARGEST_BELOW_ONE)
 _INFINITY = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-3.0e38)
+_HIDDEN = tl.constexpr(-1.0e30)  # below all logits, and finite at any temperature
 
 _KEY_0 = tl.constexpr(layout.KEY_0)
 _KEY_1 = tl.constexpr(layout.KEY_1)
@@ -75,7 +76,7 @@ def adjust_logits_kernel(
 
 @triton.jit
 def mask_logits_kernel(logits, rows, words, stride, num_words, vocab_size, BLOCK: tl.constexpr):
-    """Program (masked row, chunk): the logits of tokens without a bit become the lowest, in place;
+    """Program (masked row, chunk): the logits of tokens without a bit become `_HIDDEN`, in place;
     those that are not finite stay, to be found."""
     masked = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -86,7 +87,7 @@ def mask_logits_kernel(logits, rows, words, stride, num_words, vocab_size, BLOCK
     base = logits + tl.load(rows + masked).to(tl.int64) * stride
     logit = tl.load(base + token, mask=inside, other=0.0)
     is_hidden = inside & ((word >> (token % 32)) & 1 == 0) & (tl.abs(logit) < _INFINITY)
-    tl.store(base + token, _LOWEST, mask=is_hidden)
+    tl.store(base + token, _HIDDEN, mask=is_hidden)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parrot.engine.kernels import sampling_kernels
-from parrot.engine.kernels.sampling import best_tokens, draw_tokens
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens, mask_logits
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.draws import (
@@ -19,6 +19,7 @@ from tests.support.draws import (
     adjusted_exactly,
     adjustments_for,
     penalized,
+    random_mask,
     settings_of,
     specs_of,
     without_newest,
@@ -64,6 +65,26 @@ def test_tokens_are_those_of_the_cpu(fields: dict[str, Any]) -> None:
     want = sample(logits.clone(), specs).tokens
     assert tokens.tolist() == [want[s.job_id] for s in specs]
     assert fields.get("temperature") == 0 or len(set(tokens.tolist())) > 1
+
+
+@pytest.mark.parametrize("vocab_size", [40, 4096, 9001])
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+def test_only_tokens_with_a_bit_are_chosen(vocab_size: int, fields: dict[str, Any]) -> None:
+    logits = normal(5, vocab_size)
+    logits[2, 3] = float("nan")
+    words, allowed = random_mask(3, vocab_size)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+    hidden = logits.clone()
+    hidden[rows.long()] = hidden[rows.long()].masked_fill(~allowed, -1e30)
+    hidden[2] = float("nan")
+    mask_logits(logits, rows, words)
+    tokens = best_tokens(logits)
+    specs = specs_of([SamplingConfig.model_validate(fields)] * 5)
+    draw_tokens(logits, tokens, settings_of(specs), limited=True)
+    want = sample(hidden, specs)
+    assert tokens.tolist() == [want.tokens.get(spec.job_id, -1) for spec in specs]
+    for row, bits in zip(rows.tolist(), allowed, strict=True):
+        assert tokens[row] == -1 or bits[tokens[row]]
 
 
 def test_equal_logits_are_kept_together() -> None:
