@@ -281,6 +281,23 @@ async def test_an_error_is_raised_in_async_code(
             await message.aget()
 
 
+def test_a_fallback_inside_which_the_message_is_fetched(
+    vm: P.VirtualMachine, engine: FakeEngine, model: ChatParrot
+) -> None:
+    engine.scripts = [Script(error=P.errors.InvalidRequest("the model is sad"))]
+    again = (model | fetch).with_fallbacks([ChatParrot() | fetch])
+    with vm.running_scope(), vm.batch():
+        assert again.invoke("x").content == "X"
+
+
+def test_a_read_with_a_timeout(vm: P.VirtualMachine, engine: FakeEngine, model: ChatParrot) -> None:
+    engine.script = Script(hang_after=0)
+    with vm.running_scope(), vm.batch():
+        message = model.invoke("x")
+        with pytest.raises(P.errors.TimedOut):
+            message.variable.get(timeout=0.05)
+
+
 def test_a_session_that_ended_before_the_look(vm: P.VirtualMachine, model: ChatParrot) -> None:
     with vm.running_scope():
         message = model.invoke("x")
