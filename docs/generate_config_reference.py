@@ -3,7 +3,8 @@
     python docs/generate_config_reference.py
 
 makes docs/configuration.md, and in docs/rest.md and docs/engine_api.md fills what stands between
-`<!-- fields: MODEL -->` and `<!-- end -->`."""
+`<!-- fields: MODEL -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
+clients have done, and `<!-- wire -->`, what becomes of the fields that they send."""
 
 import inspect
 import json
@@ -17,6 +18,10 @@ from pydantic import BaseModel
 from parrot.engine import config as engine_config
 from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.config import ConnectionLimits
+from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
+from parrot.serve.api.vendors.completions import CompletionRequest
+from parrot.serve.api.vendors.openai_chat import ChatRequest
+from parrot.serve.api.vendors.responses.fields import ResponseRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 
 DOCS = Path(__file__).parent
@@ -27,6 +32,36 @@ MODELS: dict[str, type[BaseModel]] = {
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 }
+TRANSCRIPTS = DOCS.parent / "tests" / "serve" / "vendors" / "transcripts"
+APIS: dict[str, type[BaseModel]] = {
+    "chat completions": ChatRequest,
+    "completions": CompletionRequest,
+    "responses": ResponseRequest,
+    "messages": MessagesRequest,
+}
+# Known fields that a request may not have, or only with a value that changes nothing.
+REFUSED = {
+    "chat completions": {
+        "audio",
+        "function_call",
+        "functions",
+        "logprobs",
+        "moderation",
+        "top_logprobs",
+        "web_search_options",
+    },
+    "completions": {"best_of", "logprobs", "suffix"},
+    "responses": {
+        "context_management",
+        "conversation",
+        "max_tool_calls",
+        "moderation",
+        "prompt",
+        "top_logprobs",
+    },
+    "messages": {"container", "inference_geo", "mcp_servers", "speed"},
+}
+_TABLE = re.compile(r"(<!-- (clients|wire) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
@@ -246,10 +281,56 @@ def _type(prop: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 
+def clients_table() -> str:
+    told = {path.stem: json.loads(path.read_text()) for path in sorted(TRANSCRIPTS.glob("*.json"))}
+    features = list(dict.fromkeys(name for one in told.values() for name in one["features"]))
+    head = ["client", *features]
+    rows = [[_versions(one["versions"]), *_passes(one, features)] for one in told.values()]
+    return _plain_table(head, rows)
+
+
+def fields_table() -> str:
+    names = sorted({name for api in APIS for name in {*APIS[api].model_fields, *REFUSED[api]}})
+    return _plain_table(
+        ["field", *APIS], [[f"`{name}`", *(_fate(api, name) for api in APIS)] for name in names]
+    )
+
+
+def _fate(api: str, name: str) -> str:
+    if name in REFUSED[api]:
+        return "refused"
+    field = APIS[api].model_fields.get(name)
+    if field is None:
+        return ""
+    return "ignored" if field.annotation is Any else "used"
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _passes(told: dict[str, Any], features: list[str]) -> list[str]:
+    had = told["features"]
+    return ["" if name not in had else "no" if had[name] else "yes" for name in features]
+
+
+def _plain_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 def pages() -> dict[Path, str]:
     """Every generated page and what it should hold."""
     made = {DOCS / "configuration.md": configuration_page()}
-    return made | {DOCS / name: filled((DOCS / name).read_text()) for name in FILLED_PAGES}
+    return made | {
+        DOCS / "clients.md": _clients_page((DOCS / "clients.md").read_text()),
+        **{DOCS / name: filled((DOCS / name).read_text()) for name in FILLED_PAGES},
+    }
+
+
+def _clients_page(page: str) -> str:
+    made = {"clients": clients_table(), "wire": fields_table()}
+    return _TABLE.sub(lambda match: match[1] + made[match[2]] + match[3], page)
 
 
 if __name__ == "__main__":

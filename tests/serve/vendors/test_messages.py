@@ -143,3 +143,15 @@ async def test_calls_that_must_be_made_or_be_right_are_constrained(
     grammar = site.engine.requests[0].sampling_config.grammar
     assert grammar is not None
     assert grammar.splitlines()[0] == f"start: {rule}"
+
+
+async def test_an_answer_that_must_fit_a_schema(site: Site) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    site.engine.script = Script(text=lambda prompt: '{"city": "Paris"}')
+    config = {"effort": "high", "format": {"type": "json_schema", "schema": schema}}
+    await site.post(PATH, body(user("Capital?"), output_config=config))
+    (request,) = site.engine.requests
+    assert request.sampling_config.json_schema == schema
+    status, answer = await site.send(PATH, body(user("x"), output_config={"format": {"type": "x"}}))
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "output_config.format.type" in answer["error"]["message"]

@@ -96,8 +96,14 @@ class ToolChoice(Wire):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Bounded):
-    """Accepted, since a model thinks or does not, whatever it is asked."""
+class JsonFormat(Wire):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    format: JsonFormat | None = None
+    effort: Ignored = None
 
 
 class CountRequest(Wire):
@@ -106,8 +112,8 @@ class CountRequest(Wire):
     system: Text | None = None
     tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: Ignored = None
+    thinking: Ignored = None  # a model thinks or does not, whatever it is asked
+    output_config: OutputConfig | None = None
     context_management: Ignored = None
     cache_control: Ignored = None
 
@@ -123,7 +129,9 @@ class MessagesRequest(CountRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def sampling(self) -> SamplingConfig:
+        form = None if self.output_config is None else self.output_config.format
         given = {
+            "json_schema": None if form is None else form.json_schema,
             "max_gen_length": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -47,7 +47,7 @@ class Completions:
         self, request: CompletionRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Event]:
         prompts = _texts(request)
-        samplings = request.samplings(request.max_tokens or _DEFAULT_MAX_TOKENS, request.logprobs)
+        samplings = request.samplings(request.max_tokens or _DEFAULT_MAX_TOKENS)
         turns: list[Turn] = []
         try:
             for prompt in prompts:
@@ -134,6 +134,8 @@ class _Answers:
 
 def _texts(request: CompletionRequest) -> list[str]:
     """The prompts of the request."""
+    if request.logprobs:
+        raise UnsupportedField("log probabilities are not supported", param="logprobs")
     if request.suffix:
         raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
     if (request.best_of or 1) > (request.n or 1):

@@ -69,6 +69,8 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
     """The variables of the chat template beside the messages."""
+    if request.logprobs or request.top_logprobs:
+        raise UnsupportedField("log probabilities are not supported", param="logprobs")
     options: dict[str, Any] = dict(request.chat_template_kwargs)
     if reserved := options.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")
