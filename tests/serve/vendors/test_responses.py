@@ -625,6 +625,21 @@ class TestTools:
         assert [item["type"] for item in response["output"]] == ["message"]
 
 
+class TestWithOneSession:
+    @pytest.fixture
+    def core_config(self) -> CoreConfig:
+        return CoreConfig(max_sessions_num=1)
+
+    async def test_a_response_outlives_its_session(self, site: Site) -> None:
+        site.engine.script = says("Hi!")
+        first = await site.post(PATH, body("Hello"))
+        await site.post(PATH, body("Other"))
+        await site.post(PATH, body("More", previous_response_id=first["id"]))
+        prompt = f"{USER}Hello{ASSISTANT}Hi!<|im_end|>\n{USER}More{ASSISTANT}"
+        assert site.engine.prompts[-1] == prompt
+        assert len({request.session_id for request in site.engine.requests}) == 3
+
+
 class TestWithLittleRoom:
     @pytest.fixture
     def core_config(self) -> CoreConfig:
