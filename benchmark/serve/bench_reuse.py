@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -164,7 +165,7 @@ class InstantEngine(EngineClient):
         engine_type=EngineType.SIM,
         engine_name="instant",
         model="sim",
-        tokenizer_id="bytes",
+        tokenizer_id=sha256(byte_tokenizer_response().tokenizer_json.encode()).hexdigest(),
         host="127.0.0.1",
         port=9001,
         max_seq_len=50_000,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from parrot.protocol.gate.config import ConnectionLimits, HostName
+from parrot.protocol.gate.config import ConnectionLimits, HostNames
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_json_object
 
 _ORIGINAL_NO_CHUNK = -1
@@ -178,7 +178,7 @@ class EngineConfig(ConfigModel):
     insecure: bool = Field(
         False, description="As ServeCore's: start without `cluster_token`, and ask nobody for one."
     )
-    allowed_hosts: tuple[HostName, ...] = Field((), description="As ServeCore's.")
+    allowed_hosts: HostNames = Field((), description="As ServeCore's.")
     state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
     serve_core: ServeCoreAddress = ServeCoreAddress()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -19,7 +19,6 @@ from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.gate.cluster_token import settled_token
-from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
@@ -33,7 +32,14 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
     only then does the engine register. Raises what loading raises, and `ConfigError` if a cluster
     token is needed and missing."""
-    config = config.model_copy(update={"cluster_token": _token(config, with_core=with_core)})
+    token = settled_token(
+        config.host,
+        config.cluster_token,
+        insecure=config.insecure,
+        is_alone=not with_core,
+        state_dir=config.state_dir,
+    )
+    config = config.model_copy(update={"cluster_token": token})
     service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
     incarnation = new_token()
     app = create_app(service, reorder, config, incarnation)
@@ -78,19 +84,6 @@ async def run_engine(
             incarnation=incarnation,
         )
         await heartbeat.run()
-
-
-def _token(config: AnyEngineConfig, *, with_core: bool) -> str | None:
-    """The token that callers must present. One that serves alone has no ServeCore to share a file
-    with: on loopback it lets in this machine's programs."""
-    if not with_core and config.cluster_token is None and is_loopback(config.host):
-        return None
-    return settled_token(
-        config.host,
-        config.cluster_token,
-        insecure=config.insecure,
-        state_dir=config.state_dir,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from parrot.protocol.gate.config import ConnectionLimits, HostName
+from parrot.protocol.gate.config import ConnectionLimits, HostNames
 from parrot.utils.config import ConfigModel
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -128,7 +128,7 @@ class CoreConfig(ConfigModel):
         description="Start without `cluster_token` also where others can connect, and ask nobody "
         "for one: whoever connects may use the service and, as an engine, read its prompts.",
     )
-    allowed_hosts: tuple[HostName, ...] = Field(
+    allowed_hosts: HostNames = Field(
         (),
         description="Names under which proxies and other machines reach this server, besides `host`"
         " and this machine's name; addresses always do. `*`: any, also those of web pages.",

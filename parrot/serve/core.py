@@ -24,10 +24,9 @@ from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
-from parrot.serve.sessions import Session, SessionRegistry, tenant_labels, tenant_of
+from parrot.serve.sessions import Session, SessionRegistry, is_key, tenant_labels, tenant_of
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
-from parrot.utils.ids import tokens_equal
 from parrot.utils.timers import TimerQueue
 
 
@@ -106,7 +105,7 @@ class ServeCore:
         """Whether it is the `session_auth` of a live session, or one of the `api_keys`."""
         if self._sessions.is_auth(credential):
             return True
-        return any(tokens_equal(credential, key) for key in self.config.api_keys)
+        return is_key(credential, self.config.api_keys)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         session = self._sessions.authenticate(session_id, session_auth)

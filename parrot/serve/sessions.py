@@ -173,11 +173,14 @@ class SessionRegistry:
 def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:
     """Whose session it will be: nobody can tell a key from its tenant. Raises
     `AuthenticationFailed` if keys are configured and this is none of them."""
-    if allowed_keys:
-        matches = [tokens_equal(api_key or "", allowed) for allowed in allowed_keys]
-        if not any(matches):  # all compared: the time says nothing about which
-            raise AuthenticationFailed("missing or wrong api_key")
+    if allowed_keys and not is_key(api_key or "", allowed_keys):
+        raise AuthenticationFailed("missing or wrong api_key")
     return _tenant_name(api_key) if api_key else PUBLIC_TENANT
+
+
+def is_key(text: str, allowed_keys: Sequence[str]) -> bool:
+    matches = [tokens_equal(text, allowed) for allowed in allowed_keys]
+    return any(matches)  # all compared: the time says nothing about which
 
 
 def tenant_labels(allowed_keys: Sequence[str]) -> frozenset[str]:

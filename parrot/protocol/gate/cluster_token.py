@@ -19,10 +19,13 @@ def settled_token(
     *,
     insecure: bool = False,
     has_api_keys: bool = False,
+    is_alone: bool = False,
     state_dir: str | None = None,
 ) -> str | None:
     """The cluster token of a server that binds `host` and is configured with `token`: without one,
-    on loopback, that of this user's token file. None if `insecure`: then nobody is asked for one.
+    on loopback, that of this user's token file, but None if it `is_alone`: there is nobody to share
+    a file with, and it lets in this machine's programs. None if `insecure`, too: then nobody is
+    asked for one.
 
     Raises `ConfigError` if a token must be configured and is not."""
     if token is not None:
@@ -39,7 +42,7 @@ def settled_token(
             f"`cluster_token` is missing: {host} can be reached from other machines. Set it, and "
             "`api_keys` on ServeCore, or `insecure` (--insecure) to let in whoever connects"
         )
-    return kept_token(state_dir)
+    return None if is_alone else kept_token(state_dir)
 
 
 def kept_token(state_dir: str | None) -> str:

@@ -7,7 +7,8 @@ from pydantic import Field
 from parrot.protocol.gate.names import MAX_HOST_NAME
 from parrot.utils.config import ConfigModel
 
-HostName = Annotated[str, Field(min_length=1, max_length=MAX_HOST_NAME)]
+_HostName = Annotated[str, Field(min_length=1, max_length=MAX_HOST_NAME)]
+HostNames = Annotated[tuple[_HostName, ...], Field(strict=False)]
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]
 _Count = Annotated[int, Field(ge=1, le=2**40)]
 

@@ -41,6 +41,7 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
     return [
         *_call_endpoints(core),
         *_variable_endpoints(core),
+        *_read_endpoints(core),
         *_session_endpoints(core),
         *_service_endpoints(core),
     ]
@@ -103,9 +104,6 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
     def create_var(request: VarCreateRequest) -> VarCreateResponse:
         return VarCreateResponse(var_id=programs.create_var(**dict(request)))
 
-    def stream_var(request: VarGetRequest, var_id: str) -> AsyncIterator[tuple[str, BaseModel]]:
-        return _events(programs.stream(request, var_id), programs.variable(request, var_id))
-
     return [
         Endpoint(
             "POST",
@@ -142,13 +140,23 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=_SCOPED,
             body=SMALL_BODY,
         ),
+    ]
+
+
+def _read_endpoints(core: ServeCore) -> list[Endpoint]:
+    programs = core.programs
+
+    def stream_var(request: VarGetRequest, var_id: str) -> AsyncIterator[tuple[str, BaseModel]]:
+        return _events(programs.stream(request, var_id), programs.variable(request, var_id))
+
+    return [
         Endpoint(
             "POST",
             "/v1/semantic_vars/first",
             programs.first,
             "Wait for the first k of some variables; work for the others stops",
             errors=_READ,
-            body=known,
+            body=_known(core),
         ),
         Endpoint(
             "GET",
