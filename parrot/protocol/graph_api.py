@@ -20,6 +20,7 @@ from parrot.protocol.public import (
 MAX_CALLS = 512
 MAX_VARIABLES = 2048
 MAX_BINDINGS = 4096  # parameters of all calls
+MAX_BRACES = 8192  # double ones in all templates, which may be placeholders
 
 
 class GraphVariable(Payload):
@@ -92,13 +93,18 @@ class GraphRequest(Payload):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_bindings(cls, fields: Any) -> Any:
+    def _few_pieces(cls, fields: Any) -> Any:
         """Counted before any is looked at."""
-        calls = fields.get("calls") if isinstance(fields, dict) else None
-        if isinstance(calls, list):
-            lists = [call.get("parameters") for call in calls if isinstance(call, dict)]
-            if sum(len(given) for given in lists if isinstance(given, list)) > MAX_BINDINGS:
-                raise ValueError(f"its calls have more than {MAX_BINDINGS} parameters together")
+        given = fields.get("calls") if isinstance(fields, dict) else None
+        calls = (
+            [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
+        )
+        lists = [call.get("parameters") for call in calls]
+        if sum(len(one) for one in lists if isinstance(one, list)) > MAX_BINDINGS:
+            raise ValueError(f"its calls have more than {MAX_BINDINGS} parameters together")
+        templates = [call.get("template") for call in calls]
+        if sum(text.count("{{") for text in templates if isinstance(text, str)) > MAX_BRACES:
+            raise ValueError(f"its templates have more than {MAX_BRACES} `{{{{` together")
         return fields
 
     @model_validator(mode="after")

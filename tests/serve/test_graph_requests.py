@@ -235,6 +235,10 @@ class TestWhatIsRefused:
         calls = [wide] * (MAX_BINDINGS // 1000 + 1)
         status, answer = await site.send("POST", PATH, json=scope | {"calls": calls})
         assert (status, answer["error"]["type"]) == (422, "validation_failed")
+        calls = [call(None) | {"template": "{{i}}" * 4096 + "x {{out}}"}] * 5
+        status, answer = await site.send("POST", PATH, json=scope | {"calls": calls})
+        assert status == 422
+        assert "`{{`" in answer["error"]["message"]
         for fields in ({"session": {}}, {"session_id": None}):
             body = scope | {"calls": [call("a")]} | fields
             assert (await site.send("POST", PATH, json=body))[0] == 422

@@ -22,6 +22,7 @@ from parrot.frontend.pfunc.session import Session, checked
 from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.protocol.graph_api import (
     MAX_BINDINGS,
+    MAX_BRACES,
     MAX_CALLS,
     MAX_VARIABLES,
     GraphVariable,
@@ -126,6 +127,7 @@ class Draft:
         self._functions: list[BasicCall] = []
         self._num_bindings = 0
         self._num_chars = 0
+        self._num_braces = 0
         self._sending: asyncio.Task[None] | None = None
         self._error: ParrotError | None = None
 
@@ -141,6 +143,7 @@ class Draft:
             or self._num_bindings > MAX_BINDINGS - MAX_PARAMETERS
             or len(self._variables) > MAX_VARIABLES - MAX_PARAMETERS
             or self._num_chars > _MAX_CHARS
+            or self._num_braces > MAX_BRACES // 2
         )
 
     def name_of(self, var: SemanticVariable) -> str | None:
@@ -175,6 +178,7 @@ class Draft:
         self._functions.append(call)
         self._num_bindings += len(graph_call.parameters)
         self._num_chars += sum(len(given.value or "") for given in graph_call.parameters)
+        self._num_braces += payload.get("template", "").count("{{")
         self._num_chars += len(payload.get("template", "")) + len(payload.get("system") or "")
 
     def drop(self, error: ParrotError) -> None:

@@ -20,6 +20,7 @@ from parrot.serve.prompts.chat import sentinel
 from parrot.serve.prompts.transcript import Message
 
 MAX_PLACES = 256
+_MAX_BRACES = 8192  # double ones, which may be places
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,18 @@ class MarkedPrompt:
 def mark_places(prompt: Sequence[Message] | str, names: Sequence[str]) -> MarkedPrompt:
     """The prompt with marks that nobody can guess in the places of these names; other text in
     braces stays. Raises `InvalidRequest` for a name without a place, and for too many places."""
+    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    if names and sum(c.count("{{") for c in contents if isinstance(c, str)) > _MAX_BRACES:
+        raise InvalidRequest(
+            f"the prompt has more than {_MAX_BRACES} `{{{{`", param="parrot.inputs"
+        )
     # A template that quotes or escapes a message changes the quote, so that it is noticed.
     marks = {name: f'{sentinel()}"m' for name in names}
     places: Counter[str] = Counter()
 
     def marked(text: str) -> str:
+        if not marks:
+            return text
         parts = []
         for piece in parse_template(text):
             if isinstance(piece, Text):

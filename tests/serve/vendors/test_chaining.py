@@ -228,6 +228,7 @@ class TestWhatIsRefused:
             ("no place", {"inputs": {"x": "v"}}, "parrot.inputs.x"),
             ("{{x}}", {"inputs": {"x": "v"}, "output": "nobody"}, "parrot.output"),
             ("{{x}}" * (MAX_PLACES + 1), {"inputs": {"x": "v"}}, "parrot.inputs"),
+            ("{{y}}" * 20_000 + "{{x}}", {"inputs": {"x": "v"}}, "parrot.inputs"),
             ("x", {"session_id": 12345}, "parrot.session_id"),
             ("x", {"criteria": "soon"}, "parrot.criteria"),
             ("x", {"deadline": -1}, "parrot.deadline"),
