@@ -30,7 +30,7 @@ from tests.serve.serve_fakes import (
     semantic,
     var_ids,
 )
-from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer, tokenizer_id_of
 
 # Shortened from the models' own files: without tools and dates.
 LLAMA_3 = """{{- bos_token }}
@@ -110,8 +110,9 @@ SINGLE_TURNS = {
 
 async def tokenizer_of(response: TokenizerResponse) -> ModelTokenizer:
     registry = TokenizerRegistry()
-    await registry.add("m", "t", response)
-    tokenizer = registry.get("m", "t")
+    id_ = tokenizer_id_of(response)
+    await registry.add("m", id_, response)
+    tokenizer = registry.get("m", id_)
     assert tokenizer is not None
     return tokenizer
 
