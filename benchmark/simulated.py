@@ -31,7 +31,7 @@ def sim_engine(path: Path) -> SimConfig:
 def changed(config: SimConfig, **changes: Any) -> SimConfig:
     """The config with other values of these keys, written with dots. Raises `ValueError` for a key
     that it has not."""
-    payload = config.model_dump(mode="json")
+    payload = config.model_dump()
     for path, value in changes.items():
         *parents, name = path.split(".")
         section = payload
