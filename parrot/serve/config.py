@@ -139,6 +139,12 @@ class CoreConfig(ConfigModel):
         description="Folder of the file `cluster_token`, which is made at the first start, for "
         "this user's eyes only; null: `$XDG_STATE_HOME/parrot` or `~/.local/state/parrot`.",
     )
+    model_aliases: dict[str, str] = Field(
+        {},
+        max_length=1024,
+        description="Other names of models in the APIs of OpenAI and Anthropic, for clients that "
+        "have the names built in: from such a name to that of a model that engines serve.",
+    )
     cors_origins: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
         (),
         description="Origins (`https://app.example`) whose pages in a browser may call this API; "

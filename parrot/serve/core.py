@@ -84,6 +84,7 @@ class ServeCore:
             self._metrics.prefix_broken,
             self._observers,
             repair=config.prefix_repair,
+            aliases=config.model_aliases,
         )
 
     # Sessions
@@ -128,7 +129,13 @@ class ServeCore:
         return self._dispatcher.fleet.heartbeat(request)
 
     def models(self) -> ModelsResponse:
-        return self._dispatcher.fleet.models()
+        """Those that engines serve, by all their names."""
+        models = self._dispatcher.fleet.models()
+        cards = {card.id: card for card in models.data}
+        for alias, name in self.config.model_aliases.items():
+            if name in cards and alias not in cards:
+                models.data.append(cards[name].model_copy(update={"id": alias}))
+        return models
 
     def readiness(self) -> ReadyResponse:
         """Raises `NoEngine`, or `Unavailable` when the service is going down."""

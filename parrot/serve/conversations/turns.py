@@ -53,13 +53,16 @@ class Turns:
         observers: Observers,
         *,
         repair: PrefixRepair,
+        aliases: Mapping[str, str],
     ) -> None:
         """`end_session` includes `forget`. `require_room` raises `QueueFull` for a tenant.
+        `aliases`: from other names of models to those that engines serve.
         `on_break` is told why prompts left a prefix."""
         self._sessions = ProgramSessions(sessions, clock, end_session)
         self._reads = Reads(timers, clock)
         self._doctor = PrefixDoctor(repair, on_break)
         self.check_integrity = self._sessions.check_integrity
+        self._aliases = aliases
         self._find_tokenizer = find_tokenizer
         self._require_room = require_room
         self._chains = Chains(
@@ -76,6 +79,8 @@ class Turns:
     def submit(self, request: TurnRequest) -> Turn:
         """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`, and
         if it is chained what `Chains.submit` raises."""
+        if request.model in self._aliases:
+            request = replace(request, model=self._aliases[request.model])
         if request.chain is not None:
             return self._chains.submit(request, request.chain)
         self._require_room(request.tenant)
@@ -128,6 +133,7 @@ class Turns:
     ) -> int:
         """Tokens of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of the
         model take text."""
+        model = self._aliases.get(model, model)
         tokenizer = self._find_tokenizer(model)
         return await count_tokens(prompt, options, model, tokenizer)
 

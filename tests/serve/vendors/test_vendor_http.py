@@ -127,3 +127,22 @@ async def test_pages_of_other_origins_may_call_only_if_they_are_configured() -> 
         other = asks | {"Origin": "https://other.example"}
         async with site.http.options(OPENAI, headers=other) as response:
             assert response.status == 400
+
+
+async def test_models_by_other_names() -> None:
+    aliases = {"claude-haiku": MODEL, "gpt": MODEL, "lost": "not-served"}
+    async with serve(CoreConfig(model_aliases=aliases), fake_engine("e0", model=MODEL)) as site:
+        async with site.http.get("/v1/models") as response:
+            names = [card["id"] for card in (await response.json())["data"]]
+        assert names == [MODEL, "claude-haiku", "gpt"]
+        async with site.http.get("/v1/models/gpt") as response:
+            assert (await response.json())["max_model_len"] == site.engine.info.max_seq_len
+        asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+        for path in (OPENAI, ANTHROPIC):
+            answer = await site.post(path, asked | {"model": "claude-haiku"})
+            assert answer["model"] == "claude-haiku"
+        asked.pop("max_tokens")
+        counted = await site.post(f"{ANTHROPIC}/count_tokens", asked | {"model": "gpt"})
+        assert counted["input_tokens"] > 0
+        status, answer = await site.send(OPENAI, asked | {"model": "lost"})
+        assert (status, "not-served" in answer["error"]["message"]) == (404, True)
