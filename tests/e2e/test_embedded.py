@@ -4,8 +4,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from pydantic import BaseModel, Field
 
 from parrot import P
 from parrot.cluster import Cluster
@@ -61,6 +64,26 @@ def spin(text: P.Input, out: P.Output):
         pass
 
 
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    is_capital: bool
+
+
+@P.semantic_function(conversation_template=P.chat_template)
+def as_json(
+    text: P.Input,
+    city: P.Output(P.SamplingConfig(temperature=0, max_gen_length=64), json_schema=City),
+):
+    """Say this as JSON with a name and is_capital: {{text}} {{city}}"""
+
+
+@P.semantic_function()
+def judge(
+    text: P.Input, verdict: P.Output(choices=["good", "bad"]), smile: P.Output(regex="[😀-🙏]")
+):
+    """{{text}} That is {{verdict}}. {{smile}}"""
+
+
 def prompt_tokens(vm: P.VirtualMachine, output: str) -> tuple[int, int]:
     """(cached, computed) prompt tokens of the last call that made `output`."""
     calls = [call for call in vm.session_info().calls if call.output == output]
@@ -70,6 +93,45 @@ def prompt_tokens(vm: P.VirtualMachine, output: str) -> tuple[int, int]:
 def test_the_model_answers(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         assert "Paris" in capital("France").get()
+
+
+def test_outputs_that_must_be_something(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        city = as_json("Paris is the capital of France.")
+        assert isinstance(city.get(), City)
+        assert city.finish_reason == "stop"
+        verdict, smile = judge(city)
+        assert verdict.get() in ("good", "bad")
+        assert len(smile.get()) == 1
+        assert "".join(as_json("Rome is in Italy.").stream()).startswith("{")
+
+
+async def test_chat_completions_in_a_format(cluster: Cluster) -> None:
+    body: dict[str, Any] = {
+        "model": "embedded",
+        "messages": [{"role": "user", "content": "Paris, as JSON:"}],
+        "max_tokens": 64,
+        "temperature": 0,
+    }
+    closed = City.model_json_schema() | {"additionalProperties": False}
+    schema = {"name": "city", "schema": closed, "strict": True}
+    async with aiohttp.ClientSession(cluster.core_url) as http:
+
+        async def ask(**fields: Any) -> tuple[int, Any]:
+            async with http.post("/v1/chat/completions", json=body | fields) as response:
+                return response.status, await response.json()
+
+        formatted = {"type": "json_schema", "json_schema": schema}
+        status, answer = await ask(response_format=formatted)
+        assert status == 200, answer
+        City.model_validate_json(answer["choices"][0]["message"]["content"])
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        _, answer = await ask(structured_outputs={"choice": ["Paris", "Rome"]})
+        assert answer["choices"][0]["message"]["content"] in ("Paris", "Rome")
+        wrong = {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}
+        status, answer = await ask(response_format=wrong)
+        assert (status, answer["error"]["param"]) == (400, "json_schema")
+        assert "uniqueItems" in answer["error"]["message"]
 
 
 def test_outputs_of_one_call_and_of_calls_that_feed_each_other(vm: P.VirtualMachine) -> None:

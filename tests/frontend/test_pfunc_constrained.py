@@ -61,7 +61,8 @@ def test_a_model_class_gives_objects(vm: P.VirtualMachine, engine: FakeEngine) -
         mine = P.variable("mine")
         describe("Who again?", person=mine)
         assert mine.get() == person
-    assert engine.requests[0].sampling_config.json_schema == Person.model_json_schema()
+    closed = Person.model_json_schema() | {"additionalProperties": False}
+    assert engine.requests[0].sampling_config.json_schema == closed
 
 
 @pytest.mark.parametrize("text", ['{"name": "x"', '{"name": "x", "age": -1}', ""])

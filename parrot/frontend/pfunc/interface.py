@@ -46,11 +46,24 @@ class Output:
         if isinstance(json_schema, type):
             if not issubclass(json_schema, BaseModel):
                 raise TypeError(f"{json_schema.__name__} is no pydantic model class")
-            self.model, json_schema = json_schema, json_schema.model_json_schema()
+            self.model, json_schema = json_schema, _closed(json_schema.model_json_schema())
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "choices": choices}
         wanted = {name: value for name, value in given.items() if value is not None}
         base = sampling_config or SamplingConfig()
         self.sampling_config = SamplingConfig(**dict(base) | wanted) if wanted else base
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without objects that may have more than their properties, which the model class
+    would only drop."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: _closed(part) for name, part in schema.items()}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        parts.setdefault("additionalProperties", False)
+    return parts
 
 
 def semantic_function(

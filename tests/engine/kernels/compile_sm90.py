@@ -317,6 +317,19 @@ def adjust_variant(*, warps: int = 4) -> dict[str, Any]:
     )
 
 
+def mask_variant(*, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.sampling_kernels import mask_logits_kernel
+
+    pointers = {"logits": "*fp32", "rows": "*i32", "words": "*i32"}
+    return compile_kernel(
+        mask_logits_kernel,
+        {**pointers, "stride": "i32", "num_words": "i32", "vocab_size": "i32"},
+        {"BLOCK": 4096},
+        divisible=(*pointers, "stride", "vocab_size"),
+        num_warps=warps,
+    )
+
+
 VARIANTS = {
     "attention": attention_variant,
     "merge": merge_variant,
@@ -329,6 +342,7 @@ VARIANTS = {
     "noise": noise_variant,
     "floors": floors_variant,
     "adjust": adjust_variant,
+    "mask": mask_variant,
 }
 
 

@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "noise above floors": {"kernel": "noise"},
     "floors": {"kernel": "floors"},
     "penalties": {"kernel": "adjust"},
+    "masks": {"kernel": "mask"},
 }
 
 
