@@ -31,8 +31,9 @@ from parrot.serve.prompts.conversation import (
     FindTokenizer,
     answer_parser,
     constrained_calls,
-    count_tokens,
     prompt_pieces,
+    prompt_tokens,
+    text_of_tokens,
 )
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
@@ -131,11 +132,21 @@ class Turns:
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
     ) -> int:
-        """Tokens of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of the
-        model take text."""
+        """Raises as `tokens` does."""
+        return len(await self.tokens(model, prompt, options))
+
+    async def tokens(
+        self, model: str, prompt: PromptSource, options: Mapping[str, Any]
+    ) -> list[int]:
+        """The ids of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of
+        the model take text."""
         model = self._aliases.get(model, model)
-        tokenizer = self._find_tokenizer(model)
-        return await count_tokens(prompt, options, model, tokenizer)
+        return await prompt_tokens(prompt, options, model, self._find_tokenizer(model))
+
+    async def text(self, model: str, ids: Sequence[int]) -> str:
+        """The text that the ids stand for. Raises as `tokens` does."""
+        model = self._aliases.get(model, model)
+        return await text_of_tokens(ids, model, self._find_tokenizer(model))
 
     def remember(self, turn: Turn, choice: int, message: Mapping[str, Any]) -> None:
         """The program will send `message` for this answer if it goes on."""

@@ -1,5 +1,6 @@
 """A model's way with conversations: how it is shown one, and how its answers call tools."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,19 +37,28 @@ def prompt_pieces(
     return render_transcript(tokenizer.chat, prompt, special_texts=special, **options)
 
 
-async def count_tokens(
+async def prompt_tokens(
     prompt: Sequence[Message] | str,
     options: Mapping[str, Any],
     model: str,
     tokenizer: ModelTokenizer | None,
-) -> int:
-    """Tokens of the prompt. Raises as `prompt_pieces` does, and `UnsupportedField` if the engines
+) -> list[int]:
+    """The ids of the prompt. Raises as `prompt_pieces` does, and `UnsupportedField` if the engines
     of the model take text."""
     if tokenizer is None:
         raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
     pieces = prompt_pieces(prompt, options, model, tokenizer)
     segments = [Segment(piece.kind, piece.text) for piece in pieces]
-    return sum(map(len, await encode_prompt(segments, False, tokenizer)))
+    units = await encode_prompt(segments, False, tokenizer)
+    return [id_ for ids in units for id_ in ids if isinstance(id_, int)]
+
+
+async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None) -> str:
+    """Their text, without that of special tokens. Raises `UnsupportedField` if the engines of the
+    model take text."""
+    if tokenizer is None:
+        raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
+    return await asyncio.to_thread(tokenizer.encoder.decode, ids)
 
 
 def answer_parser(

@@ -146,3 +146,34 @@ async def test_models_by_other_names() -> None:
         assert counted["input_tokens"] > 0
         status, answer = await site.send(OPENAI, asked | {"model": "lost"})
         assert (status, "not-served" in answer["error"]["message"]) == (404, True)
+
+
+async def test_tokens_and_their_text(site: Site) -> None:
+    told = await site.post("/tokenize", {"model": MODEL, "prompt": "Grün"})
+    assert told["count"] == len(told["tokens"]) == len("Grün".encode())
+    assert told["max_model_len"] == site.engine.info.max_seq_len
+    back = await site.post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})
+    assert back == {"prompt": "Grün"}
+    messages = [{"role": "user", "content": "Hi"}]
+    told = await site.post("/tokenize", {"model": MODEL, "messages": messages})
+    answer = await site.post(OPENAI, {"model": MODEL, "messages": messages})
+    assert told["count"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 400),
+        ("/tokenize", {"prompt": "a", "model": "nope"}, 404),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": ["a"]}, 400),
+    ],
+)
+async def test_wrong_requests_for_tokens(
+    site: Site, path: str, fields: dict[str, Any], status: int
+) -> None:
+    found, answer = await site.send(path, {"model": MODEL} | fields)
+    assert (found, is_openai(answer)) == (status, True)
+    found, answer = await site.send("/detokenize", {"model": MODEL, "tokens": [2**31 - 1]})
+    assert (found, answer) == (200, {"prompt": ""})

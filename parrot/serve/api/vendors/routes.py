@@ -14,6 +14,7 @@ from parrot.serve.api.vendors.endpoint import VendorEndpoint, request_id_of
 from parrot.serve.api.vendors.messages import Messages
 from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.api.vendors.responses.responses import Responses
+from parrot.serve.api.vendors.tokenize import Tokenize
 from parrot.serve.core import ServeCore
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
@@ -71,6 +72,19 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "The tokens of a prompt, as Anthropic counts them",
             errors=(401, 404, 413),
         ),
+        *_tokenizer_endpoints(core),
+    ]
+
+
+def _tokenizer_endpoints(core: ServeCore) -> list[Endpoint]:
+    tokenize = Tokenize(core)
+    verbs: tuple[tuple[str, Callable[..., Any], str], ...] = (
+        ("/tokenize", tokenize.tokenize, "The tokens of a prompt, as vLLM tells them"),
+        ("/detokenize", tokenize.detokenize, "The text of tokens"),
+    )
+    return [
+        VendorEndpoint(core, openai_error, "POST", path, verb, summary, errors=(401, 404, 413))
+        for path, verb, summary in verbs
     ]
 
 

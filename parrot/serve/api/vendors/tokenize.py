@@ -1,0 +1,52 @@
+"""`POST /tokenize` and `/detokenize`, in vLLM's format."""
+
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.public import MAX_TEXT
+from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.openai_chat import MAX_MESSAGES, ChatMessage, template_messages
+from parrot.serve.api.vendors.openai_common import Wire
+from parrot.serve.core import ServeCore
+
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class TokenizeRequest(Wire):
+    """Has a `prompt` or `messages`."""
+
+    model: str = Field(min_length=1, max_length=256)
+    prompt: str | None = Field(None, max_length=MAX_TEXT)
+    messages: list[ChatMessage] | None = Field(
+        None, fail_fast=True, min_length=1, max_length=MAX_MESSAGES
+    )
+
+
+class DetokenizeRequest(Wire):
+    model: str = Field(min_length=1, max_length=256)
+    tokens: list[_TokenId] = Field(fail_fast=True, max_length=MAX_TEXT)
+
+
+class Tokenize:
+    def __init__(self, core: ServeCore) -> None:
+        self._core = core
+
+    async def tokenize(self, request: TokenizeRequest, caller: Caller) -> bytes:
+        """The ids of a prompt, as a completion or a chat completion would have it."""
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give either a `prompt` or `messages`", param="prompt")
+        prompt: Any = request.prompt
+        if request.messages is not None:
+            prompt = template_messages(request.messages)
+        ids = await self._core.turns.tokens(request.model, prompt, {})
+        longest = {card.id: card.max_model_len for card in self._core.models().data}
+        return orjson.dumps(
+            {"count": len(ids), "max_model_len": longest.get(request.model), "tokens": ids}
+        )
+
+    async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> bytes:
+        text = await self._core.turns.text(request.model, request.tokens)
+        return orjson.dumps({"prompt": text})
