@@ -1,4 +1,4 @@
-"""docs/chaining.md tells the truth, by OpenAI's own client if it is installed."""
+"""docs/chaining.md tells the truth, by OpenAI's own client."""
 
 import asyncio
 import re
@@ -14,7 +14,6 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "chaining.md").read_text(
 
 
 async def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("openai")
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     engine = fake_engine("e0", model=MODEL)
     engine.script = Script(text=lambda prompt: f"[{prompt.rpartition('user')[2][1:]}]")
