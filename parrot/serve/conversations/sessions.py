@@ -95,15 +95,20 @@ class ProgramSessions:
 
     def _end_oldest(self, tenant: str) -> bool:
         """End an idle session, one of the tenant's own if there is one."""
-        idle = [id_ for id_ in self._programs if _is_idle(self._registry.find(id_))]
-        own = [id_ for id_ in idle if (self._programs.peek(id_) or ("", ""))[0] == tenant]
-        for session_id in (*own[:1], *idle[:1]):
-            session = self._registry.find(session_id)
-            assert session is not None
-            self._end(session, SessionGone(f"session {session_id} made room for another"))
-            return True
-        return False
+        sessions = (self._registry.find(session_id) for session_id in self._programs)
+        oldest: Session | None = None
+        for session in sessions:
+            if session is None or not _is_idle(session):
+                continue
+            oldest = oldest or session
+            if session.tenant == tenant:
+                oldest = session
+                break
+        if oldest is None:
+            return False
+        self._end(oldest, SessionGone(f"session {oldest.id} made room for another"))
+        return True
 
 
-def _is_idle(session: Session | None) -> bool:
-    return session is not None and not session.graph.activation.num_started
+def _is_idle(session: Session) -> bool:
+    return not session.graph.activation.num_started

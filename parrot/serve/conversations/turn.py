@@ -8,7 +8,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import ReadOptions, VarGetResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import Completion
-from parrot.serve.prompts.answers import AnswerParser
+from parrot.serve.prompts.answers import AnswerParser, FirstCallParser
 from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.transcript import Message
 from parrot.serve.readers import Reads
@@ -76,6 +76,11 @@ class Turn:
     prefix: str
     deadline: float | None = None
     is_kept: bool = False
+
+    def parser(self, *, may_call_many: bool = True) -> AnswerParser:
+        """For one answer. Unless it `may_call_many` tools, calls after the first are dropped."""
+        parser = self.make_parser()
+        return parser if may_call_many else FirstCallParser(parser)
 
     async def read(self, choice: int) -> VarGetResponse:
         """Raises the answer's error."""

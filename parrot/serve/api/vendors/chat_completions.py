@@ -24,7 +24,6 @@ from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
     Answer,
     AnswerParser,
-    FirstCallParser,
     ToolCall,
     read_answer,
 )
@@ -77,10 +76,11 @@ class ChatCompletions:
         )
 
     async def _whole(self, turn: Turn, frame: Json, request: ChatRequest) -> bytes:
+        may_call_many = request.parallel_tool_calls is not False
         answers = await read_all([turn])
         choices = []
         for i, value in enumerate(answers):
-            answer = read_answer(_parser(turn, request), value.content)
+            answer = read_answer(turn.parser(may_call_many=may_call_many), value.content)
             self._turns.remember(turn, i, answer.message())
             choices.append(
                 {
@@ -100,7 +100,11 @@ class ChatCompletions:
         frame = frame | {"object": "chat.completion.chunk"}
         if wants_usage:
             frame["usage"] = None
-        streams = [_Stream(frame, i, _parser(turn, request)) for i in range(len(turn.completions))]
+        may_call_many = request.parallel_tool_calls is not False
+        streams = [
+            _Stream(frame, i, turn.parser(may_call_many=may_call_many))
+            for i in range(len(turn.completions))
+        ]
         ended: list[VarGetResponse] = []
         try:
             async with aclosing(stream_all([turn])) as deltas:
@@ -161,11 +165,6 @@ class _Stream:
             "finish_reason": finish_reason,
         }
         return self._frame | {"choices": [choice]}
-
-
-def _parser(turn: Turn, request: ChatRequest) -> AnswerParser:
-    parser = turn.make_parser()
-    return FirstCallParser(parser) if request.parallel_tool_calls is False else parser
 
 
 def _message(answer: Answer) -> Json:

@@ -24,7 +24,6 @@ from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
     Answer,
     AnswerParser,
-    FirstCallParser,
     ToolCall,
     read_answer,
 )
@@ -52,9 +51,7 @@ class Messages:
             )
         )
         caller.tell(turn)
-        parser = turn.make_parser()
-        if not request.may_call_many:
-            parser = FirstCallParser(parser)
+        parser = turn.parser(may_call_many=request.may_call_many)
         frame: Json = {
             "id": f"msg_{new_token()}",
             "type": "message",

@@ -35,7 +35,7 @@ from parrot.serve.api.vendors.responses.store import Record, ResponseStore
 from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
-from parrot.serve.prompts.answers import AnswerParser, FirstCallParser
+from parrot.serve.prompts.answers import AnswerParser
 from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
 
@@ -70,9 +70,7 @@ class Responses:
             )
         )
         caller.tell(turn)
-        parser = turn.make_parser()
-        if request.parallel_tool_calls is False:
-            parser = FirstCallParser(parser)
+        parser = turn.parser(may_call_many=request.parallel_tool_calls is not False)
         frame = request.frame(record.id, sampling)
         if request.background:
             record.job = job = Background(turn, frame)
