@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def cluster_token(self) -> str | None:
-        """What callers of `/register_engine` and of the engines must present."""
+        """The token that callers of `/register_engine` and of the engines must present."""
         token: str | None = self.configs.get(CORE, {}).get("cluster_token")
         return token
 

@@ -92,7 +92,7 @@ class Endpoint:
         return self._response(result)
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
-        """What the verb is called with."""
+        """The arguments that the verb is called with."""
         arguments: dict[str, Any] = {}
         if request.path_params:
             path = parse_payload(PathParameters, request.path_params)

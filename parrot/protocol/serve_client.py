@@ -180,7 +180,7 @@ class ServeClient:
 
 
 class RegistrationClient:
-    """What engines ask of ServeCore."""
+    """The requests that engines make of ServeCore."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http

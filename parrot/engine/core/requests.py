@@ -31,7 +31,7 @@ Delivery = tuple[Callable[[Any], None], Any]
 
 
 class Outbox:
-    """What has happened to requests: calls to make, in order, where sinks may be called."""
+    """Events of requests: calls to make, in order, where sinks may be called."""
 
     def __init__(self) -> None:
         self._deliveries: list[Delivery] = []

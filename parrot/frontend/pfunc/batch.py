@@ -147,7 +147,7 @@ class Draft:
         )
 
     def name_of(self, var: SemanticVariable) -> str | None:
-        """What the request calls a variable that has no id yet."""
+        """The request's name for a variable that has no id yet."""
         return self._names.get(var)
 
     def declare(self, var: SemanticVariable) -> None:

@@ -109,7 +109,7 @@ class BasicCall(ABC):
         return payloads
 
     def parts_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
-        """What the parameter becomes: one binding, by its own name, or each part of its list."""
+        """The parameter's bindings: one, by its own name, or one for each part of its list."""
         value = self.bindings[param.name]
         if not isinstance(value, tuple):
             yield param.name, value

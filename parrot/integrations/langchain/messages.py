@@ -42,7 +42,7 @@ class Parts:
 
     @property
     def text(self) -> str:
-        """What it is once all variables are ready."""
+        """The message once all variables are ready."""
         return "".join(map(_text, self.of))
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -92,7 +92,7 @@ class LazyMessage(BaseMessage):
         self._is_fetched = True
 
     def _fields(self, parts: Parts) -> dict[str, Any]:
-        """Of the fetched ones. All variables are ready."""
+        """The fetched fields. All variables are ready."""
         return {"content": parts.text}
 
     def __getattribute__(self, name: str) -> Any:
@@ -209,7 +209,7 @@ async def _afetched(given: Any) -> Any:
 
 
 def _open_variables(given: Any) -> list[SemanticVariable]:
-    """What a message, or those of a list, wait for."""
+    """The variables that a message, or those of a list, wait for."""
     items = given if isinstance(given, list) else [given]
     parts = [item.parts for item in items if isinstance(item, LazyMessage)]
     return [variable for part in parts if part is not None for variable in part.variables]

@@ -22,7 +22,7 @@ class BodyBudget:
 
     @contextmanager
     def lease(self) -> "Iterator[_Lease]":
-        """What it has taken is given back at the end."""
+        """A part of the budget, which is given back at the end."""
         lease = _Lease(self)
         try:
             yield lease

@@ -130,7 +130,7 @@ class Chains:
 
 
 def usage_of(fill: Sequence[Piece], num_new: int) -> dict[str, int]:
-    """What a session keeps for a call with this prompt, and its new variables."""
+    """The amounts that a session keeps for a call with this prompt and its new variables."""
     texts = [piece.text for piece in fill if isinstance(piece, TextPiece)]
     return {"calls": 1, "variables": num_new, "text_bytes": num_bytes(texts)}
 

@@ -162,7 +162,7 @@ def template_options(request: CountRequest) -> Json:
 
 
 def rules_of(request: MessagesRequest) -> CallRules | None:
-    """What the answer may call."""
+    """The rules for the calls in an answer."""
     choice = request.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequest("the `tool_choice` of a tool has a `name`", param="tool_choice")

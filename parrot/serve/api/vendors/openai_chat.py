@@ -82,7 +82,7 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
 
 
 def rules_of(request: ChatRequest) -> CallRules | None:
-    """What the answer may call."""
+    """The rules for the calls in an answer."""
     return call_rules(
         _functions(request),
         must_call=request.tool_choice == "required",

@@ -154,7 +154,7 @@ class CommonFields(Wire):
 
 
 class StructuredOutputs(Wire):
-    """What vLLM calls so."""
+    """vLLM's field of this name."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None

@@ -143,7 +143,7 @@ class ResponseRequest(CommonFields):
         return options
 
     def call_rules(self) -> CallRules | None:
-        """What the answer may call."""
+        """The rules for the calls in an answer."""
         return call_rules(
             self._functions(),
             must_call=self.tool_choice == "required",
