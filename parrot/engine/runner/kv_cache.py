@@ -98,19 +98,27 @@ class KVCache:
         self._clears = not paged
 
     @property
+    def block_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors [layers, 2, kv_heads, blocks, block_size, ...]: block b is `t[:, :, :, b]`.
+        With `paged`, `t[l, i, :, b]` is contiguous."""
+        return (self.pool,)
+
+    @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
 
     def prepare(self, copies: Sequence[BlockCopy], fresh_blocks: IntArray | None = None) -> None:
         """Do the copies of a step, in order, and clear the blocks that it begins."""
         for copy in copies:
-            source, target = self.pool[:, :, :, copy.source], self.pool[:, :, :, copy.target]
-            target[:, :, :, : copy.num_tokens] = source[:, :, :, : copy.num_tokens]
-            if self._clears:
-                target[:, :, :, copy.num_tokens :] = 0
+            for tensor in self.block_tensors:
+                source, target = tensor[:, :, :, copy.source], tensor[:, :, :, copy.target]
+                target[:, :, :, : copy.num_tokens] = source[:, :, :, : copy.num_tokens]
+                if self._clears:
+                    target[:, :, :, copy.num_tokens :] = 0
         if self._clears and fresh_blocks is not None and len(fresh_blocks):
             blocks = torch.from_numpy(fresh_blocks).long().to(self.pool.device)
-            self.pool.index_fill_(3, blocks, 0)
+            for tensor in self.block_tensors:
+                tensor.index_fill_(3, blocks, 0)
 
 
 def runner_info(

@@ -38,6 +38,15 @@ def test_a_copy_takes_the_first_slots_and_clears_the_rest() -> None:
     assert torch.equal(cache.pool[:, :, :, others], before[:, :, :, others])
 
 
+def test_the_tensors_of_a_block_are_all_that_it_holds() -> None:
+    for paged in (False, True):
+        cache = KVCache(LAYOUT, 6, CPU, paged=paged)
+        blocks = [tensor[:, :, :, 4] for tensor in cache.block_tensors]
+        assert sum(block.nbytes for block in blocks) == LAYOUT.block_bytes
+        if paged:
+            assert all(block[1, 0].is_contiguous() for block in blocks)
+
+
 def test_copies_happen_in_order() -> None:
     cache = filled_cache()
     first = cache.pool[:, :, :, 0].clone()
