@@ -24,6 +24,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.grammar.compiler import GrammarCompiler
+from parrot.engine.grammar.constraint import fill_masks
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
@@ -48,6 +49,10 @@ KINDS: dict[str, dict[str, Any]] = {
 PROMPT = 64
 
 
+def percentile(times: list[float], share: float) -> float:
+    return sorted(times)[int(share * len(times))]
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -65,35 +70,47 @@ class Bench:
         self.num_requests = 0
 
     def host(self, kind: str) -> dict[str, Any]:
-        """Following outputs of random allowed tokens, without a model: microseconds."""
+        """Following outputs of random allowed tokens, without a model: microseconds for one, and
+        for the masks of `--batch` of them, computed beside each other."""
         sampling = SamplingConfig(**KINDS[kind])
         began = time.perf_counter()
         asyncio.run(self.grammars.constraint(sampling))
         compiled_s = time.perf_counter() - began
-        numbers = random.Random(0)
-        masks, takes = [], []
-        for _ in range(self.args.repeats):
-            constraint = asyncio.run(self.grammars.constraint(sampling))
-            assert constraint is not None
-            for place in range(self.args.steps):
-                times = [time.perf_counter()]
-                mask = constraint.mask(place)
-                times.append(time.perf_counter())
-                if mask is None:
-                    break
-                bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-                token = int(numbers.choice(np.flatnonzero(bits)))
-                taken = time.perf_counter()
-                constraint.take(place, token)
-                takes.append(time.perf_counter() - taken)
-                masks.append(times[1] - times[0])
+        masks, takes = self.followed(sampling, 1)
+        together, _ = self.followed(sampling, self.args.batch)
         return {
             "kind": kind,
             "compile_ms": compiled_s * 1e3,
             "mask_us": median(masks) * 1e6,
-            "mask_p99_us": sorted(masks)[int(0.99 * len(masks))] * 1e6,
+            "mask_p99_us": percentile(masks, 0.99) * 1e6,
             "take_us": median(takes) * 1e6,
+            "batch": self.args.batch,
+            "batch_masks_us": median(together) * 1e6,
+            "batch_masks_p99_us": percentile(together, 0.99) * 1e6,
         }
+
+    def followed(self, sampling: SamplingConfig, num_outputs: int) -> tuple[list[float], ...]:
+        """The seconds of the masks of each step, and of each token's taking."""
+        numbers = random.Random(0)
+        masks, takes = [], []
+        for _ in range(self.args.repeats):
+            found = [asyncio.run(self.grammars.constraint(sampling)) for _ in range(num_outputs)]
+            constraints = [constraint for constraint in found if constraint is not None]
+            num_words = constraints[0].vocabulary.num_words
+            for place in range(self.args.steps):
+                began = time.perf_counter()
+                words = np.zeros((num_outputs, num_words), dtype=np.int32)
+                fill_masks(constraints, words)
+                masks.append(time.perf_counter() - began)
+                bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+                for constraint, row in zip(constraints, bits, strict=True):
+                    token = int(numbers.choice(np.flatnonzero(row)))
+                    began = time.perf_counter()
+                    constraint.take(place, token)
+                    takes.append(time.perf_counter() - began)
+                if any(constraint.is_complete for constraint in constraints):
+                    break
+        return masks, takes
 
     def step_ms(self, kind: str, num_constrained: int) -> float:
         """The median step of a batch of which so many sequences are constrained."""

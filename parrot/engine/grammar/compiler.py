@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import orjson
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from parrot.engine.grammar.constraint import Constraint
+from parrot.engine.grammar.constraint import Constraint, Vocabulary
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, QuotaExceeded
 from parrot.protocol.sampling import MAX_GRAMMAR, SamplingConfig
@@ -46,7 +46,7 @@ class GrammarCompiler:
         self, tokenizer: LLTokenizer, eos: Sequence[int], *, deadline_s: float = DEADLINE_S
     ) -> None:
         self._tokenizer = tokenizer
-        self._eos = eos
+        self._vocabulary = Vocabulary((tokenizer.vocab_size + 31) // 32, eos, LLExecutor())
         self._deadline_s = deadline_s
         self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
@@ -93,7 +93,7 @@ class GrammarCompiler:
             self._cache.put(text, compiled)
         matcher = compiled.matcher.deep_copy()
         may_end_early = not sampling.ignore_tokenizer_eos
-        constraint = Constraint(matcher, field, self._eos, may_end_early=may_end_early)
+        constraint = Constraint(matcher, field, self._vocabulary, may_end_early=may_end_early)
         if resumed_ids:
             constraint.resume(resumed_ids)
         return constraint

@@ -8,6 +8,7 @@ import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import SampleSpec
+from parrot.engine.grammar.constraint import Constraint, fill_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,17 @@ def masks_of(
     """None if every row may be any token. `landed`, asked if tokens are pending, waits for them: by
     context, -1 of one that failed."""
     tokens = landed() if any(row.pending_of is not None for row in rows) else {}
-    found: list[tuple[int, bytes]] = []
+    found: list[tuple[int, Constraint]] = []
     for row, spec, place, pending_of in rows:
         assert spec.constraint is not None, spec
         before = None if pending_of is None else tokens[pending_of]
         if before is not None and before < 0:
             continue
-        if (mask := spec.constraint.mask(place, before)) is not None:
-            found.append((row, mask))
+        if spec.constraint.is_masked(place, before):
+            found.append((row, spec.constraint))
     if not found:
         return None
-    words = np.frombuffer(b"".join([mask for _, mask in found]), dtype=np.int32)
-    return Masks(np.array([row for row, _ in found], dtype=np.int32), words.reshape(len(found), -1))
+    constraints = [constraint for _, constraint in found]
+    words = np.zeros((len(found), constraints[0].vocabulary.num_words), dtype=np.int32)
+    fill_masks(constraints, words)
+    return Masks(np.array([row for row, _ in found], dtype=np.int32), words)

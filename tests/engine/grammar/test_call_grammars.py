@@ -5,7 +5,6 @@ import json
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from parrot.engine.grammar.constraint import Constraint
@@ -14,6 +13,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.prompts.answers import Family, read_answer, tool_family
 from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from tests.engine.grammar.test_grammar_compiler import COMPILER, EOS, TOKENIZER
+from tests.support.masks import allowed
 
 HERMES, MISTRAL, LLAMA = (
     tool_family(mark) for mark in ("<tool_call>", "[TOOL_CALLS]", '"parameters": ')
@@ -46,10 +46,7 @@ def accepts(constraint: Constraint, text: str) -> bool:
     for place, token in enumerate([*TOKENIZER.encode(text).ids, EOS]):
         if constraint.is_complete and token == EOS:
             return True
-        bits = np.unpackbits(
-            np.frombuffer(constraint.mask(place) or b"", dtype=np.uint8), bitorder="little"
-        )
-        if not len(bits) or not bits[token]:
+        if token not in (allowed(constraint, place) or ()):
             return False
         constraint.take(place, token)
     return True
@@ -122,8 +119,7 @@ def test_whatever_is_drawn_is_read_as_calls(family: Family, seed: int) -> None:
     rules = CallRules([LOOK], must_call=True, may_call_many=True)
     constraint, rng, ids = constraint_of(family, rules), random.Random(seed), []
     while not constraint.is_complete and len(ids) < 2000:
-        mask = np.frombuffer(constraint.mask(len(ids)) or b"", dtype=np.uint8)
-        choices = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        choices = allowed(constraint, len(ids)) or []
         token = EOS if EOS in choices else rng.choice(choices)
         if token == EOS:
             break

@@ -174,7 +174,7 @@ async def test_a_wrong_grammar_fails_its_call_and_no_other(ask: Asker) -> None:
 async def test_a_grammar_that_cannot_be_followed_fails_its_call(
     ask: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Constraint, "mask", lambda *_, **__: None)
+    monkeypatch.setattr(Constraint, "is_masked", lambda *_, **__: False)
     with pytest.raises(InvalidRequest, match="cannot be followed"):
         await ask("Once upon ", regex="[😀-🙏]{3}")
     monkeypatch.undo()

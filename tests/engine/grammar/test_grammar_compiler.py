@@ -3,11 +3,11 @@
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.errors import InvalidRequest, QuotaExceeded
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.byte_tokenizer import byte_tokenizer, plain_byte_tokenizer
+from tests.support.masks import allowed, allowed_together
 
 RESPONSE = byte_tokenizer()
 TOKENIZER = Tokenizer.from_str(RESPONSE.tokenizer_json)
@@ -37,13 +38,6 @@ def constraint_of(compiler: GrammarCompiler = COMPILER, **fields: Any) -> Constr
     constraint = asyncio.run(compiler.constraint(SamplingConfig(**fields)))
     assert constraint is not None
     return constraint
-
-
-def allowed(constraint: Constraint, place: int) -> list[int]:
-    mask = constraint.mask(place)
-    assert mask is not None
-    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
 
 
 def random_text(constraint: Constraint, seed: int, limit: int = 400) -> str | None:
@@ -85,7 +79,7 @@ def test_a_schema_as_an_object_or_as_text(schema: Any) -> None:
     assert EOS not in allowed(constraint, 0)
     write(constraint, '{"name": "Zoë 😀", "age": 7}')
     assert constraint.is_complete
-    assert constraint.mask(31) is None
+    assert allowed(constraint, 31) is None
 
 
 def test_an_output_may_end_only_where_it_is_complete() -> None:
@@ -110,9 +104,7 @@ def test_without_the_tokenizers_eos_an_output_ends_where_nothing_else_can() -> N
 def test_a_place_is_taken_once() -> None:
     constraint = constraint_of(regex="[ab]{3}")
     a, b = (TOKENIZER.encode(letter).ids[0] for letter in "ab")
-    assert sorted(np.flatnonzero(np.unpackbits(np.frombuffer(
-        constraint.mask(1, before=a) or b"", dtype=np.uint8), bitorder="little"
-    ))) == sorted([a, b])  # fmt: skip
+    assert allowed(constraint, 1, before=a) == sorted([a, b])
     constraint.take(0, a)
     constraint.take(1, b)
     constraint.take(1, b)
@@ -124,11 +116,49 @@ def test_a_place_is_taken_once() -> None:
 def test_a_token_that_cannot_stand_there_is_an_error_from_then_on() -> None:
     constraint = constraint_of(regex="[ab]{3}")
     wrong = TOKENIZER.encode("c").ids[0]
-    assert constraint.mask(1, before=wrong) is None
+    assert not constraint.is_masked(1, before=wrong)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="`regex` cannot be followed") as caught:
             constraint.take(0, wrong)
         assert caught.value.param == "regex"
+
+
+def test_masks_of_a_batch_are_those_of_each() -> None:
+    wanted = [{"regex": "[ab]{3}"}, {"json_schema": PERSON}, {"choices": ["x", "yz"]}] * 4
+    alone = [allowed(constraint_of(**fields), 0) for fields in wanted]
+    batch = [
+        constraint_of(**fields, ignore_tokenizer_eos=i % 2 == 0) for i, fields in enumerate(wanted)
+    ]
+    assert allowed_together(batch) == alone
+
+
+def test_the_engine_asks_while_masks_are_computed() -> None:
+    """A token that was taken, and whether the output is complete, need no matcher."""
+    batch = [constraint_of(regex="([a-z]+ ){1000}") for _ in range(32)]
+    a = TOKENIZER.encode("a").ids[0]
+    for constraint in batch:
+        constraint.take(0, a)
+    failures: list[Exception] = []
+    done = threading.Event()
+
+    def engine() -> None:
+        try:
+            while not done.is_set():
+                for constraint in batch:
+                    constraint.take(0, a)
+                    assert not constraint.is_complete
+        except Exception as error:  # noqa: BLE001
+            failures.append(error)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    for place in range(1, 100):
+        assert all(a in tokens for tokens in allowed_together(batch))
+        for constraint in batch:
+            constraint.take(place, a)
+    done.set()
+    thread.join()
+    assert not failures
 
 
 def test_an_output_goes_on_behind_what_was_delivered() -> None:
@@ -260,12 +290,12 @@ def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]
     constraint = constraint_of(**fields)
     for place in range(20):
         began = time.monotonic()
-        mask = constraint.mask(place)
+        tokens = allowed(constraint, place)
         assert time.monotonic() - began < 2
-        if mask is None:
+        if tokens is None:
             return
         try:
-            constraint.take(place, allowed(constraint, place)[0])
+            constraint.take(place, tokens[0])
         except InvalidRequest:
             return
 
@@ -295,7 +325,7 @@ def test_grammars_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -
 def test_a_grammar_that_takes_too_long_is_refused_and_others_are_told_to_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizer, eos = COMPILER._tokenizer, COMPILER._eos
+    tokenizer, eos = COMPILER._tokenizer, COMPILER._vocabulary.eos
     compiler = GrammarCompiler(tokenizer, eos, deadline_s=0.05)
     make = compiler._make
 

@@ -1,0 +1,24 @@
+"""The masks of constraints, as lists of tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from parrot.engine.grammar.constraint import Constraint, fill_masks
+
+
+def allowed_together(constraints: Sequence[Constraint]) -> list[list[int]]:
+    """The tokens that may come next, for each of the constraints, which are masked."""
+    num_words = constraints[0].vocabulary.num_words
+    words = np.zeros((len(constraints), num_words), dtype=np.int32)
+    fill_masks(constraints, words)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def allowed(constraint: Constraint, place: int, before: int | None = None) -> list[int] | None:
+    """The tokens that may stand at a place of the output; None if it has ended."""
+    if not constraint.is_masked(place, before):
+        return None
+    (tokens,) = allowed_together([constraint])
+    return tokens
