@@ -102,7 +102,7 @@ async def wasted_steps(num_engines: int, seed: int) -> float:
         await first(session, found)
         await asyncio.sleep(60)
         cluster.check_integrity()
-        known = cluster.core._sessions.find(session.scope["session_id"])
+        known = cluster.core.sessions.find(session.scope["session_id"])
         assert known is not None
         finished = [known.graph.variable(v.id).producer.times.finished for v in found]  # type: ignore[union-attr]
         decided = max(when for when in finished if when is not None)

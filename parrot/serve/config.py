@@ -150,6 +150,11 @@ class CoreConfig(ConfigModel):
         description="Origins (`https://app.example`) whose pages in a browser may call this API; "
         "`*` is every page.",
     )
+    page: bool = Field(
+        True,
+        description="Show sessions, engines and values under `/ui/` to whoever has the page's key "
+        "or, of their own sessions, an API key.",
+    )
     global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()
     session_quota: SessionQuota = SessionQuota()

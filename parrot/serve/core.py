@@ -32,7 +32,8 @@ from parrot.utils.timers import TimerQueue
 
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
-    `first_session_id` and up. `programs` has what the programs of live sessions may ask.
+    `first_session_id` and up. `programs` has what the programs of live sessions may ask; `sessions`
+    and `fleet` are for whoever shows the service, who changes nothing there.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -49,22 +50,23 @@ class ServeCore:
     ) -> None:
         self.config = config
         self.is_closing = False
-        self._clock = clock or MonotonicClock()
-        self._timers = TimerQueue(self._clock)
-        self._dispatcher = dispatcher or Dispatcher(config, self._clock)
+        self.clock = clock or MonotonicClock()
+        self._timers = TimerQueue(self.clock)
+        self._dispatcher = dispatcher or Dispatcher(config, self.clock)
+        self.fleet = self._dispatcher.fleet
         self._metrics = CoreMetrics(tenant_labels(config.api_keys))
         self._observers = Observers(observers)
         self._runner = TaskRunner(
             config,
-            self._clock,
+            self.clock,
             self._dispatcher,
             sandbox,
             self._metrics,
-            lambda session_id: self._sessions.find(session_id),
+            lambda session_id: self.sessions.find(session_id),
         )
-        self._sessions = SessionRegistry(
+        self.sessions = SessionRegistry(
             config,
-            self._clock,
+            self.clock,
             self._timers,
             self._runner,
             self._dispatcher.estimates,
@@ -72,14 +74,14 @@ class ServeCore:
             first_session_id,
         )
         self.programs = Programs(
-            self._sessions, self._runner, self._observers, self._timers, self._clock
+            self.sessions, self._runner, self._observers, self._timers, self.clock
         )
         self.turns = Turns(
-            self._sessions,
+            self.sessions,
             self._end,
             self._timers,
-            self._clock,
-            self._dispatcher.fleet.tokenizer,
+            self.clock,
+            self.fleet.tokenizer,
             self._runner.require_room,
             self._metrics.prefix_broken,
             self._observers,
@@ -91,8 +93,11 @@ class ServeCore:
 
     def create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
         """Raises `AuthenticationFailed`, `QuotaExceeded`."""
-        tenant = self.tenant(request.api_key)
-        session = self._sessions.create(tenant, request.apps or (), on_demand=request.on_demand)
+        return self.begin_session(self.tenant(request.api_key), request)
+
+    def begin_session(self, tenant: str, request: SessionCreateRequest) -> SessionCreateResponse:
+        """A session of a tenant that is known. Raises `QuotaExceeded`."""
+        session = self.sessions.create(tenant, request.apps or (), on_demand=request.on_demand)
         self._observers.tell(lambda one: one.session_created(session, request))
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 
@@ -104,16 +109,16 @@ class ServeCore:
 
     def knows(self, credential: str) -> bool:
         """Whether it is the `session_auth` of a live session, or one of the `api_keys`."""
-        if self._sessions.is_auth(credential):
+        if self.sessions.is_auth(credential):
             return True
         return is_key(credential, self.config.api_keys)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
-        session = self._sessions.authenticate(session_id, session_auth)
-        return session_view(session, self._clock.now(), self._sessions.remaining_s(session))
+        session = self.sessions.authenticate(session_id, session_auth)
+        return session_view(session, self.clock.now(), self.sessions.remaining_s(session))
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
-        session = self._sessions.authenticate(session_id, session_auth)
+        session = self.sessions.authenticate(session_id, session_auth)
         self._observers.tell(lambda one: one.session_deleted(session))
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
@@ -121,16 +126,16 @@ class ServeCore:
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
         self._require_open()
-        engine_id = await self._dispatcher.fleet.register(request.engine_config)
+        engine_id = await self.fleet.register(request.engine_config)
         self._observers.tell(lambda one: one.engine_registered(request.engine_config))
         return RegisterResponse(engine_id=engine_id)
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        return self._dispatcher.fleet.heartbeat(request)
+        return self.fleet.heartbeat(request)
 
     def models(self) -> ModelsResponse:
         """Those that engines serve, by all their names."""
-        models = self._dispatcher.fleet.models()
+        models = self.fleet.models()
         cards = {card.id: card for card in models.data}
         for alias, name in self.config.model_aliases.items():
             if name in cards and alias not in cards:
@@ -140,7 +145,7 @@ class ServeCore:
     def readiness(self) -> ReadyResponse:
         """Raises `NoEngine`, or `Unavailable` when the service is going down."""
         self._require_open()
-        if not (engines := self._dispatcher.fleet.views()):
+        if not (engines := self.fleet.views()):
             raise NoEngine("no engine is registered")
         return ReadyResponse(
             num_queued=self.num_queued, engines=[engine_view(engine) for engine in engines]
@@ -151,18 +156,18 @@ class ServeCore:
         return self._dispatcher.num_queued
 
     def metrics(self) -> bytes:
-        return self._metrics.render(self._sessions, self._dispatcher)
+        return self._metrics.render(self.sessions, self._dispatcher)
 
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""
-        self._sessions.check_integrity()
+        self.sessions.check_integrity()
         self.turns.check_integrity()
         self._dispatcher.check_integrity()
 
     def shut_down(self) -> None:
         """Admit nothing more, and end every session: open reads get `Unavailable` now."""
         self.is_closing = True
-        for session in self._sessions:
+        for session in self.sessions:
             self._end(session, Unavailable("ServeCore is shutting down"))
 
     async def close(self) -> None:
@@ -181,7 +186,7 @@ class ServeCore:
     def _end(self, session: Session, error: ParrotError) -> None:
         session.graph.close(error)
         self._dispatcher.release_session(session.id)
-        self._sessions.remove(session)
-        self._metrics.session_ended(self._clock.now() - session.created_at)
+        self.sessions.remove(session)
+        self._metrics.session_ended(self.clock.now() - session.created_at)
         if not self.turns.forget(session):
             self._observers.tell(lambda one: one.session_ended(session))

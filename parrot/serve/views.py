@@ -28,7 +28,7 @@ def session_view(session: Session, now: float, expires_in_s: float) -> SessionIn
         age_s=now - session.created_at,
         expires_in_s=expires_in_s,
         vars=variables_view(session),
-        calls=[_task_view(task, session.created_at) for task in tasks],
+        calls=[task_view(task, session.created_at) for task in tasks],
         edges=[edge for task in tasks for edge in _edges(task)],
     )
 
@@ -69,10 +69,10 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
 
 
 def variables_view(session: Session) -> list[VarInfo]:
-    return [_variable_view(variable) for variable in session.graph.variables.values()]
+    return [variable_view(variable) for variable in session.graph.variables.values()]
 
 
-def _variable_view(variable: SemanticVariable) -> VarInfo:
+def variable_view(variable: SemanticVariable) -> VarInfo:
     return VarInfo(
         var_id=variable.id,
         var_name=variable.name,
@@ -83,7 +83,7 @@ def _variable_view(variable: SemanticVariable) -> VarInfo:
     )
 
 
-def _task_view(task: Task, began: float) -> CompletionInfo:
+def task_view(task: Task, began: float) -> CompletionInfo:
     """A native call with several outputs is one row, known by its first."""
     is_semantic = isinstance(task, Completion)
     stats = task.stats if isinstance(task, Completion) else _NO_RUN

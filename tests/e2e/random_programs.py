@@ -83,7 +83,7 @@ class Story(World):
             if result is not None:
                 await result
         except (SessionGone, NotFound):
-            assert self.core._sessions.find(program.scope["session_id"]) is None
+            assert self.core.sessions.find(program.scope["session_id"]) is None
             self.programs.remove(program)
 
     def common(self) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ class Story(World):
         if len(self.programs) < 4:
             tenant = self.rng.choice(TENANTS)
             created = self.core.create_session(SessionCreateRequest(api_key=tenant))
-            session = self.core._sessions.find(created.session_id)
+            session = self.core.sessions.find(created.session_id)
             assert session is not None
             self.programs.append(Program(created.model_dump(), session))
 
@@ -309,7 +309,7 @@ class Story(World):
 
     async def leave(self) -> None:
         for program in self.programs:
-            if self.core._sessions.find(program.scope["session_id"]) is not None:
+            if self.core.sessions.find(program.scope["session_id"]) is not None:
                 self.core.delete_session(**program.scope)
         await asyncio.sleep(1.0)
         self.cluster.check_integrity()

@@ -98,7 +98,7 @@ class World:
     def check_error(self, program: Program, var_ids: list[str], error: ParrotError) -> None:
         """There must be a reason for it."""
         if isinstance(error, SessionGone):
-            assert self.core._sessions.find(program.scope["session_id"]) is None
+            assert self.core.sessions.find(program.scope["session_id"]) is None
         elif isinstance(error, Cancelled):
             needed = set().union(*(self.reference.needs(var_id) for var_id in var_ids))
             assert needed & program.cancelled, error

@@ -122,7 +122,7 @@ class TestWhatIsSubmitted:
         assert await site.post(PATH, body) == first
         status, answer = await site.send("POST", PATH, json=body | {"calls": [call("b")]})
         assert (status, answer["error"]["type"]) == (409, "conflict")
-        assert len(site.core._sessions.find(scope["session_id"]).graph.calls) == 1
+        assert len(site.core.sessions.find(scope["session_id"]).graph.calls) == 1
 
     async def test_all_of_it_runs_when_it_is_read(self) -> None:
         world = World()
@@ -182,14 +182,14 @@ class TestWhatIsRefused:
         status, answer = await site.send("POST", PATH, json=scope | body)
         error = answer["error"]
         assert (f"{status} {error['type']}", error["param"]) == (kind, f"calls.{param}")
-        session = site.core._sessions.find(scope["session_id"])
+        session = site.core.sessions.find(scope["session_id"])
         assert session is not None
         assert not session.graph.calls
         assert not session.graph.variables
         assert not session.account.used.total()
-        num_sessions = len(site.core._sessions)
+        num_sessions = len(site.core.sessions)
         assert (await site.send("POST", PATH, json={"session": {}} | body))[0] == status
-        assert len(site.core._sessions) == num_sessions
+        assert len(site.core.sessions) == num_sessions
 
     async def test_a_cycle_is_refused_whole(self, site: Site) -> None:
         scope = await site.session()
@@ -197,7 +197,7 @@ class TestWhatIsRefused:
         status, answer = await site.send("POST", PATH, json=scope | {"calls": calls})
         assert (status, answer["error"]["type"]) == (409, "cyclic_graph")
         assert "`out` -> `out`" in answer["error"]["message"]
-        assert not site.core._sessions.find(scope["session_id"]).graph.calls
+        assert not site.core.sessions.find(scope["session_id"]).graph.calls
 
     async def test_a_cycle_through_calls_that_are_there(self, site: Site) -> None:
         scope = await site.session()

@@ -182,7 +182,7 @@ async def test_a_timeout_leaves_the_work_its_grace(world: World) -> None:
     assert len(world.dispatcher.started) == 3
     await world.clock.advance(READ_GRACE_S)
     assert world.dispatcher.started == []
-    variables = [world.core._sessions.find(0).graph.variable(i) for i in ids]  # type: ignore[union-attr]
+    variables = [world.core.sessions.find(0).graph.variable(i) for i in ids]  # type: ignore[union-attr]
     assert all(len(variable._settled_callbacks) == 1 for variable in variables)  # the graph's
 
 

@@ -485,7 +485,7 @@ async def test_one_thousand_reads_leave_nothing_behind(world: World) -> None:
         await world.settle()
     await world.clock.advance(2 * WAKE_DELAY_S)
     assert world.dispatcher.started == []  # given up, so not made in the background either
-    session = world.core._sessions.find(world.scope["session_id"])
+    session = world.core.sessions.find(world.scope["session_id"])
     assert session is not None
     assert not session.timed_reads
     node = session.graph.variable(y)

@@ -139,7 +139,7 @@ class Program:
                 assert read.result() in ("text", "begin and end")
         self.core.check_integrity()
         assert not self.dispatcher.started
-        assert len(self.core._sessions) == 0
+        assert len(self.core.sessions) == 0
         assert len(self.core._timers) == 0
 
     async def clean_up(self) -> None:

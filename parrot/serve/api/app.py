@@ -13,6 +13,7 @@ from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.routes import error_form, response_endpoints, vendor_endpoints
 from parrot.serve.core import ServeCore
+from parrot.serve.page.endpoints import Page
 
 
 def create_app(core: ServeCore) -> FastAPI:
@@ -46,6 +47,7 @@ def create_app(core: ServeCore) -> FastAPI:
         )
     app.add_middleware(RequestIds)
     served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
-    app.router.routes[:0] = [endpoint.route() for endpoint in served]  # before the pages' own
+    shown = Page(core).routes() if core.config.page else []
+    app.router.routes[:0] = [*(endpoint.route() for endpoint in served), *shown]  # come first
     install_description(app, served)
     return app

@@ -131,7 +131,7 @@ async def test_a_result_that_is_there_is_taken_at_once(world: World) -> None:
     assert (used.reused, used.state, used.engine, used.attempts) == (True, "done", "e0", 0)
     assert used.output_tokens == first_tokens > 0
     assert not own.reused
-    node = world.core._sessions.find(1).graph.variable(again)  # type: ignore[union-attr]
+    node = world.core.sessions.find(1).graph.variable(again)  # type: ignore[union-attr]
     assert node.tokenized is not None  # so a consumer chains its ids
     assert await second.stream(second.call()) == [value]
 

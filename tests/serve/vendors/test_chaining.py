@@ -76,7 +76,7 @@ async def test_a_map_reduce_without_text_in_between(site: Site, is_own: bool) ->
     prompts = site.engine.prompts
     assert prompts[-1] == f"{USER}Join {joined} and {{{{other}}}}{ASSISTANT}"
     assert sorted(prompts[:-1]) == [f"{USER}Summarize part {n}{ASSISTANT}" for n in range(4)]
-    (session,) = site.core._sessions
+    (session,) = site.core.sessions
     assert answer["parrot"]["session_id"] == session.id
     tasks = [task for call in session.graph.calls.values() for task in call.tasks]
     assert len(tasks[-1].inputs) == 4
@@ -173,7 +173,7 @@ class TestWhenItRuns:
         scope = await begin(site, on_demand=True)
         await deferred(site, "later", **scope)
         var_id = await deferred(site, "now", criteria="latency", deadline=3.0, **scope)
-        session = site.core._sessions.find(scope["session_id"])
+        session = site.core.sessions.find(scope["session_id"])
         assert session is not None
         async with asyncio.timeout(5):
             await session.graph.variable(var_id).wait()
@@ -185,7 +185,7 @@ class TestWhenItRuns:
         scope = await begin(site)
         var_id = await deferred(site, "background", **scope)
         await site.post(CHAT, chat("read", **scope))
-        session = site.core._sessions.find(scope["session_id"])
+        session = site.core.sessions.find(scope["session_id"])
         assert session is not None
         async with asyncio.timeout(5):
             await session.graph.variable(var_id).wait()
@@ -198,7 +198,7 @@ class TestWhenItRuns:
         async with asyncio.timeout(5):
             while not site.engine.requests:  # noqa: ASYNC110 - a fake's state
                 await asyncio.sleep(0.005)
-        (session,) = site.core._sessions
+        (session,) = site.core.sessions
         (call,) = session.graph.calls.values()
         objective = call.tasks[0].objective
         assert objective is not None
@@ -244,7 +244,7 @@ class TestWhatIsRefused:
             parrot = parrot | {"inputs": {"x": await variable(site, scope, "v")}}
         status, answer = await site.send(CHAT, chat(content, **(scope | parrot)))
         assert (status, answer["error"]["param"]) == (400, param)
-        session = site.core._sessions.find(scope["session_id"])
+        session = site.core.sessions.find(scope["session_id"])
         assert session is not None
         assert not session.graph.calls
 

@@ -1,0 +1,3 @@
+"""The page that shows a running ServeCore in a browser: who may look, what they see, and the feed
+that keeps it up to date. It reads the rooms below and changes nothing in them, except that a
+visitor may cancel what is theirs. Nothing is done here while nobody looks."""

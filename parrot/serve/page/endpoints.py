@@ -1,0 +1,204 @@
+"""The page's endpoints: its files, who is let in, and the feeds that it draws."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+from starlette.responses import RedirectResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.errors import NotFound
+from parrot.protocol.gate.bodies import SMALL_BODY
+from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
+from parrot.protocol.server import Event, json_response, parse_payload, read_json
+from parrot.serve.core import ServeCore
+from parrot.serve.page.feed import Feed
+from parrot.serve.page.rows import PageRows
+from parrot.serve.page.topic import ReadRows
+from parrot.serve.page.visitors import VISIT_S, Visitor, Visitors
+from parrot.serve.sessions import Session
+
+_FILES = Path(__file__).parent / "static"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class EnterRequest(BaseModel):
+    key: str
+
+
+class Since(BaseModel):
+    """`since`: the version that the page has already; null: none."""
+
+    since: str | None = None
+
+
+class VisitorView(BaseModel):
+    """`tenant`: whose sessions are shown; null: everybody's."""
+
+    tenant: str | None
+    sees_values: bool
+
+
+class PageEndpoint(Endpoint):
+    """`verb` is also called with the `visitor`, whom the request's cookie tells."""
+
+    def __init__(
+        self, visitors: Visitors, method: str, path: str, verb: Callable[..., Any], **options: Any
+    ) -> None:
+        super().__init__(method, f"/ui/api/{path}", verb, body=SMALL_BODY, **options)
+        self._visitors = visitors
+
+    async def _arguments(self, request: Request) -> dict[str, Any]:
+        visitor = self._visitors.of(request.cookies.get(_cookie_name(request)))
+        return await super()._arguments(request) | {"visitor": visitor}
+
+
+class Page:
+    """Everything under `/ui/`."""
+
+    def __init__(self, core: ServeCore) -> None:
+        self._core = core
+        self._rows = PageRows(core)
+        self._feed = Feed(core.clock)
+        self._visitors = Visitors(core.config, core.clock)
+
+    def routes(self) -> list[BaseRoute]:
+        visitors = self._visitors
+        endpoints = [
+            PageEndpoint(visitors, "GET", "me", self.me),
+            PageEndpoint(visitors, "GET", "overview", self.overview, takes=Since),
+            PageEndpoint(visitors, "GET", "sessions/{session_id}", self.session, takes=Since),
+            PageEndpoint(
+                visitors, "GET", "sessions/{session_id}/vars/{var_id}", self.variable, takes=Since
+            ),
+            PageEndpoint(visitors, "POST", "sessions", self.begin_session),
+            PageEndpoint(visitors, "POST", "sessions/{session_id}/end", self.end_session),
+            PageEndpoint(
+                visitors, "POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call
+            ),
+        ]
+        return [
+            Route("/", _to_page),
+            Route("/ui/api/enter", self._enter, methods=["POST"]),
+            Route("/ui/api/leave", self._leave, methods=["POST"]),
+            *(endpoint.route() for endpoint in endpoints),
+            Mount("/ui", _PageFiles(directory=_FILES, html=True)),
+        ]
+
+    # What is seen
+
+    def me(self, visitor: Visitor) -> VisitorView:
+        return _view(visitor)
+
+    def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[Event]:
+        return self._changes(("overview", visitor), lambda: self._rows.overview(visitor), since)
+
+    def session(
+        self, visitor: Visitor, session_id: int, since: str | None
+    ) -> AsyncGenerator[Event]:
+        """Raises `NotFound`."""
+
+        def read() -> Any:
+            return self._rows.session(self._seen(visitor, session_id))
+
+        read()
+        return self._changes(("session", session_id), read, since)
+
+    def variable(
+        self, visitor: Visitor, session_id: int, var_id: str, since: str | None
+    ) -> AsyncGenerator[Event]:
+        """Raises `NotFound`."""
+
+        def read() -> Any:
+            graph = self._seen(visitor, session_id).graph
+            return self._rows.variable(graph.variable(var_id), visitor)
+
+        read()
+        return self._changes(("variable", var_id, visitor.sees_values), read, since)
+
+    async def _changes(
+        self, name: object, read: ReadRows, since: str | None
+    ) -> AsyncGenerator[Event]:
+        async with aclosing(self._feed.changes(name, read, since)) as changes:
+            async for payload in changes:
+                yield "changes", payload.decode()
+
+    def _seen(self, visitor: Visitor, session_id: int) -> Session:
+        session = self._core.sessions.find(session_id)
+        if session is None or visitor.tenant not in (None, session.tenant):
+            raise NotFound(f"no live session {session_id} of yours")
+        return session
+
+    # What is done
+
+    def begin_session(self, visitor: Visitor) -> SessionCreateResponse:
+        """A session for the page's own calls. Raises `AuthenticationFailed` for an operator where
+        sessions need an API key."""
+        tenant = visitor.tenant or self._core.tenant(None)
+        return self._core.begin_session(tenant, SessionCreateRequest(apps=["page"]))
+
+    def end_session(self, visitor: Visitor, session_id: int) -> None:
+        session = self._seen(visitor, session_id)
+        self._core.delete_session(session.id, session.auth)
+
+    def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:
+        session = self._seen(visitor, session_id)
+        self._core.programs.cancel_call(session.id, session.auth, request_id)
+
+    # Who is let in
+
+    async def _enter(self, request: Request) -> Response:
+        """The cookie is for this page alone, and no script can read it."""
+        wanted = parse_payload(EnterRequest, await read_json(request, SMALL_BODY))
+        cookie = self._visitors.enter(wanted.key)
+        response = json_response(_view(self._visitors.of(cookie)))
+        response.set_cookie(
+            _cookie_name(request),
+            cookie,
+            max_age=int(VISIT_S),
+            path="/ui",
+            httponly=True,
+            samesite="strict",
+        )
+        return response
+
+    async def _leave(self, request: Request) -> Response:
+        await read_json(request, SMALL_BODY)  # which no page of another site can send
+        name = _cookie_name(request)
+        self._visitors.leave(request.cookies.get(name, ""))
+        response = json_response(EmptyResponse())
+        response.delete_cookie(name, path="/ui", httponly=True, samesite="strict")
+        return response
+
+
+def _cookie_name(request: Request) -> str:
+    """Browsers send a cookie to all ports of a host."""
+    return f"parrot_page_{request.url.port or 0}"
+
+
+def _view(visitor: Visitor) -> VisitorView:
+    return VisitorView(tenant=visitor.tenant, sees_values=visitor.sees_values)
+
+
+async def _to_page(request: Request) -> Response:
+    return RedirectResponse("ui/")
+
+
+class _PageFiles(StaticFiles):
+    """The page's own files, which load nothing from elsewhere and run no script of a text."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS)
+        return response

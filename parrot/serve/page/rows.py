@@ -1,0 +1,177 @@
+"""What the page shows, as rows: the service, one session, one variable.
+
+A row is small and says nothing that changes by itself, as an age does, so that it is sent again
+only when something has happened."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from parrot.protocol.errors import ParrotError
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.fleet import EngineView
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    Piece,
+    Task,
+    TextPiece,
+    VariablePiece,
+)
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.page.topic import Rows
+from parrot.serve.page.visitors import Visitor
+from parrot.serve.sessions import Session
+from parrot.serve.views import engine_view, task_view
+
+_PIECE_CHARS = 4096
+_MAX_CHARS = 2**20  # of one value that is shown
+_MAX_CAUSES = 16
+_RUNNING = (CompletionState.QUEUED, CompletionState.RUNNING)
+
+Row = dict[str, Any]
+
+
+class PageRows:
+    """Reads the rows from a core. Times are Unix time."""
+
+    def __init__(self, core: ServeCore) -> None:
+        self._core = core
+        self._epoch = time.time() - core.clock.now()
+        self._sessions: dict[int, tuple[object, Row]] = {}  # what each was made of, and its row
+
+    def overview(self, visitor: Visitor) -> Rows:
+        """The service, its engines, and the sessions that the visitor may see."""
+        core = self._core
+        rows: dict[str, Row] = {
+            "service": {
+                "queued": core.num_queued,
+                "models": [card.id for card in core.models().data],
+                "closing": core.is_closing,
+            }
+        }
+        for engine in core.fleet.views():
+            rows[f"engine:{engine.id}"] = _engine_row(engine)
+        seen = [s for s in core.sessions if visitor.tenant in (None, s.tenant)]
+        for session in seen:
+            rows[f"session:{session.id}"] = self._session_row(session)
+        return rows
+
+    def session(self, session: Session) -> Rows:
+        """A session's head, its calls, and its variables without their values."""
+        rows: dict[str, Row] = {"session": self._head(session)}
+        graph = session.graph
+        for task in chain.from_iterable(call.tasks for call in graph.calls.values()):
+            row = task_view(task, session.created_at).model_dump(mode="json")
+            row["inputs"] = [variable.id for variable in task.inputs]
+            rows[f"call:{task.outputs[0].id}"] = row
+        for variable in graph.variables.values():
+            rows[f"var:{variable.id}"] = _variable_row(variable)
+        return rows
+
+    def variable(self, variable: SemanticVariable, visitor: Visitor) -> Rows:
+        """A variable with how it comes to be. The texts only for whoever may see them: the value in
+        pieces, since it grows at its end."""
+        rows: dict[str, Row] = {"var": _variable_row(variable)}
+        task = variable.producer
+        if task is not None:
+            rows["call"] = {"func": task.func_name, "request_id": task.request_id}
+            if visitor.sees_values:
+                rows["call"] |= _source(task)
+        if visitor.sees_values:
+            text = variable.partial_text[:_MAX_CHARS]
+            for number, start in enumerate(range(0, len(text), _PIECE_CHARS)):
+                rows[f"text:{number}"] = {"text": text[start : start + _PIECE_CHARS]}
+        return rows
+
+    def _head(self, session: Session) -> Row:
+        return {
+            "id": session.id,
+            "tenant": session.tenant,
+            "apps": list(session.apps),
+            "created_at": round(self._epoch + session.created_at, 3),
+        }
+
+    def _session_row(self, session: Session) -> Row:
+        """Counted again only if something has happened in the session since."""
+        graph = session.graph
+        basis = (session.last_active, graph.activation.num_started, len(graph.calls))
+        known = self._sessions.get(session.id)
+        if known is not None and known[0] == basis:
+            return known[1]
+        row = self._head(session) | _counts(session)
+        self._sessions = {
+            s.id: self._sessions[s.id] for s in self._core.sessions if s.id in self._sessions
+        }
+        self._sessions[session.id] = basis, row
+        return row
+
+
+def _counts(session: Session) -> Row:
+    tasks = [task for call in session.graph.calls.values() for task in call.tasks]
+    states = Counter(task.state for task in tasks)
+    stats = [task.stats for task in tasks if isinstance(task, Completion)]
+    return {
+        "calls": len(tasks),
+        "done": states[CompletionState.DONE],
+        "failed": states[CompletionState.FAILED],
+        "cancelled": states[CompletionState.CANCELLED],
+        "running": sum(states[state] for state in _RUNNING),
+        "prompt_tokens": sum(s.cached_tokens + s.computed_tokens for s in stats),
+        "cached_tokens": sum(s.cached_tokens for s in stats),
+        "output_tokens": sum(s.output_tokens for s in stats),
+    }
+
+
+def _engine_row(engine: EngineView) -> Row:
+    row: Row = engine_view(engine).model_dump(mode="json")
+    runtime = engine.runtime
+    if runtime is not None:
+        row |= {
+            "blocks": runtime.num_max_blocks,
+            "free_blocks": runtime.num_free_blocks,
+            "running_jobs": runtime.num_running_jobs,
+            "step_ms": round(runtime.recent_average_latency / 1e6, 3),
+            "steps": runtime.num_steps,
+        }
+    return row
+
+
+def _variable_row(variable: SemanticVariable) -> Row:
+    producer = variable.producer
+    row: Row = {
+        "name": variable.name,
+        "state": variable.state.value,
+        "chars": len(variable.partial_text),
+        "producer": None if producer is None else producer.outputs[0].id,
+    }
+    if variable.error is not None:
+        row["errors"] = list(_causes(variable.error))
+    return row
+
+
+def _causes(error: BaseException) -> Iterator[Row]:
+    """The error and what it came from, the last cause last."""
+    link: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if not isinstance(link, ParrotError):
+            return
+        yield {"type": link.type, "message": link.message}
+        link = link.__cause__
+
+
+def _source(task: Task) -> Row:
+    """A call's prompt, or its program, and its inputs."""
+    if isinstance(task, Completion):
+        earlier = [] if task.previous is None else [{"var": task.previous.output.id}]
+        return {"prompt": earlier + [_piece(piece) for piece in task.fill]}
+    return {"source": task.source}
+
+
+def _piece(piece: Piece) -> Row:
+    if isinstance(piece, VariablePiece):
+        return {"var": piece.variable.id, "name": piece.variable.name}
+    assert isinstance(piece, TextPiece), piece
+    return {"text": piece.text[:_MAX_CHARS]}

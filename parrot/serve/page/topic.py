@@ -1,0 +1,104 @@
+"""A view as rows with versions, so that whoever looks is sent what has changed since."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import BaseModel
+
+from parrot.utils.ids import new_token
+
+Rows = Mapping[str, BaseModel | Mapping[str, Any]]
+ReadRows = Callable[[], Rows]
+
+_MAX_GONE = 4096  # rows that are remembered to be gone
+_EPOCH_CHARS = 12
+
+
+class Changes(NamedTuple):
+    """What changed since an earlier version. `is_whole`: these are all rows there are, and whatever
+    was known before is void."""
+
+    version: str
+    is_whole: bool
+    rows: dict[str, orjson.Fragment]
+    gone: list[str]
+
+    def payload(self) -> bytes:
+        return orjson.dumps(
+            {
+                "version": self.version,
+                "whole": self.is_whole,
+                "rows": self.rows,
+                "gone": self.gone,
+            }
+        )
+
+
+class Topic:
+    """The rows that `read` gives, each with the number of the update in which it last changed.
+
+    A version is a number of an update, behind a name that no other topic has: whoever comes with
+    another topic's version, of before a restart for example, gets all rows."""
+
+    def __init__(self, read: ReadRows) -> None:
+        self._read = read
+        self._epoch = new_token()[:_EPOCH_CHARS]
+        self._number = 0
+        self._rows: dict[str, tuple[int, bytes]] = {}
+        self._gone: dict[str, int] = {}  # in order of their numbers
+        self._forgotten = 0  # rows that went in this update, or earlier, may be unknown
+
+    @property
+    def version(self) -> str:
+        return f"{self._epoch}-{self._number}"
+
+    def update(self) -> bool:
+        """Read the rows again; returns whether any has changed."""
+        fresh = {key: _encode(row) for key, row in self._read().items()}
+        number = self._number + 1
+        known = self._rows
+        changed = {
+            key: (number, text)
+            for key, text in fresh.items()
+            if key not in known or known[key][1] != text
+        }
+        gone = [key for key in known if key not in fresh]
+        if not changed and not gone:
+            return False
+        self._number = number
+        for key in gone:
+            del known[key]
+            self._gone[key] = number
+        for key in changed:
+            self._gone.pop(key, None)
+        known.update(changed)
+        while len(self._gone) > _MAX_GONE:
+            self._forgotten = self._gone.pop(next(iter(self._gone)))
+        return True
+
+    def since(self, version: str | None) -> Changes | None:
+        """What has changed since `version`; all rows if that is unknown or too old; None if nothing
+        has."""
+        number = self._number_of(version)
+        if number is None or number < self._forgotten:
+            rows = {key: orjson.Fragment(text) for key, (_, text) in self._rows.items()}
+            return Changes(self.version, True, rows, [])
+        if number == self._number:
+            return None
+        rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
+        return Changes(
+            self.version, False, rows, [k for k, at in self._gone.items() if at > number]
+        )
+
+    def _number_of(self, version: str | None) -> int | None:
+        epoch, _, number = (version or "").rpartition("-")
+        if epoch != self._epoch or not number.isascii() or not number.isdigit():
+            return None
+        return int(number) if len(number) < 16 and int(number) <= self._number else None
+
+
+def _encode(row: BaseModel | Mapping[str, Any]) -> bytes:
+    if isinstance(row, BaseModel):
+        return row.model_dump_json().encode()
+    return orjson.dumps(row)

@@ -1,0 +1,72 @@
+"""Who looks at the page, and what they may see."""
+
+import secrets
+from hashlib import blake2b
+from typing import NamedTuple
+
+from parrot.protocol.errors import AuthenticationFailed
+from parrot.serve.config import CoreConfig
+from parrot.serve.sessions import tenant_of
+from parrot.utils.clock import Clock
+from parrot.utils.heaps import LruDict
+from parrot.utils.ids import tokens_equal
+
+VISIT_S = 12 * 3600.0
+_MAX_VISITORS = 1024
+
+
+def page_key(cluster_token: str) -> str:
+    """The operator's key for the page: whoever has the cluster token can make it, and it is no use
+    for anything else."""
+    return blake2b(
+        b"page", digest_size=16, key=blake2b(cluster_token.encode()).digest()
+    ).hexdigest()
+
+
+class Visitor(NamedTuple):
+    """`tenant`: whose sessions they see; None: everybody's. `sees_values`: prompts and values,
+    too."""
+
+    tenant: str | None
+    sees_values: bool
+
+
+class Visitors:
+    """Those who have shown a key, by the secret of the cookie that they got for it."""
+
+    def __init__(self, config: CoreConfig, clock: Clock) -> None:
+        self._api_keys = config.api_keys
+        self._clock = clock
+        token = config.cluster_token
+        self._page_key = None if token is None else page_key(token)
+        self._known: LruDict[str, tuple[Visitor, float]] = LruDict(_MAX_VISITORS)  # until when
+
+    @property
+    def operator(self) -> Visitor:
+        """Who runs the service; with API keys the programs are other people's."""
+        return Visitor(tenant=None, sees_values=not self._api_keys)
+
+    def enter(self, key: str) -> str:
+        """The secret for a cookie of whoever has this key: the page's, or an API key. Raises
+        `AuthenticationFailed`."""
+        if self._page_key is not None and tokens_equal(key, self._page_key):
+            visitor = self.operator
+        elif self._api_keys:
+            visitor = Visitor(tenant_of(key, self._api_keys), sees_values=True)
+        else:
+            raise AuthenticationFailed("this is not the key of the page")
+        cookie = secrets.token_urlsafe(32)
+        self._known.put(cookie, (visitor, self._clock.now() + VISIT_S))
+        return cookie
+
+    def leave(self, cookie: str) -> None:
+        self._known.pop(cookie)
+
+    def of(self, cookie: str | None) -> Visitor:
+        """Raises `AuthenticationFailed`."""
+        if self._page_key is None and not self._api_keys:
+            return self.operator  # the operator wants no secrets: `insecure`
+        found = None if cookie is None else self._known.peek(cookie)
+        if found is None or found[1] < self._clock.now():
+            raise AuthenticationFailed("show the key of the page, or an API key, first")
+        return found[0]
