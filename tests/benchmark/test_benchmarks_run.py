@@ -21,6 +21,7 @@ TINY = {
     "bench_eager": ["--programs 1 --bystanders 0"],
     "bench_simulation": ["--engines 2 --tasks 10"],
     "bench_scheduler": ["--engines 2 --tasks 20"],
+    "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
 }
 COMMANDS = [(module, command) for module, commands in TINY.items() for command in commands]
 

@@ -9,7 +9,7 @@ VOCAB_SIZE = 259
 
 _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
