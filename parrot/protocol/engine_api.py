@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from parrot.protocol.gate.names import is_host
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import SamplingConfig, WireLogprobs
 
 NO_PARENT = -1
 MAX_CONTEXT_ID = 2**53  # exact in every JSON reader
@@ -136,6 +136,9 @@ class GenerateResponse(InternalPayload):
     generated_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
+    logprobs: WireLogprobs | None = Field(
+        None, description="of all of `generated_ids`, if they were asked for"
+    )
 
 
 class StreamChunk(InternalPayload):
@@ -144,6 +147,7 @@ class StreamChunk(InternalPayload):
 
     ids: list[int]
     text: str
+    logprobs: WireLogprobs | None = Field(None, description="of `ids`, if they were asked for")
 
 
 class FreeContextRequest(InternalPayload):

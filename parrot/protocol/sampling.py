@@ -1,8 +1,21 @@
-"""Sampling settings of an output: one class for the front end, REST, and the engines."""
+"""Sampling settings of an output: one class for the front end, REST, and the engines. And the log
+probabilities that they ask for."""
 
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 
 from parrot.protocol.errors import UnsupportedField
 
@@ -10,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_GEN_LENGTH = 1_000_000
 MAX_GRAMMAR = 65536
 MAX_CHOICES = 1024
+MAX_LOGPROBS = 20
 
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")
 """The fields that say which texts an output may be; at most one is set."""
@@ -23,7 +37,8 @@ _StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRI
 class SamplingConfig(BaseModel):
     """All fields are optional. `temperature=0` is greedy; penalties of 0 (and a repetition penalty
     of 0 or 1) are off; `max_gen_length` is in tokens. `grammar` is Lark text; an output with
-    `choices` is one of them."""
+    `choices` is one of them. `logprobs`: give the log probability of each token, and of so many of
+    the most likely ones in its place (see `Logprobs`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -49,7 +64,7 @@ class SamplingConfig(BaseModel):
     regex: str | None = Field(None, max_length=MAX_GRAMMAR)
     grammar: str | None = Field(None, max_length=MAX_GRAMMAR)
     choices: tuple[_Choice, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
@@ -103,3 +118,110 @@ class SamplingConfig(BaseModel):
 
 
 _DEFAULTS: dict[str, Any] = SamplingConfig().model_dump()
+
+
+class Logprobs:
+    """Log probabilities of an output's tokens: the log-softmax of the model's logits as they are,
+    before temperature, penalties, biases, masks and whatever else chooses among them.
+
+    There is a row for each token, of `width` entries: the token itself, then the most likely ones
+    in its place, the most likely first. `ids` are tokens of the engine's tokenizer, or, where it
+    has none, indices into `tokens`; `values` are their log probabilities. Both are flat."""
+
+    __slots__ = ("ids", "tokens", "values", "width")
+
+    def __init__(
+        self,
+        width: int,
+        ids: Iterable[int] = (),
+        values: Iterable[float] = (),
+        tokens: Iterable[bytes] | None = None,
+    ) -> None:
+        self.width = width
+        self.ids = array("i", ids)
+        self.values = array("f", values)
+        self.tokens = None if tokens is None else list(tokens)
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.width
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Logprobs) and self._fields() == other._fields()
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"<Logprobs of {len(self)} tokens, {self.width - 1} others each>"
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, about."""
+        texts = 0 if self.tokens is None else sum(map(len, self.tokens)) + 40 * len(self.tokens)
+        return 2 * self.ids.itemsize * len(self.ids) + texts
+
+    def add(self, ids: Iterable[int], values: Iterable[float]) -> None:
+        """Append a row."""
+        self.ids.extend(ids)
+        self.values.extend(values)
+
+    def part(self, start: int, stop: int | None = None) -> "Logprobs":
+        """The rows from `start` up to `stop`."""
+        width = self.width
+        cut = slice(start * width, None if stop is None else stop * width)
+        return Logprobs(width, self.ids[cut], self.values[cut], self.tokens)
+
+    def joined(self, more: "Logprobs") -> "Logprobs":
+        """These rows, and `more` of the same width behind them."""
+        assert self.width == more.width, (self, more)
+        ids, tokens = more.ids, self.tokens
+        if tokens is not None and more.tokens is not None:
+            ids = array("i", [i + len(tokens) for i in ids])
+            tokens = tokens + more.tokens
+        return Logprobs(self.width, self.ids + ids, self.values + more.values, tokens)
+
+    def _fields(self) -> tuple[Any, ...]:
+        return self.width, self.ids, self.values, self.tokens
+
+    def _dump(self) -> dict[str, Any]:
+        return {
+            "width": self.width,
+            "ids": b64encode(self.ids.tobytes()).decode(),
+            "values": b64encode(self.values.tobytes()).decode(),
+            "tokens": self.tokens and [token.decode("latin-1") for token in self.tokens],
+        }
+
+
+def _load_logprobs(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    texts = value.get("tokens")
+    try:
+        loaded = Logprobs(value["width"])
+        loaded.ids.frombytes(b64decode(value["ids"], validate=True))
+        loaded.values.frombytes(b64decode(value["values"], validate=True))
+        if texts is not None:
+            loaded.tokens = [text.encode("latin-1") for text in texts]
+        num, num_known = len(loaded.ids), 2**31 if texts is None else len(texts)
+        if loaded.width < 1 or num % loaded.width or num != len(loaded.values):
+            raise ValueError("rows of different lengths")
+        if num and not 0 <= min(loaded.ids) <= max(loaded.ids) < num_known:
+            raise ValueError("ids of no tokens")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"no log probabilities: {error}") from None
+    return loaded
+
+
+WireLogprobs = Annotated[
+    InstanceOf[Logprobs],
+    BeforeValidator(_load_logprobs),
+    PlainSerializer(Logprobs._dump),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "a row of `width` entries for each token: the token, then the most "
+            "likely ones. `ids` (int32) and `values` (float32) are little-endian and in base64; "
+            "`tokens`: what `ids` are indices of, if not of the tokenizer, each byte a character",
+        }
+    ),
+]
+"""Log probabilities as engines send them."""

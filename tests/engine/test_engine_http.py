@@ -111,6 +111,17 @@ async def test_streaming():
             await anext(client.generate_stream(request(2, "x" * 40_000)))
 
 
+async def test_log_probabilities_travel_as_they_are():
+    async with sim() as (client, _, _):
+        wanted = request(length=6, sampling={"logprobs": 3})
+        events = [event async for event in client.generate_stream(wanted)]
+        again = await client.generate(request(2, length=6, sampling={"logprobs": 3}))
+        assert (len(again.logprobs), again.logprobs.width) == (6, 4)
+        assert events[-1].logprobs == again.logprobs
+        assert [list(e.logprobs.ids[::4]) for e in events[:-1]] == [e.ids for e in events[:-1]]
+        assert (await client.generate(request(3))).logprobs is None
+
+
 async def test_free_context_takes_one_id_too():
     async with sim() as (client, http, _):
         await client.fill(FillRequest(context_id=1, token_ids=[97] * 20))

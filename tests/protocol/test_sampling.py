@@ -1,9 +1,11 @@
+from typing import Any
+
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import UnsupportedField
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig, WireLogprobs
 
 
 def test_defaults_are_those_of_the_public_surface() -> None:
@@ -81,3 +83,51 @@ def test_an_output_has_one_constraint() -> None:
         SamplingConfig(regex="a", choices=("a",))
     with pytest.raises(ValidationError):
         SamplingConfig(choices=())
+
+
+class Carrier(BaseModel):
+    logprobs: WireLogprobs | None = None
+
+
+@pytest.mark.parametrize("tokens", [None, [b"a", b"\xe2\x82", b""]])
+def test_log_probabilities_survive_the_wire(tokens: list[bytes] | None) -> None:
+    sent = Logprobs(2, [0, 1, 2, 0], [-0.5, -1e-9, -30.25, -1.0], tokens)
+    body = Carrier(logprobs=sent).model_dump_json()
+    assert Carrier.model_validate_json(body).logprobs == sent
+    assert Carrier(logprobs=sent).logprobs is sent
+    assert len(sent) == 2
+    assert sent.num_bytes >= 32
+
+
+def test_log_probabilities_are_cut_and_joined() -> None:
+    whole = Logprobs(2, [0, 1, 2, 0, 1, 1], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
+    assert whole.part(0, 1).joined(whole.part(1)) == whole
+    assert len(whole.part(1, 2)) == 1
+    first, second = (Logprobs(1, [1, 0], [-1.0, -2.0], [t, b"x"]) for t in (b"a", b"b"))
+    both = first.joined(second)
+    assert both.tokens is not None
+    assert [both.tokens[i] for i in both.ids] == [b"x", b"a", b"x", b"b"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"width": 0},
+        {"width": 3},
+        {"width": "2"},
+        {"ids": "!"},
+        {"ids": "AAA="},
+        {"values": ""},
+        {"ids": "/////wAAAAA="},
+        {"tokens": ["a"], "ids": "AAAAAAEAAAA="},
+        {"tokens": [1]},
+        {"tokens": ["€"]},
+        {"tokens": 3},
+        {"values": None},
+    ],
+)
+def test_broken_log_probabilities_are_refused(fields: dict[str, Any]) -> None:
+    good = {"width": 2, "ids": "AAAAAAAAAAA=", "values": "AAAAAAAAAAA=", "tokens": None}
+    assert Carrier.model_validate({"logprobs": good}).logprobs == Logprobs(2, [0, 0], [0.0, 0.0])
+    with pytest.raises(ValidationError):
+        Carrier.model_validate({"logprobs": good | fields})

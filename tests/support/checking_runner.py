@@ -11,6 +11,7 @@ from parrot.engine.core.plan import (
     SequenceStep,
     StepPlan,
     StepResult,
+    TokenScores,
 )
 from parrot.protocol.errors import ModelNumerics, ParrotError
 
@@ -120,6 +121,7 @@ class CheckingRunner:
     def _sample(self, pairs: Sequence[Pair]) -> StepResult:
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
+        scores: dict[int, TokenScores] = {}
         for sequence, text in pairs:
             if (sample := sequence.sample) is None:
                 continue
@@ -127,8 +129,11 @@ class CheckingRunner:
             if self._nan_token in text:
                 errors[sample.job_id] = ModelNumerics("logits are not finite")
             else:
-                tokens[sample.job_id] = self._choose(sample, text)
-        return StepResult(tokens, errors)
+                token = tokens[sample.job_id] = self._choose(sample, text)
+                if (num_top := sample.sampling.logprobs) is not None:
+                    ids = [token, *range(num_top)]
+                    scores[sample.job_id] = TokenScores(ids, [-float(len(text))] * len(ids))
+        return StepResult(tokens, errors, scores=scores)
 
     def _choose(self, sample: SampleSpec, text: Sequence[int]) -> int:
         token = self._next_token(text)

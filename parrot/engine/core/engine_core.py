@@ -25,7 +25,7 @@ from parrot.engine.core.contexts import ContextTree
 from parrot.engine.core.isolation import IsolatingRunner
 from parrot.engine.core.jobs import Job, StepTotals
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import LaunchedStep, Runner, StepPlan, StepResult
+from parrot.engine.core.plan import LaunchedStep, Runner, StepPlan, StepResult, TokenScores
 from parrot.engine.core.requests import RequestTable
 from parrot.engine.core.scheduler import LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
@@ -191,7 +191,8 @@ class EngineCore:
             if job.job_id in result.errors:
                 self.requests.fail_job(job, result.errors[job.job_id])
             elif job.job_id in result.tokens:
-                self._take_token(job, result.tokens[job.job_id], now)
+                scores = result.scores.get(job.job_id)
+                self._take_token(job, result.tokens[job.job_id], scores, now)
             else:
                 self.requests.fail_job(job, EngineFailed("the engine gave no token"))
 
@@ -223,11 +224,11 @@ class EngineCore:
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.stepped(step, elapsed_s)
 
-    def _take_token(self, job: Job, token_id: int, now: float) -> None:
+    def _take_token(self, job: Job, token_id: int, scores: TokenScores | None, now: float) -> None:
         generation, request = job.generation, job.request
         assert generation is not None, f"job {job.job_id} does not generate"
         try:
-            generation.push(token_id)
+            generation.push(token_id, scores)
         except InvalidRequest as error:
             self.requests.fail_all([request], error)
             return

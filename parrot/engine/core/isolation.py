@@ -74,4 +74,5 @@ class IsolatingRunner:
                 copies = ()
                 outcome.tokens.update(result.tokens)
                 outcome.errors.update(result.errors)
+                outcome.scores.update(result.scores)
         return outcome

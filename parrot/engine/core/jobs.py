@@ -116,6 +116,7 @@ class RequestState:
             generated_ids=generation.output_ids,
             finish_reason=generation.finish_reason,
             usage=self._usage(len(generation.output_ids), now, totals),
+            logprobs=generation.logprobs,
         )
 
     def _usage(self, num_output_tokens: int, now: float, totals: StepTotals) -> Usage:

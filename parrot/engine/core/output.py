@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from parrot.engine.core.plan import TokenScores
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import FinishReason, StreamChunk, TokenizerResponse
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig
 
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
@@ -140,6 +141,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.max_tokens = sampling.max_gen_length
         self.constraint = constraint
+        self.logprobs = None if sampling.logprobs is None else Logprobs(1 + sampling.logprobs)
         self._language = language
         self._stop_ids = language.stop_ids(sampling)
         if constraint is not None:
@@ -158,17 +160,23 @@ class Generation:
         return self.max_tokens - len(self.output_ids)
 
     def is_unmoved_by(self, token_ids: Collection[int]) -> bool:
-        """None of these tokens ends it, and nobody wants its text before the end."""
-        return self._detokenizer is None and not any(i in token_ids for i in self._stop_ids)
+        """None of these tokens ends it, and nobody wants its text before the end, or how likely
+        they are."""
+        if self._detokenizer is not None or self.logprobs is not None:
+            return False
+        return not any(i in token_ids for i in self._stop_ids)
 
     def push_all(self, token_ids: Sequence[int]) -> None:
         """Take several tokens that do not move it, fewer than `num_left`."""
         self.output_ids += token_ids
 
-    def push(self, token_id: int) -> None:
-        """Take the next sampled token; sets `finish_reason` when it is the last. Raises
-        `InvalidRequest` if the output's grammar cannot be followed."""
+    def push(self, token_id: int, scores: TokenScores | None = None) -> None:
+        """Take the next sampled token; sets `finish_reason` when it is the last. `scores`: there if
+        log probabilities are wanted. Raises `InvalidRequest` if the output's grammar cannot be
+        followed."""
         self.output_ids.append(token_id)
+        if self.logprobs is not None and scores is not None:
+            self.logprobs.add(*scores)
         if token_id in self._stop_ids:
             self.finish_reason = FinishReason.STOP
             self._num_hidden = 1
@@ -209,10 +217,14 @@ class Generation:
         if self.finish_reason is None and (self._stops.held or not pieces):
             return None
         text = "".join(pieces)
-        ids = self.output_ids[self._num_streamed_ids :]
+        start = self._num_streamed_ids
+        ids = self.output_ids[start:]
+        logprobs = None if self.logprobs is None else self.logprobs.part(start)
         self._num_streamed_pieces = len(self._pieces)
         self._num_streamed_ids = len(self.output_ids)
-        return StreamChunk.model_construct(ids=ids, text=text) if ids or text else None
+        if not (ids or text):
+            return None
+        return StreamChunk.model_construct(ids=ids, text=text, logprobs=logprobs)
 
     def text(self) -> str:
         """The whole text, up to what stopped it."""

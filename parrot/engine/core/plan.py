@@ -34,6 +34,7 @@ SUPPORTED_SAMPLING = frozenset(
         "repetition_penalty",
         "logit_bias",
         "seed",
+        "logprobs",
     }
 )
 """The sampling fields that an engine built on `Runner` carries out; others are refused by name.
@@ -100,15 +101,24 @@ class StepPlan:
         return sum(len(s.token_ids) for s in self.sequences)
 
 
+class TokenScores(NamedTuple):
+    """A row of `Logprobs`: the sampled token and the most likely ones, and log probabilities."""
+
+    ids: Sequence[int]
+    values: Sequence[float]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
     were not finite is in `errors` instead. `broken`, by context id: why sequences could not be run
-    at all. One bad sequence never spoils the others."""
+    at all. One bad sequence never spoils the others. `scores`: of the tokens of those that want
+    log probabilities."""
 
     tokens: dict[int, int]
     errors: dict[int, ParrotError]
     broken: dict[int, ParrotError] = field(default_factory=dict)
+    scores: dict[int, TokenScores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,12 @@ class RequestLimits:
     def check(self, request: EngineRequest, tree: ContextTree) -> None:
         """Raise if a token, a parent or a length is already known to be impossible. What is not
         known yet (a parent still generates) is checked when the job opens."""
-        if request.sampling is not None and request.sampling.logit_bias:
-            self._check_token(max(request.sampling.logit_bias), "logit_bias")
+        sampling = request.sampling
+        if sampling is not None and sampling.logit_bias:
+            self._check_token(max(sampling.logit_bias), "logit_bias")
+        if sampling is not None and (sampling.logprobs or 0) > self.vocab_size:
+            text = f"there are {self.vocab_size} tokens, not {sampling.logprobs}"
+            raise InvalidRequest(text, param="logprobs")
         lengths: dict[int, int] = {}
         creators: dict[int, Piece] = {}
         last = len(request.pieces) - 1

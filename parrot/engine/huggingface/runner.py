@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from parrot.engine.core.plan import BlockCopy, RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.plan import (
+    BlockCopy,
+    RunnerInfo,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+    TokenScores,
+)
 from parrot.engine.runner.device import noticing_loss
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ParrotError
@@ -69,6 +76,7 @@ class HuggingFaceRunner:
             self._copy(copy)
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
+        scores: dict[int, TokenScores] = {}
         for batch in _batches(plan.sequences):
             logits = self._forward(batch)
             wanted = [(row, s.sample) for row, s in enumerate(batch) if s.sample is not None]
@@ -77,7 +85,8 @@ class HuggingFaceRunner:
                 result = sample(rows, [spec for _, spec in wanted])
                 tokens |= result.tokens
                 errors |= result.errors
-        return StepResult(tokens, errors)
+                scores |= result.scores
+        return StepResult(tokens, errors, scores=scores)
 
     def _forward(self, batch: Sequence[SequenceStep]) -> torch.Tensor:
         """Logits [rows, vocab] after the last token of each."""

@@ -14,7 +14,7 @@ from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResu
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
 from parrot.engine.runner.device import Landing, Mark, noticing_loss
-from parrot.engine.runner.draws import DrawBuilder
+from parrot.engine.runner.draws import DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
@@ -45,6 +45,7 @@ class Launched:
     the step after it has run; `due` until that is launched."""
 
     inputs: StepInputs
+    scored: Scored
     tokens: "Future[torch.Tensor]"
     landing: Landing
     due: Mark
@@ -59,7 +60,14 @@ class Launched:
             tokens = self.landing.wait(len(self.tokens.result()))
         pairs = zip(self.inputs.samples, tokens, strict=True)
         chosen = [(spec, token) for spec, token in pairs if spec is not None]
-        return results(*zip(*chosen, strict=True)) if chosen else StepResult({}, {})
+        if not chosen:
+            return StepResult({}, {})
+        specs, found = zip(*chosen, strict=True)
+        rows, num_top = self.scored
+        if not len(rows):
+            return results(specs, found)
+        wanted = [spec for row in rows.tolist() if (spec := self.inputs.samples[row]) is not None]
+        return results(specs, found, wanted, self.landing.scores(len(rows), num_top))
 
     def landed(self) -> dict[int, int]:
         """The token of each context, once the step has run; -1: not finite."""
@@ -164,6 +172,7 @@ class CudaRunner:
         self._landings.reverse()
         due.put()  # of a graph, now; of kernels that are launched one by one, later
         landed = previous.landed if isinstance(previous, Launched) else dict
-        step = PlannedStep(inputs, self._draws.build(inputs, landed), work, sources)
+        draws = self._draws.build(inputs, landed)
+        step = PlannedStep(inputs, draws, work, sources)
         self._launching = self.computer.launch(step, landing)
-        return Launched(inputs, self._launching, landing, due, self._device)
+        return Launched(inputs, draws.scored, self._launching, landing, due, self._device)

@@ -4,10 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.core.plan import DeviceLost
+from parrot.protocol.sampling import MAX_LOGPROBS
 
 _ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
 
@@ -73,20 +76,31 @@ class Stage:
 
 
 class Landing:
-    """Pinned memory in which one step's tokens arrive."""
+    """Pinned memory in which one step's tokens arrive, and their log probabilities."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=is_cuda)
+        size = capacity * 2 * (1 + MAX_LOGPROBS)
+        self._scores = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
         self._done = Mark(device)
 
-    def receive(self, tokens: torch.Tensor) -> None:
+    def receive(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> None:
+        """`scores`: as `score_tokens` gives them."""
         self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+        if scores is not None:
+            self._scores[: scores.numel()].copy_(scores.view(-1), non_blocking=True)
         self._done.put()
 
     def wait(self, count: int) -> list[int]:
         self._done.wait()
         numbers: list[int] = self._host[:count].tolist()
         return numbers
+
+    def scores(self, count: int, num_top: int) -> npt.NDArray[np.int32]:
+        """The first `count` rows. Only what `wait` has waited for is there."""
+        width = 2 * (1 + num_top)
+        return self._scores[: count * width].numpy().reshape(count, width)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -23,9 +23,9 @@ from parrot.engine.runner.masks import Masks, masked_rows, masks_of
 from parrot.engine.runner.sampling import MIN_TEMPERATURE
 from parrot.protocol.sampling import SamplingConfig
 
-DRAWN, LIMITED, ADJUSTED = 1, 2, 4
+DRAWN, LIMITED, ADJUSTED, SCORED = 1, 2, 4, 8
 """Bits of a choice; 0 takes the largest logit. DRAWN: noise is added. LIMITED: top-k or top-p
-apply. ADJUSTED: logits are changed before."""
+apply. ADJUSTED: logits are changed before. SCORED: log probabilities are wanted."""
 
 
 class AdjustedTokens:
@@ -104,16 +104,29 @@ def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
     return Adjustments(rows, np.concatenate(entries).reshape(-1, layout.NUM_FIELDS))
 
 
+class Scored(NamedTuple):
+    """The samples of which log probabilities are wanted, of `num_top` likely tokens at most.
+    `rows` int32: their places among the step's samples."""
+
+    rows: IntArray
+    num_top: int
+
+
+_NOT_SCORED = Scored(np.empty(0, dtype=np.int32), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """`choice`: the bits of all samples of a step. `settings` int32 [samples, NUM_SETTINGS],
     empty unless some are drawn; `adjustments` None unless some are adjusted. `masks` makes those of
-    the constrained samples, and may wait for the step before."""
+    the constrained samples, and may wait for the step before. `scored`: empty unless log
+    probabilities are wanted."""
 
     choice: int
     settings: IntArray
     adjustments: Adjustments | None
     masks: Callable[[], Masks | None]
+    scored: Scored = _NOT_SCORED
 
 
 @dataclass(slots=True)
@@ -151,7 +164,8 @@ class DrawBuilder:
         pending = set(inputs.pending)
         pending_of = [c if c in pending else None for c in inputs.sampled]
         masked = masked_rows(inputs.samples, pending_of)
-        return Draws(choice, settings, adjustments, partial(masks_of, masked, landed))
+        scored = _scored(inputs.samples) if choice & SCORED else _NOT_SCORED
+        return Draws(choice, settings, adjustments, partial(masks_of, masked, landed), scored)
 
     def _choice(self, row: int, config: SamplingConfig) -> _Choice:
         """The choice for a row, worked out anew when its configuration changes."""
@@ -183,10 +197,17 @@ def draw_settings(config: SamplingConfig) -> IntArray:
 
 
 def _takes(config: SamplingConfig) -> int:
-    adjusted = ADJUSTED if config.adjusts_logits else 0
+    takes = ADJUSTED if config.adjusts_logits else 0
+    takes |= SCORED if config.logprobs is not None else 0
     if config.takes_the_largest:
-        return adjusted
-    return adjusted | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
+        return takes
+    return takes | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
+
+
+def _scored(samples: Sequence[SampleSpec | None]) -> Scored:
+    wanted = [None if spec is None else spec.sampling.logprobs for spec in samples]
+    rows = [row for row, num_top in enumerate(wanted) if num_top is not None]
+    return Scored(np.array(rows, dtype=np.int32), max(filter(None, wanted), default=0))
 
 
 def _adjustments(choices: Sequence[_Choice | None], inputs: StepInputs) -> Adjustments:

@@ -13,6 +13,7 @@ import torch
 
 from parrot.engine.core.plan import SampleSpec, StepResult
 from parrot.engine.kernels.noise import gumbel_noise, noise_keys
+from parrot.engine.runner.log_probabilities import score_tokens, scores_of
 from parrot.engine.runner.masks import masked_rows, masks_of
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import SamplingConfig
@@ -27,23 +28,38 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
     """logits float32 [rows, vocab], changed in place; row i is for `specs[i]`."""
     # A sum is finite only if all its terms are: one pass, and no mask of the size of the logits.
     finite = logits.sum(dim=-1).isfinite()
+    scored = [row for row, spec in enumerate(specs) if spec.sampling.logprobs is not None]
+    plain = logits[scored] if scored else logits
     _adjust(logits, specs)
     tokens = torch.where(finite, _choose(logits, specs), -1)
-    return results(specs, tokens.tolist())
+    if not scored:
+        return results(specs, tokens.tolist())
+    wanted = [specs[row] for row in scored]
+    num_top = max([spec.sampling.logprobs or 0 for spec in wanted])
+    looked_up = score_tokens(plain, tokens[scored], num_top).cpu().numpy()
+    return results(specs, tokens.tolist(), wanted, looked_up)
 
 
-def results(specs: Sequence[SampleSpec], tokens: Sequence[int]) -> StepResult:
-    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite."""
+def results(
+    specs: Sequence[SampleSpec],
+    tokens: Sequence[int],
+    scored: Sequence[SampleSpec] = (),
+    looked_up: npt.NDArray[np.int32] | None = None,
+) -> StepResult:
+    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite. `looked_up`: what
+    `score_tokens` gives for those that are `scored`."""
+    scores = {} if looked_up is None else scores_of(scored, looked_up)
     if min(tokens) >= 0:
-        return StepResult({s.job_id: t for s, t in zip(specs, tokens, strict=True)}, {})
-    chosen: dict[int, int] = {}
+        chosen = {s.job_id: t for s, t in zip(specs, tokens, strict=True)}
+        return StepResult(chosen, {}, scores=scores)
+    chosen = {}
     errors: dict[int, ParrotError] = {}
     for spec, token in zip(specs, tokens, strict=True):
         if token >= 0:
             chosen[spec.job_id] = token
         else:
             errors[spec.job_id] = ModelNumerics("the model's logits are not finite")
-    return StepResult(chosen, errors)
+    return StepResult(chosen, errors, scores=scores)
 
 
 def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:

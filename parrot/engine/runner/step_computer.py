@@ -43,10 +43,12 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """The arrays of a step, on the device. `parts` begin with its tokens."""
+    """The arrays of a step, on the device. `parts` begin with its tokens. `scored`: rows of the
+    logits."""
 
     parts: Sequence[torch.Tensor]
     settings: torch.Tensor
+    scored: torch.Tensor
     adjustments: SentAdjustments | None
 
 
@@ -118,7 +120,7 @@ class StepComputer:
         found = None if size is None else self._run_graph(step, size)
         decoded, sent = found or self._run_eagerly(step)
         count = len(step.inputs.samples)
-        tokens = self._chooser.choose(
+        tokens, scores = self._chooser.choose(
             decoded.logits[:count],
             decoded.tokens[:count],
             sent.parts[0],
@@ -126,8 +128,10 @@ class StepComputer:
             sent.settings,
             sent.adjustments,
             step.draws.masks(),  # may wait; all that does not depend on it is launched
+            sent.scored,
+            step.draws.scored.num_top,
         )
-        landing.receive(tokens)
+        landing.receive(tokens, scores)
         return tokens
 
     def _run_eagerly(self, step: PlannedStep) -> tuple[Decoded, _Sent]:
@@ -180,15 +184,16 @@ class StepComputer:
         inputs, draws = step.inputs, step.draws
         known, rows = (None, _NONE) if step.sources is None else step.sources
         changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
-        extra = (*changes, draws.settings.reshape(-1))
-        *sent, at, to, pending_at, row, settings = self._stage.send((*parts, *extra))
+        extra = (*changes, draws.settings.reshape(-1), draws.scored.rows)
+        *sent, at, to, pending_at, row, settings, scored = self._stage.send((*parts, *extra))
         if len(at):
             self._tables.view(-1)[at] = to
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
         adjusted = draws.adjustments
-        return _Sent(sent, settings, None if adjusted is None else self._chooser.send(adjusted))
+        adjustments = None if adjusted is None else self._chooser.send(adjusted)
+        return _Sent(sent, settings, scored, adjustments)
 
     def compute_in_place(
         self, size: StepSize, work: PlanBuffers, attention: TritonAttention

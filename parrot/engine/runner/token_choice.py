@@ -21,8 +21,9 @@ from parrot.engine.runner.draws import (
     adjustments_of,
     draw_settings,
 )
+from parrot.engine.runner.log_probabilities import score_tokens
 from parrot.engine.runner.masks import Masks
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig
 
 _NUM_NUMBERS = 2**16
 
@@ -31,7 +32,7 @@ SentAdjustments = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenChooser:
-    """Adjusts logits and draws tokens.
+    """Adjusts logits, draws tokens, and says how likely they were.
 
     There may be any number of adjustments, so they have a pinned buffer of their own, which grows,
     and a copy of their own: only steps with such requests pay for it. So have masks, whose copies
@@ -58,11 +59,16 @@ class TokenChooser:
         settings: torch.Tensor,
         adjustments: SentAdjustments | None,
         masks: Masks | None = None,
-    ) -> torch.Tensor:
-        """int32 [rows]: a token for each row of `logits`, or -1 if they are not finite.
+        scored: torch.Tensor | None = None,
+        num_top: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int32 [rows]: a token for each row of `logits`, or -1 if they are not finite. And what
+        `score_tokens` gives for the rows that are `scored`; None if none is.
 
         `best`: `best_tokens(logits)`; both may be changed. `token_ids`: the step's, none of them
         pending. `choice` and `settings`: of `Draws`."""
+        # A copy, since logits may be changed in place; the other rows cost nothing.
+        plain = None if scored is None or not len(scored) else logits[scored]
         if adjustments is not None:
             logits = logits.float()
             adjust_logits(logits, token_ids, *adjustments)
@@ -74,7 +80,7 @@ class TokenChooser:
         if choice & DRAWN:
             limited = bool(choice & LIMITED)
             draw_tokens(logits, best, settings.view(-1, NUM_SETTINGS), limited=limited)
-        return best
+        return best, None if plain is None else score_tokens(plain, best[scored], num_top)
 
     def _send_masks(self, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
         parts = (masks.rows, masks.words.reshape(-1))
@@ -97,4 +103,6 @@ class TokenChooser:
         self.choose(logits, best_tokens(logits), token_ids, 0, settings, sent)
         num_words = -(-logits.shape[1] // 32)
         masks = Masks(np.zeros(1, dtype=np.int32), np.full((1, num_words), -1, dtype=np.int32))
-        self.choose(logits, best_tokens(logits), token_ids, 0, settings, None, masks)
+        first = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        best = best_tokens(logits)
+        self.choose(logits, best, token_ids, 0, settings, None, masks, first, MAX_LOGPROBS)

@@ -1,11 +1,13 @@
 """A runner without a model: every step costs time, every token depends on all before it."""
 
+import math
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
-from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult, TokenScores
 from parrot.engine.core.step_costs import UniqueKv
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
 from parrot.protocol.engine_api import StepCosts
@@ -14,12 +16,21 @@ _LEAST_STEP_S = 1e-6  # reported of steps that cost nothing
 _TYPICAL_DEPTH = 1000  # tokens before a prompt token, for engines whose prompts are quadratic
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
 LETTER_IDS = frozenset(_LETTERS)
+_LOGPROBS = {
+    letter: math.log(count / len(_LETTERS)) for letter, count in Counter(_LETTERS).most_common()
+}
 _AS_BYTES = {letter: array("i", [letter]).tobytes() for letter in LETTER_IDS}
 
 
 def token_after(checksum: int) -> int:
     """The id that follows a context whose ids, as 32-bit numbers, have this CRC-32."""
     return _LETTERS[checksum % len(_LETTERS)]
+
+
+def _scores(token: int, num_top: int) -> TokenScores:
+    """How often the token occurs among all samples, and the most frequent ones."""
+    ids = [token, *list(_LOGPROBS)[:num_top]]
+    return TokenScores(ids, [_LOGPROBS[i] for i in ids])
 
 
 class SimRunner:
@@ -51,7 +62,8 @@ class SimRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         known, self._checksums = self._checksums, {}
-        tokens = {}
+        tokens: dict[int, int] = {}
+        scores: dict[int, TokenScores] = {}
         for sequence in plan.sequences:
             if (sample := sequence.sample) is not None:
                 length, checksum = known.get(sample.job_id, (0, 0))
@@ -59,7 +71,9 @@ class SimRunner:
                 checksum = zlib.crc32(new, checksum)
                 self._checksums[sample.job_id] = (len(sample.context_ids), checksum)
                 tokens[sample.job_id] = token_after(checksum)
-        return StepResult(tokens, {})
+                if (num_top := sample.sampling.logprobs) is not None:
+                    scores[sample.job_id] = _scores(tokens[sample.job_id], num_top)
+        return StepResult(tokens, {}, scores=scores)
 
     def run_on(self, plan: StepPlan, num_steps: int) -> dict[int, list[int]]:
         """The tokens of each job in `num_steps` steps, of which `plan` is the first. All sequences

@@ -29,7 +29,7 @@ from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
-from parrot.engine.runner import warm_up
+from parrot.engine.runner import token_choice, warm_up
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.inputs import StepInputs
@@ -175,8 +175,8 @@ def test_products_of_any_few_rows_are_warm(
     assert seen == warm
 
 
-def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
-    """Tokens of requests of different lengths; the last one comes when the others generate."""
+def core_answers(runner: Runner, samplings: list[SamplingConfig]) -> list[GenerateResponse]:
+    """Of requests of different lengths; the last one comes when the others generate."""
     tokenizer = plain_byte_tokenizer(259)
     grammars = GrammarCompiler.of(tokenizer, 259)
     assert grammars is not None
@@ -202,7 +202,11 @@ def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[i
     for call, argument in core.requests.outbox.take():
         call(argument)
     core.check_integrity()
-    return [a.response.generated_ids for a in answers if isinstance(a.response, GenerateResponse)]
+    return [a.response for a in answers if isinstance(a.response, GenerateResponse)]
+
+
+def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
+    return [answer.generated_ids for answer in core_answers(runner, samplings)]
 
 
 # Tokens that come again and again.
@@ -254,6 +258,47 @@ def test_steps_launched_ahead_under_the_engine_core(
     assert core_outputs(own, samplings) == want
     assert [len(output) for output in want] == [3, 4, 5]
     assert Counter(pending) == ({0: 2, 1: 3, 2: 4} if overlap else {})
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_log_probabilities(make_runners: MakeRunners, overlap: bool) -> None:
+    """Of the logits before they are changed in place, beside a row that wants none, and of steps
+    that are launched ahead."""
+    plain, own = make_runners("llama")
+    own._overlap = overlap
+    samplings = [
+        SamplingConfig(temperature=0, logprobs=3, frequency_penalty=2.0, **FEW),
+        SamplingConfig(temperature=0.9, seed=4),
+        SamplingConfig(temperature=1.0, top_p=0.9, seed=5, logprobs=0),
+    ]
+    want, found = core_answers(plain, samplings), core_answers(own, samplings)
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.generated_ids == theirs.generated_ids
+        if theirs.logprobs is None:
+            assert ours.logprobs is None
+            continue
+        assert ours.logprobs is not None
+        assert ours.logprobs.ids == theirs.logprobs.ids
+        assert list(ours.logprobs.values) == pytest.approx(list(theirs.logprobs.values), abs=1e-4)
+    assert [a.logprobs and len(a.logprobs) for a in want] == [3, None, 5]
+
+
+def test_steps_without_log_probabilities_copy_no_logits(
+    make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, own = make_runners("llama")
+    scored: list[int] = []
+    score = token_choice.score_tokens
+
+    def watched(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
+        scored.append(len(logits))
+        return score(logits, tokens, num_top)
+
+    monkeypatch.setattr(token_choice, "score_tokens", watched)
+    core_answers(own, [SamplingConfig(temperature=0)] * 2)
+    assert scored == []
+    core_answers(own, [SamplingConfig(temperature=0), SamplingConfig(temperature=0, logprobs=1)])
+    assert scored == [1] * 4
 
 
 def test_a_step_that_fails_while_its_kernels_are_launched(

@@ -1,6 +1,7 @@
 """The sim engine on virtual time, through its service."""
 
 import asyncio
+import functools
 
 import pytest
 
@@ -24,6 +25,7 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
+from parrot.protocol.sampling import Logprobs
 from tests.support.manual_clock import ManualClock
 
 ZERO = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -156,6 +158,16 @@ async def test_streams_end_with_the_whole(engine):
     assert len(chunks) == 9
 
 
+async def test_log_probabilities_are_of_the_tokens_they_come_with(engine):
+    wanted = request(1, "hello", length=9, sampling={"logprobs": 2})
+    *chunks, whole = [event async for event in engine.generate_stream(wanted)]
+    assert list(whole.logprobs.ids[::3]) == whole.generated_ids
+    assert all(list(chunk.logprobs.ids[::3]) == chunk.ids for chunk in chunks)
+    parts = [chunk.logprobs for chunk in chunks]
+    assert functools.reduce(Logprobs.joined, parts) == whole.logprobs
+    assert (await engine.generate(request(2, "hello", length=9))).logprobs is None
+
+
 async def test_a_closed_stream_aborts(timed):
     service, clock = timed
     stream = service.generate_stream(request(1, "hello", length=1000))
@@ -175,7 +187,6 @@ async def test_a_closed_stream_aborts(timed):
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"json_schema": {"type": "object"}}, "json_schema"),
         ({"regex": "a+"}, "regex"),
-        ({"logprobs": 1}, "logprobs"),
     ],
 )
 async def test_fields_that_are_not_built_are_refused_by_name(engine, fields, name):

