@@ -10,7 +10,10 @@ is ever read as markup."""
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+import orjson
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.graph.nodes import PieceKind, TextPiece
@@ -45,8 +48,7 @@ def render_transcript(
     pieces, told_apart = _split(whole, re.split(f"{mark}([0-9]+)m", marked), messages)
     if rest := whole[sum(len(piece.text) for piece in pieces) :]:
         pieces.append(TextPiece(rest))
-    for text in _untold(messages, told_apart, options):
-        _require_plain(text, special_texts)
+    _require_plain(messages, told_apart, options, special_texts)
     return pieces
 
 
@@ -99,15 +101,27 @@ def _text(message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _untold(
-    messages: Sequence[Message], told_apart: set[int], options: Mapping[str, Any]
-) -> Iterator[str]:
-    """The texts of the request that the template put into its markup."""
-    yield from _strings(options)
-    for i, message in enumerate(messages):
-        yield from _strings(
-            {k: v for k, v in message.items() if k != "content" or i not in told_apart}
-        )
+def _require_plain(
+    messages: Sequence[Message],
+    told_apart: set[int],
+    options: Mapping[str, Any],
+    special_texts: frozenset[str],
+) -> None:
+    """Check the texts of the request that the template put into its markup."""
+    untold = [
+        {k: v for k, v in message.items() if k != "content" or i not in told_apart}
+        for i, message in enumerate(messages)
+    ]
+    # JSON writes each character by itself, so a text in a text is one in the JSON of both, too.
+    if special_texts and _special(special_texts).search(orjson.dumps([options, untold])):
+        for text in (*_strings(options), *_strings(untold)):
+            _require_none(text, special_texts)
+
+
+@lru_cache(maxsize=64)
+def _special(texts: frozenset[str]) -> re.Pattern[bytes]:
+    """Finds any of the texts in JSON."""
+    return re.compile(b"|".join(re.escape(orjson.dumps(text)[1:-1]) for text in sorted(texts)))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -122,7 +136,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _require_plain(text: str, special_texts: frozenset[str]) -> None:
+def _require_none(text: str, special_texts: frozenset[str]) -> None:
     for special in special_texts:
         if special in text:
             raise InvalidRequest(
