@@ -1,10 +1,10 @@
 """Record what vendors' clients send: python -m tests.serve.vendors.record VENVS [CLIENT...]
 
-`VENVS` is a folder with a virtual environment for each client of `SCRIPTS`, and with `npm`, where
-the agents of `AGENTS` are installed. Each client runs against a ServeCore whose engine answers by a
-script. What it sent is written to `transcripts/CLIENT.json`, with its version and what passed;
-`test_transcripts.py` replays it. With `--url URL --model MODEL --key KEY` the scripts run against
-another server, and nothing is written."""
+`VENVS` is a folder with a virtual environment for each client of `SCRIPTS` and `HARNESSES`, and
+with `npm`, where the agents of `AGENTS` are installed. Each client runs against a ServeCore whose
+engine answers by a script. What it sent is written to `transcripts/CLIENT.json`, with its version
+and what passed; `test_transcripts.py` replays it. With `--url URL --model MODEL --key KEY` the
+scripts run against another server, and nothing is written."""
 
 import argparse
 import asyncio
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parrot.serve.api.app import create_app
+from tests.serve.vendors.harnesses import HARNESSES, Harness, tokenizer_folder
 from tests.serve.vendors.scripted import KEY, MAX_TEXT, MODEL, scripted_core
 from tests.serve.vendors.transcripts import Json, Recorder
 from tests.support.app_server import serve_app
@@ -140,6 +141,24 @@ async def run_agent(agent: Agent, venvs: Path, url: str, recorder: Recorder) -> 
     return {"versions": {agent.package: version}, "features": features}
 
 
+async def run_harness(harness: Harness, venvs: Path, url: str, recorder: Recorder) -> Json:
+    features: dict[str, str | None] = {}
+    for name in harness.profiles:
+        recorder.feature = name
+        with tempfile.TemporaryDirectory() as home:
+            folder = Path(home) / "report"
+            folder.mkdir()
+            tokenizer = tokenizer_folder(Path(home))
+            values = {"url": url, "model": MODEL, "key": KEY, "folder": str(folder)}
+            command = harness.arguments(name, values | {"tokenizer": str(tokenizer)})
+            program = _bin(venvs, harness.venv, command[0])
+            await _output([program, *command[1:]], {"HOME": home}, Path(home))
+            features[name] = harness.problem(folder)
+    asked = f"import importlib.metadata as m; print(m.version('{harness.package}'))"
+    version = await _output([_bin(venvs, harness.venv, "python"), "-c", asked], {}, Path())
+    return {"versions": {harness.package: version.strip()}, "features": features}
+
+
 def _bin(venvs: Path, venv: str, name: str) -> str:
     return str(venvs / venv / "bin" / name)
 
@@ -163,6 +182,8 @@ async def record(name: str, venvs: Path) -> Json:
         async with serve_app(recorder) as url:
             if name in AGENTS:
                 told = await run_agent(AGENTS[name], venvs, url, recorder)
+            elif name in HARNESSES:
+                told = await run_harness(HARNESSES[name], venvs, url, recorder)
             else:
                 told = await run_script(SCRIPTS[name], venvs, url, MODEL, KEY)
     passed = [r for r in recorder.requests if told["features"][r["feature"]] is None]
@@ -185,7 +206,7 @@ async def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--key", default=KEY)
     args = parser.parse_args()
-    for name in args.clients or [*SCRIPTS, *AGENTS]:
+    for name in args.clients or [*SCRIPTS, *AGENTS, *HARNESSES]:
         if args.url:
             told = await run_script(SCRIPTS[name], args.venvs, args.url, args.model, args.key)
         else:

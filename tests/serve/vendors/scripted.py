@@ -77,7 +77,10 @@ async def scripted_core(
 ) -> AsyncIterator[tuple[ServeCore, ScriptedEngine]]:
     """`max_text`: bytes of a prompt, beyond which it gets 429."""
     config = CoreConfig(
-        api_keys=(KEY,), cluster_token="token", session_quota=SessionQuota(text_bytes=max_text)
+        api_keys=(KEY,),
+        cluster_token="token",
+        engine_heartbeat_timeout=3600,  # this engine sends none, and some clients start slowly
+        session_quota=SessionQuota(text_bytes=max_text),
     )
     made = fake_engine(
         "e0", model=MODEL, chat_template=HERMES, max_seq_len=10**6, tokens_capacity=10**7

@@ -103,6 +103,13 @@ async def test_a_response(site: Site) -> None:
     assert await get(site, response["id"]) == response
 
 
+async def test_a_length_that_is_wanted_whatever_the_model_says(site: Site) -> None:
+    """As vLLM takes it, and its benchmark sends it."""
+    await site.post(PATH, body("Go on.", ignore_eos=True, max_output_tokens=7))
+    sampling = site.engine.requests[-1].sampling_config
+    assert (sampling.ignore_tokenizer_eos, sampling.max_gen_length) == (True, 7)
+
+
 async def test_typed_items(site: Site) -> None:
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
     items = [

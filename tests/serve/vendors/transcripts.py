@@ -127,9 +127,9 @@ def lengthened(value: Any) -> Any:
 
 
 def shape_of(answer: str) -> Any:
-    """The fields of a JSON answer, or of each kind of a stream's events."""
+    """The fields of a JSON answer, or of each kind of a stream's events; None of plain text."""
     if not answer.startswith(("event:", "data:", ":")):
-        return _fields(json.loads(answer)) if answer else None
+        return _fields(json.loads(answer)) if answer[:1] in ("{", "[") else None
     kinds: list[Any] = []
     for block in answer.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] != ":")

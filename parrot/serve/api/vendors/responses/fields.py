@@ -91,6 +91,7 @@ class ResponseRequest(CommonFields):
     include: list[str] | None = Field(None, max_length=64)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["auto", "disabled"] | None = None
+    ignore_eos: bool | None = None  # not OpenAI's, but what vLLM takes
     # They would change the answer.
     prompt: Any = None
     conversation: Any = None
@@ -129,6 +130,7 @@ class ResponseRequest(CommonFields):
             "max_gen_length": self.max_output_tokens or DEFAULT_MAX_TOKENS,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "ignore_tokenizer_eos": self.ignore_eos,
         }
         given |= constraint(None if self.text is None else _format(self.text.format))
         return parse_payload(SamplingConfig, {k: v for k, v in given.items() if v is not None})
