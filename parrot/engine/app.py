@@ -13,6 +13,8 @@ from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.engine_api import (
+    EmbedRequest,
+    EmbedResponse,
     FillRequest,
     FillResponse,
     FreeContextRequest,
@@ -70,6 +72,9 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
             async for event in events:
                 yield ("done" if isinstance(event, GenerateResponse) else "chunk"), event
 
+    async def embed(request: EmbedRequest) -> EmbedResponse:
+        return await service.embed(request)
+
     async def free_context(request: FreeContextRequest) -> FreeContextResponse:
         ids = [*request.context_ids]
         if request.context_id is not None:
@@ -81,6 +86,7 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
         Endpoint("POST", "/fill", fill),
         Endpoint("POST", "/generate", generate),
         Endpoint("POST", "/generate_stream", generate_stream),
+        Endpoint("POST", "/embed", embed),
         Endpoint("POST", "/free_context", free_context),
     ]
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from parrot.protocol.engine_api import PoolingKind
 from parrot.protocol.gate.config import ConnectionLimits, HostNames
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_json_object
 
@@ -22,6 +23,12 @@ _DEFAULT_BLOCK_SIZE = 16
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.0)]
+
+_POOLING: Any = Field(
+    "mean",
+    description="What an embedding is: the mean of a text's last hidden states, which suits models "
+    "that were trained to generate, or the last token's (`last`), for models trained so.",
+)
 
 
 class SchedulerConfig(ConfigModel):
@@ -82,6 +89,7 @@ class BuiltinInstance(ConfigModel):
     max_seq_len: PositiveInt | None = None
     num_threads: PositiveInt | None = None
     shared_prefix: bool = True
+    pooling: PoolingKind = _POOLING
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +129,7 @@ class HuggingFaceInstance(ConfigModel):
 
     max_seq_len: PositiveInt | None = None
     max_cached_tokens: PositiveInt = 65536
+    pooling: PoolingKind = _POOLING
 
 
 class SimInstance(ConfigModel):

@@ -37,7 +37,8 @@ def create_service(config: AnyEngineConfig) -> EngineService:
         from parrot.engine.openai.service import OpenAIService
 
         return OpenAIService(config)
-    return RunnerService(config, ThreadDriver(lambda: _load(config)), warm_up=True)
+    driver = ThreadDriver(lambda: _load(config))
+    return RunnerService(config, driver, warm_up=True, pooling=config.instance.pooling)
 
 
 def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:

@@ -9,10 +9,12 @@ from functools import partial
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.driver import Driver, ask, settle
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece
+from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (
+    EmbedRequest,
+    EmbedResponse,
     EngineInfo,
     EngineType,
     FillPiece,
@@ -21,26 +23,43 @@ from parrot.protocol.engine_api import (
     GenerateRequest,
     GenerateResponse,
     JobRequest,
+    PoolingKind,
     RuntimeInfo,
     StreamChunk,
     TokenizerResponse,
 )
-from parrot.protocol.errors import InvalidRequest, ParrotError, Unavailable
+from parrot.protocol.errors import (
+    InvalidRequest,
+    ParrotError,
+    PromptTooLong,
+    Unavailable,
+    UnsupportedField,
+)
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.utils.ids import IdCounter
 
-_WARM_UP_CONTEXT = -1  # no request can name it
+_WARM_UP_CONTEXT = -1  # no request can name it, nor any below
 _WARM_UP_TOKENS = 16
 
 
 class RunnerService:
     """See `EngineService`. The model may be loaded while the driver starts; `warm_up` then runs a
-    few tokens through it, so that the first request is not slower than the rest."""
+    few tokens through it, so that the first request is not slower than the rest. `pooling`: how it
+    makes embeddings; None if it makes none."""
 
-    def __init__(self, config: EngineConfig, driver: Driver, *, warm_up: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        driver: Driver,
+        *,
+        warm_up: bool,
+        pooling: PoolingKind | None = None,
+    ) -> None:
         self._config = config
         self._driver = driver
         self._warms_up = warm_up
+        self._pooling = pooling
+        self._temporary_ids = IdCounter()
         self._core: EngineCore | None = None
         self._request_ids = IdCounter()
         self._is_ready = False
@@ -74,6 +93,33 @@ class RunnerService:
         assert isinstance(response, FillResponse), response
         return response
 
+    async def embed(self, request: EmbedRequest) -> EmbedResponse:
+        self._require_ready()
+        if self._pooling is None:
+            kind = self._config.engine_type
+            raise UnsupportedField(f"an engine of type {kind} makes no embeddings", param="model")
+        pieces = []
+        for index, given in enumerate(request.inputs):
+            fill = FillPiece.model_construct(
+                context_id=_WARM_UP_CONTEXT - 1 - self._temporary_ids.next(),
+                token_ids=given if isinstance(given, list) else None,
+                text=given if isinstance(given, str) else None,
+            )
+            pieces.append(self._piece(fill))
+            self._check_length(pieces[-1], index)
+        wanted = replace(self._wanted(request, tuple(pieces)), pooling=self._pooling)
+        response = await self._answer(wanted)
+        assert isinstance(response, EmbedResponse), response
+        return response
+
+    def _check_length(self, piece: Piece, index: int) -> None:
+        length, limit = len(piece.token_ids), self._require_core().max_context_len
+        if not length:
+            raise InvalidRequest(f"input {index} is empty", param="input")
+        if length > limit:
+            text = f"input {index} has {length} tokens; the limit is {limit}"
+            raise PromptTooLong(text, param="input")
+
     async def prepare(self, request: GenerateRequest) -> None:
         self._require_ready()
         await self._constraint(request)
@@ -97,7 +143,7 @@ class RunnerService:
                 has_ended = not isinstance(event, StreamChunk)
                 if isinstance(event, ParrotError):
                     raise event
-                assert not isinstance(event, FillResponse), event
+                assert isinstance(event, StreamChunk | GenerateResponse), event
                 yield event
         finally:
             if not has_ended:
@@ -134,11 +180,9 @@ class RunnerService:
             cache_salt=request.cache_salt,
         )
 
-    async def _answer(self, wanted: EngineRequest) -> FillResponse | GenerateResponse:
+    async def _answer(self, wanted: EngineRequest) -> Response:
         """Submit a request and wait for its end; abort it if this is cancelled."""
-        answer: asyncio.Future[FillResponse | GenerateResponse] = (
-            asyncio.get_running_loop().create_future()
-        )
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         sink = partial(settle, answer)
         self._driver.post(lambda core: core.requests.submit(wanted, sink))
         try:

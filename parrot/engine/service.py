@@ -4,6 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from parrot.protocol.engine_api import (
+    EmbedRequest,
+    EmbedResponse,
     EngineInfo,
     FillRequest,
     FillResponse,
@@ -18,8 +20,8 @@ from parrot.protocol.engine_api import (
 class EngineService(Protocol):
     """Used from one event loop. Every refusal or failure of a request is a `ParrotError`.
 
-    Cancelling `fill` or `generate`, or closing the iterator of `generate_stream`, aborts the job
-    within one engine step and leaves its context as far as it got."""
+    Cancelling `fill`, `generate` or `embed`, or closing the iterator of `generate_stream`, aborts
+    the job within one engine step and leaves its context as far as it got."""
 
     async def start(self) -> None:
         """Load the model and warm up. Called once, before anything else; may take minutes."""
@@ -47,6 +49,10 @@ class EngineService(Protocol):
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         """Chunks as they are generated; the last item, always, is the whole response. The request
         is checked when iteration begins."""
+        ...
+
+    async def embed(self, request: EmbedRequest) -> EmbedResponse:
+        """Raises `UnsupportedField` if this engine makes no embeddings."""
         ...
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:

@@ -141,6 +141,24 @@ class GenerateResponse(InternalPayload):
     )
 
 
+PoolingKind = Literal["mean", "last"]
+
+
+class EmbedRequest(JobRequest):
+    """Ask for an embedding of each input: its tokens (or text, which the engine tokenizes as it
+    does that of a fill). Nothing of it is kept."""
+
+    inputs: list[TokenIds | str] = Field(min_length=1, max_length=4096)
+
+
+class EmbedResponse(InternalPayload):
+    """`embeddings`: vectors of length 1, in the order of the inputs: base64 of little-endian
+    float32."""
+
+    embeddings: list[str]
+    prompt_tokens: int = Field(0, description="of all inputs")
+
+
 class StreamChunk(InternalPayload):
     """An SSE event named `chunk` of /generate_stream. The last events are `done` with a
     GenerateResponse, or `error` with an error payload."""

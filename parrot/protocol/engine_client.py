@@ -5,6 +5,8 @@ from contextlib import aclosing
 from typing import Any
 
 from parrot.protocol.engine_api import (
+    EmbedRequest,
+    EmbedResponse,
     FillRequest,
     FillResponse,
     FreeContextResponse,
@@ -53,6 +55,11 @@ class EngineClient:
                     yield StreamChunk.model_validate_json(data)
                 elif name == "done":
                     yield GenerateResponse.model_validate_json(data)
+
+    async def embed(self, request: EmbedRequest) -> EmbedResponse:
+        return EmbedResponse.model_validate(
+            await self._http.request("POST", "/embed", body=dict(request), timeout_s=None)
+        )
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         """Free contexts and abort their jobs; returns the tokens they held."""

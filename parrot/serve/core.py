@@ -64,6 +64,7 @@ class ServeCore:
             self._metrics,
             lambda session_id: self.sessions.find(session_id),
         )
+        self.require_room = self._runner.require_room
         self.sessions = SessionRegistry(
             config,
             self.clock,

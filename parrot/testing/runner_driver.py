@@ -1,11 +1,12 @@
 """A miniature control half: gives contexts blocks and builds the plans of a runner's steps."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parrot.engine.core.plan import (
     BlockCopy,
+    PoolSpec,
     Runner,
     SampleSpec,
     SequenceStep,
@@ -67,8 +68,10 @@ class Driver:
         self,
         work: Sequence[tuple[Context, int]],
         sampling: SamplingConfig = GREEDY,
+        pool: Mapping[int, tuple[int, int]] | None = None,
     ) -> StepResult:
-        """Compute the next `count` wanted tokens of each context; those with none left sample."""
+        """Compute the next `count` wanted tokens of each context; those with none left sample.
+        `pool`: by context id, which of these tokens' hidden states are to be summed up."""
         sequences, copies = [], []
         for context, count in work:
             end = context.done + count
@@ -82,8 +85,10 @@ class Driver:
                 text = tuple(context.tokens)
                 sample = SampleSpec(context.context_id, sampling, 0, end, output, text)
             tokens = context.tokens[context.done : end]
+            span = (pool or {}).get(context.context_id)
+            spec = None if span is None else PoolSpec(context.context_id, *span)
             sequences.append(
-                SequenceStep(context.context_id, tokens, context.done, context.blocks, sample)
+                SequenceStep(context.context_id, tokens, context.done, context.blocks, sample, spec)
             )
             context.done = end
         return self.runner.run(StepPlan(tuple(sequences), tuple(copies)))

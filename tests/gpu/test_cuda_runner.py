@@ -1,6 +1,8 @@
 """The CUDA runner on the device: its tokens are those of the CPU and of transformers."""
 
+import asyncio
 import random
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,18 +12,26 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import numpy as np
 import torch
 import transformers
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan, StepResult
+from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import cpu
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.sampling import sample
-from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
+from parrot.protocol.engine_api import (
+    EmbedRequest,
+    FillResponse,
+    GenerateRequest,
+    GenerateResponse,
+    StreamChunk,
+)
 from parrot.protocol.errors import OutOfMemory, ParrotError
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
@@ -94,6 +104,78 @@ def test_greedy_tokens_are_those_of_transformers(
     assert driver.generate([driver.context(prompts[1])], 20) == want[1:2]
     assert runner.computer.graphs is not None
     assert runner.computer.graphs.num_replays > 30
+
+
+@pytest.mark.parametrize("family", OVERRIDES)
+@pytest.mark.parametrize("lengths", [(5, 9, 1), (70, 5, 130), (1, 1, 1)])
+def test_sums_of_hidden_states_are_those_of_the_cpu(
+    folders: dict[str, Path], make_runner: MakeRunner, family: str, lengths: tuple[int, ...]
+) -> None:
+    """Beside sequences that decode; what follows runs in graphs as before."""
+    checkpoint = open_checkpoint(str(folders[family]))
+    model = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
+    found = []
+    for runner in (cpu.ModelRunner(model, 64, 64), make_runner(family)):
+        driver = Driver(runner)
+        decoding = [driver.context(p) for p in random_prompts(33, 66)]
+        outputs = driver.generate(decoding, 3)
+        contexts = [driver.context(p) for p in random_prompts(*lengths)]
+        pool = {c.context_id: (len(c.tokens) // 2, len(c.tokens)) for c in contexts}
+        result = driver.step([(c, c.wanted) for c in (*decoding, *contexts)], pool=pool)
+        for context in decoding:
+            context.tokens.append(result.tokens[context.context_id])
+            context.num_output += 1
+        found.append((outputs, driver.generate(decoding, 5), result.pooled))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2].keys() == found[1][2].keys()
+    for context_id, want in found[0][2].items():
+        vectors = [
+            np.frombuffer(states.unit() or b"", dtype="<f4")
+            for states in (want, found[1][2][context_id])
+        ]
+        np.testing.assert_allclose(*vectors, rtol=1e-3, atol=1e-4)
+
+
+async def test_embeddings_beside_calls(folders: dict[str, Path]) -> None:
+    """Through the whole engine, with steps launched ahead and graphs: as the CPU's, in bfloat16
+    only roughly, and what generates meanwhile is not disturbed."""
+    texts = random_prompts(3, 200, 77, 1, 450)
+    found: dict[str, Any] = {}
+    for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")):
+        config = BuiltinConfig.model_validate(
+            {
+                "model": str(folders["llama"]),
+                "device": device,
+                "dtype": dtype,
+                "scheduler": {"mixed_fill_tokens": 64},
+                "instance": {"num_kv_cache_blocks": 40, "block_size": 64},
+            }
+        )
+        service = create_service(config)
+        await service.start()
+        fields = {"sampling_config": {"temperature": 0, "max_gen_length": 150}}
+        fields["sampling_config"]["ignore_tokenizer_eos"] = True
+        calls = [
+            GenerateRequest.model_validate(
+                {"context_id": i, "fills": [{"token_ids": prompt}], **fields}
+            )
+            for i, prompt in enumerate(random_prompts(40, 5))
+        ]
+        generating = [asyncio.ensure_future(service.generate(call)) for call in calls]
+        embedded = await service.embed(EmbedRequest(inputs=texts, priority=1))
+        ids = [(await one).generated_ids for one in generating]
+        vectors = [np.frombuffer(b64decode(e), dtype="<f4") for e in embedded.embeddings]
+        found[f"{device} {dtype}"] = ids, np.stack(vectors)
+        await service.free_contexts([0, 1])
+        service.check_integrity()
+        info = service.runtime_info()
+        assert info.num_free_blocks == info.num_max_blocks
+        await service.close()
+    assert found["cpu float32"][0] == found["cuda float32"][0]
+    want = found["cpu float32"][1]
+    np.testing.assert_allclose(found["cuda float32"][1], want, rtol=1e-3, atol=1e-4)
+    cosines = (found["cuda bfloat16"][1] * want).sum(1)
+    assert cosines.min() > 0.98
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])

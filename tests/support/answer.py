@@ -1,7 +1,7 @@
 """The end of a request that is submitted to an engine core directly."""
 
-from parrot.engine.core.jobs import Outcome
-from parrot.protocol.engine_api import FillResponse, GenerateResponse, StreamChunk
+from parrot.engine.core.jobs import Outcome, Response
+from parrot.protocol.engine_api import GenerateResponse, StreamChunk
 from parrot.protocol.errors import ParrotError
 
 
@@ -10,7 +10,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.chunks: list[StreamChunk] = []
-        self.response: FillResponse | GenerateResponse | None = None
+        self.response: Response | None = None
         self.error: ParrotError | None = None
 
     @property

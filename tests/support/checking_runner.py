@@ -9,6 +9,7 @@ from parrot.engine.core.plan import (
     RunnerInfo,
     SampleSpec,
     SequenceStep,
+    StateSum,
     StepPlan,
     StepResult,
     TokenScores,
@@ -27,6 +28,21 @@ def chain(token_ids: Sequence[int]) -> list[int]:
         value = hash((value, token))
         values.append(value)
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """A `StateSum` that remembers what was added: positions, and their `chain` values."""
+
+    added: tuple[tuple[int, int], ...]
+    is_finite: bool = True
+
+    def plus(self, other: StateSum) -> "States":
+        assert isinstance(other, States), other
+        return States(self.added + other.added, self.is_finite and other.is_finite)
+
+    def unit(self) -> bytes | None:
+        return repr(self.added).encode() if self.is_finite else None
 
 
 class CheckingRunner:
@@ -122,7 +138,10 @@ class CheckingRunner:
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
         scores: dict[int, TokenScores] = {}
+        pooled: dict[int, StateSum] = {}
         for sequence, text in pairs:
+            if (pool := sequence.pool) is not None:
+                pooled[pool.job_id] = self._states(sequence, text)
             if (sample := sequence.sample) is None:
                 continue
             assert sequence.end == sample.position, sequence
@@ -133,7 +152,14 @@ class CheckingRunner:
                 if (num_top := sample.sampling.logprobs) is not None:
                     ids = [token, *range(num_top)]
                     scores[sample.job_id] = TokenScores(ids, [-float(len(text))] * len(ids))
-        return StepResult(tokens, errors, scores=scores)
+        return StepResult(tokens, errors, scores=scores, pooled=pooled)
+
+    def _states(self, sequence: SequenceStep, text: Sequence[int]) -> States:
+        assert sequence.pool is not None
+        first, stop = (sequence.start + at for at in sequence.pool[1:])
+        assert sequence.start <= first < stop == sequence.end, sequence
+        values = tuple(enumerate(chain(text)))[first:stop]
+        return States(values, self._nan_token not in text[first:stop])
 
     def _choose(self, sample: SampleSpec, text: Sequence[int]) -> int:
         token = self._next_token(text)

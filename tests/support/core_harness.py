@@ -11,7 +11,7 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.engine_api import NO_PARENT
+from parrot.protocol.engine_api import NO_PARENT, PoolingKind
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.answer import Answer
 from tests.support.checking_runner import CheckingRunner
@@ -97,6 +97,16 @@ class Harness:
     ) -> Answer:
         wanted = SamplingConfig(max_gen_length=length, **sampling)
         return self.submit(*pieces, sampling=wanted, priority=priority, stream=stream)
+
+    def embed(self, *texts: str, pooling: PoolingKind = "mean", priority: int = 0) -> Answer:
+        answer = Answer()
+        self.num_orders += 1
+        ids = range(-10 * self.num_orders, -10 * self.num_orders - len(texts), -1)
+        pieces = tuple(piece(i, text) for i, text in zip(ids, texts, strict=True))
+        order = EngineRequest(self.num_orders, pieces, priority, pooling=pooling)
+        self.core.requests.submit(order, answer)
+        self.deliver()
+        return answer
 
     def free(self, *context_ids: int) -> int:
         num_tokens = self.core.requests.free(context_ids)

@@ -2,14 +2,18 @@
 answers by a script."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from struct import pack
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import (
     NO_PARENT,
+    EmbedRequest,
+    EmbedResponse,
     EngineInfo,
     EngineType,
     FillPiece,
@@ -58,6 +62,7 @@ class FakeEngine(EngineClient):
     script: Script = field(default_factory=Script)
     scripts: list[Script] = field(default_factory=list)
     requests: list[GenerateRequest] = field(default_factory=list)
+    embedded: list[EmbedRequest] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     free_batches: int = 0
@@ -104,6 +109,23 @@ class FakeEngine(EngineClient):
             cached_tokens=cached,
             computed_tokens=len(contents) - cached,
         )
+
+    async def embed(self, request: EmbedRequest) -> EmbedResponse:
+        """Vectors that tell their inputs' lengths."""
+        self.embedded.append(request)
+        script = self.scripts.pop(0) if self.scripts else self.script
+        try:
+            if script.error is not None:
+                raise script.error
+            await self._maybe_hang(script, 0)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            self.aborted.set()
+            raise
+        lengths = [len(given) for given in request.inputs]
+        vectors = [pack("<3f", n, 0.5, -1.0) for n in lengths]
+        embeddings = [b64encode(vector).decode() for vector in vectors]
+        return EmbedResponse(embeddings=embeddings, prompt_tokens=sum(lengths))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         async for event in self.generate_stream(request):

@@ -55,6 +55,7 @@ class FakeOpenAI:
         for prefix in ("/v1", "/openai/deployments/{deployment}"):
             app.post(prefix + "/completions")(self._completions)
             app.post(prefix + "/chat/completions")(self._completions)
+            app.post(prefix + "/embeddings")(self._embeddings)
         return app
 
     async def _models(self) -> dict[str, Any]:
@@ -78,6 +79,17 @@ class FakeOpenAI:
             events = self._events(body, is_chat, fault)
             return StreamingResponse(events, media_type="text/event-stream")
         return await self._whole(request, body, is_chat)
+
+    async def _embeddings(self, request: Request) -> Response:
+        """Vectors that tell their inputs' lengths, the last one first."""
+        body = await request.json()
+        self.bodies.append(body)
+        if self.faults:
+            fault = self.faults.pop(0)
+            return JSONResponse(fault.body, fault.status, headers=dict(fault.headers))
+        lengths = [len(given) for given in body["input"]]
+        data = [{"index": i, "embedding": [n, 0.5]} for i, n in enumerate(lengths)]
+        return JSONResponse({"data": data[::-1], "usage": {"prompt_tokens": sum(lengths)}})
 
     def _words(self, body: Mapping[str, Any]) -> tuple[list[str], str]:
         words = [word + " " for word in self.reply.split(" ")]

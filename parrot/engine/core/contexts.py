@@ -47,7 +47,7 @@ class Context:
     and until then the context has no tokens. `jobs` are those that write to it, in order of
     arrival; only the first may run. `keys` are those of its first blocks, as far as they were
     wanted; its first `num_published` blocks need not be published. Only requests of its `salt` may
-    use it."""
+    use it. `is_temporary`: it is its only job's, ends with that, and shares KV with nobody."""
 
     context_id: int
     fork: Fork | None = None
@@ -60,6 +60,7 @@ class Context:
     root_key: bytes = b""
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    is_temporary: bool = False
 
     @property
     def num_missing(self) -> int:
@@ -90,11 +91,20 @@ class ContextTree:
     def get(self, context_id: int) -> Context | None:
         return self._contexts.get(context_id)
 
-    def create(self, context_id: int, fork: Fork | None = None, salt: str = "") -> Context:
+    def create(
+        self,
+        context_id: int,
+        fork: Fork | None = None,
+        salt: str = "",
+        *,
+        is_temporary: bool = False,
+    ) -> Context:
         """`salt` counts for roots only: a fork has that of its root."""
         assert context_id not in self._contexts, f"context {context_id} exists"
         salt = salt if fork is None else fork.parent.salt
-        context = self._contexts[context_id] = Context(context_id, fork, salt)
+        context = self._contexts[context_id] = Context(
+            context_id, fork, salt, is_temporary=is_temporary
+        )
         if fork is not None:
             self.pending[context] = None
         elif self._hasher is not None:
@@ -121,7 +131,9 @@ class ContextTree:
         """The key of the next block that the context's tokens fill, or None if they fill none or
         nothing is published."""
         block = context.num_computed // self.block_size
-        if self._hasher is None or block >= (num_full := len(context.token_ids) // self.block_size):
+        if self._hasher is None or context.is_temporary:
+            return None
+        if block >= (num_full := len(context.token_ids) // self.block_size):
             return None
         self._hasher.extend(context.keys, context.root_key, context.token_ids, num_full)
         return context.keys[block]
@@ -151,7 +163,7 @@ class ContextTree:
         """Let the context's full computed blocks be adopted. Where others hold the same, these
         take their places: so contexts that share a block share all that comes before it."""
         num_full = context.num_computed // self.block_size
-        if self._hasher is None or num_full <= context.num_published:
+        if self._hasher is None or context.is_temporary or num_full <= context.num_published:
             return
         self._hasher.extend(context.keys, context.root_key, context.token_ids, num_full)
         for index in range(context.num_published, num_full):

@@ -25,13 +25,26 @@ from parrot.engine.core.contexts import ContextTree
 from parrot.engine.core.isolation import IsolatingRunner
 from parrot.engine.core.jobs import Job, StepTotals
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import LaunchedStep, Runner, StepPlan, StepResult, TokenScores
+from parrot.engine.core.plan import (
+    LaunchedStep,
+    Runner,
+    StateSum,
+    StepPlan,
+    StepResult,
+    TokenScores,
+)
 from parrot.engine.core.requests import RequestTable
 from parrot.engine.core.scheduler import LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
 from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import RuntimeInfo
-from parrot.protocol.errors import EngineFailed, InvalidRequest, OutOfMemory, ParrotError
+from parrot.protocol.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ModelNumerics,
+    OutOfMemory,
+    ParrotError,
+)
 from parrot.utils.clock import Clock
 
 _NO_BACKGROUND_ROOM = "there is no room for a background fill"
@@ -123,6 +136,8 @@ class EngineCore:
             for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
                 written.update(sequence.block_ids[sequence.start // self._tree.block_size :])
                 job.awaits_token = False
+                if job.pooling is not None:
+                    job.pooling.lose_flights()
                 self._suspects.append(job)
         self._scheduler.lost_kv(self._tree.drop_blocks(written))
 
@@ -174,7 +189,9 @@ class EngineCore:
             context.num_computed = sequence.end
             if len(sequence.token_ids) > 1:
                 self._tree.publish(context)  # what is generated is published in the end
-            if sequence.sample is not None:
+            if job.pooling is not None:
+                job.pooling.num_taken = max(job.pooling.num_taken, sequence.end)
+            if sequence.sample is not None or (job.pooling is not None and not context.num_missing):
                 job.awaits_token = True
                 self._scheduler.keep_decoding(job)
             elif not context.num_missing:
@@ -185,7 +202,11 @@ class EngineCore:
         self._count_step(step, now - max(step.planned_at, self._last_step_ended))
         self._last_step_ended = now
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
-            if sequence.sample is None or job.has_ended:
+            if job.has_ended:
+                continue
+            if sequence.pool is not None:
+                self._take_states(job, sequence.end, result.pooled.get(job.job_id))
+            if sequence.sample is None:
                 continue
             job.awaits_token = False
             if job.job_id in result.errors:
@@ -195,6 +216,25 @@ class EngineCore:
                 self._take_token(job, result.tokens[job.job_id], scores, now)
             else:
                 self.requests.fail_job(job, EngineFailed("the engine gave no token"))
+
+    def _take_states(self, job: Job, stop: int, states: StateSum | None) -> None:
+        pooling = job.pooling
+        assert pooling is not None, f"job {job.job_id} pools no states"
+        if states is None:
+            self.requests.fail_job(job, EngineFailed("the engine gave no hidden states"))
+            return
+        pooling.land(states, stop)
+        if stop < len(job.context.token_ids):
+            return
+        assert pooling.states is not None
+        job.awaits_token = False
+        embedding = pooling.states.unit()
+        if embedding is None:
+            error = ModelNumerics("the model's hidden states are not finite, or zero")
+            self.requests.fail_job(job, error)
+        else:
+            job.embedding = embedding
+            self.requests.finish(job)
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """See `LocalScheduler`. So many steps may be planned once and delivered together."""

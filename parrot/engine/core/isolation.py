@@ -75,4 +75,5 @@ class IsolatingRunner:
                 outcome.tokens.update(result.tokens)
                 outcome.errors.update(result.errors)
                 outcome.scores.update(result.scores)
+                outcome.pooled.update(result.pooled)
         return outcome

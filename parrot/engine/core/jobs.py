@@ -1,6 +1,7 @@
 """Requests, their jobs, and the queues and policies that keep the jobs in order."""
 
 from array import array
+from base64 import b64encode
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -8,8 +9,17 @@ from operator import attrgetter
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.output import Generation
+from parrot.engine.core.plan import PoolSpec, StateSum
 from parrot.engine.grammar.constraint import Constraint
-from parrot.protocol.engine_api import NO_PARENT, FillResponse, GenerateResponse, StreamChunk, Usage
+from parrot.protocol.engine_api import (
+    NO_PARENT,
+    EmbedResponse,
+    FillResponse,
+    GenerateResponse,
+    PoolingKind,
+    StreamChunk,
+    Usage,
+)
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
 
@@ -17,7 +27,8 @@ BACKGROUND = 2**31
 """The priority of fills that nobody waits for yet: behind all others."""
 
 
-Outcome = StreamChunk | FillResponse | GenerateResponse | ParrotError
+Response = FillResponse | GenerateResponse | EmbedResponse
+Outcome = StreamChunk | Response | ParrotError
 Sink = Callable[[Outcome], None]
 """Takes what happens to a request: chunks while it streams, then exactly one of the others."""
 
@@ -47,7 +58,8 @@ class EngineRequest:
     last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
-    background fill. `constraint`: the one of its `sampling`, at the output's beginning."""
+    background fill. `constraint`: the one of its `sampling`, at the output's beginning. `pooling`:
+    give an embedding of each piece, whose contexts are temporary."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -57,6 +69,35 @@ class EngineRequest:
     cache_salt: str = ""
     background_share: float = 1.0
     constraint: Constraint | None = None
+    pooling: PoolingKind | None = None
+
+
+@dataclass(slots=True)
+class Pooling:
+    """The final hidden states of a context, on their way to one vector: the sum of all, or the
+    last alone. Each position counts once, however often it is computed.
+
+    position   0 ........ num_landed ........ num_taken ........ end
+               `- in `states` -'`- in steps on their way -'"""
+
+    kind: PoolingKind
+    num_taken: int = 0
+    num_landed: int = 0
+    states: StateSum | None = None
+
+    def spec(self, job_id: int, start: int, stop: int, length: int) -> PoolSpec | None:
+        """What a step that computes positions [start, stop) of `length` is to sum up."""
+        first = max(start, length - 1 if self.kind == "last" else self.num_taken)
+        return PoolSpec(job_id, first - start, stop - start) if first < stop else None
+
+    def land(self, states: StateSum, stop: int) -> None:
+        """Take the sum of the states before position `stop`, from the last ones on."""
+        self.states = states if self.states is None else self.states.plus(states)
+        self.num_landed = stop
+
+    def lose_flights(self) -> None:
+        """Steps on their way have failed."""
+        self.num_taken = self.num_landed
 
 
 @dataclass(slots=True)
@@ -102,7 +143,12 @@ class RequestState:
         planned."""
         return max(0, self.prompt_len - self.num_missing)
 
-    def response(self, now: float, totals: StepTotals) -> FillResponse | GenerateResponse:
+    def response(self, now: float, totals: StepTotals) -> Response:
+        if self.wanted.pooling is not None:
+            return EmbedResponse.model_construct(
+                embeddings=[b64encode(job.embedding).decode() for job in self.jobs],
+                prompt_tokens=self.num_filled,
+            )
         generation = self.generation
         if generation is None:
             return FillResponse(
@@ -143,7 +189,7 @@ class Job:
     Jobs of one context run in order of arrival. The first of them is opened when its context's
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
     that the context has lost and a fork wants. `key` is its place among all jobs. `awaits_token`: a
-    step that samples for it is on its way."""
+    step that samples for it, or gives the last states for its `pooling`, is on its way."""
 
     job_id: int
     request: RequestState
@@ -158,6 +204,8 @@ class Job:
     has_begun: bool = False
     awaits_token: bool = False
     has_ended: bool = False
+    pooling: Pooling | None = None
+    embedding: bytes = b""
 
     @property
     def is_background(self) -> bool:

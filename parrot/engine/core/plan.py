@@ -64,6 +64,26 @@ class SampleSpec(NamedTuple):
     constraint: Constraint | None = None
 
 
+class PoolSpec(NamedTuple):
+    """Ask for the sum of a sequence's final hidden states, those of its tokens [start, end) in this
+    step."""
+
+    job_id: int
+    start: int
+    end: int
+
+
+class StateSum(Protocol):
+    """A sum of final hidden states, as the model's last norm leaves them."""
+
+    def plus(self, other: "StateSum") -> "StateSum": ...
+
+    def unit(self) -> bytes | None:
+        """The vector of this direction and length 1: little-endian float32. None if there is
+        none, since the sum is not finite, or zero."""
+        ...
+
+
 class SequenceStep(NamedTuple):
     """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
 
@@ -74,6 +94,7 @@ class SequenceStep(NamedTuple):
     start: int
     block_ids: Sequence[int]
     sample: SampleSpec | None
+    pool: PoolSpec | None = None
 
     @property
     def end(self) -> int:
@@ -113,12 +134,13 @@ class StepResult:
     """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
     were not finite is in `errors` instead. `broken`, by context id: why sequences could not be run
     at all. One bad sequence never spoils the others. `scores`: of the tokens of those that want
-    log probabilities."""
+    log probabilities. `pooled[job_id]`: for each sequence with a `pool`."""
 
     tokens: dict[int, int]
     errors: dict[int, ParrotError]
     broken: dict[int, ParrotError] = field(default_factory=dict)
     scores: dict[int, TokenScores] = field(default_factory=dict)
+    pooled: dict[int, StateSum] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

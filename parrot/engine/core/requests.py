@@ -9,7 +9,15 @@ from typing import Any
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.forks import create_fork, forks_of, forks_wanting, settle_lengths
-from parrot.engine.core.jobs import EngineRequest, Job, Piece, RequestState, Sink, StepTotals
+from parrot.engine.core.jobs import (
+    EngineRequest,
+    Job,
+    Piece,
+    Pooling,
+    RequestState,
+    Sink,
+    StepTotals,
+)
 from parrot.engine.core.output import Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
 from parrot.engine.core.validation import RequestLimits
@@ -97,9 +105,11 @@ class RequestTable:
         self._requests[request.request_id] = state
         last = len(request.pieces) - 1
         for index, piece in enumerate(request.pieces):
-            context = self._tree.get(piece.context_id) or self._create(piece, request.cache_salt)
+            context = self._tree.get(piece.context_id) or self._create(piece, request)
             job_id, ends = self._job_ids.next(), generation if index == last else None
-            self._add(Job(job_id, state, context, piece, ends, request.priority))
+            job = Job(job_id, state, context, piece, ends, request.priority)
+            job.pooling = None if request.pooling is None else Pooling(request.pooling)
+            self._add(job)
         for context in dict.fromkeys(job.context for job in state.jobs):
             self._advance(context)
 
@@ -119,9 +129,11 @@ class RequestTable:
             request.sampling, seed, self._language, request.stream, request.constraint
         )
 
-    def _create(self, piece: Piece, salt: str) -> Context:
+    def _create(self, piece: Piece, request: EngineRequest) -> Context:
+        if request.pooling is not None:
+            return self._tree.create(piece.context_id, is_temporary=True)
         if piece.parent_id == NO_PARENT:
-            return self._tree.create(piece.context_id, salt=salt)
+            return self._tree.create(piece.context_id, salt=request.cache_salt)
         return create_fork(self._tree, piece)
 
     def _add(self, job: Job) -> None:
@@ -214,8 +226,8 @@ class RequestTable:
         first = () if piece.first_id is None or num_before else (piece.first_id,)
         length = num_before + len(first) + len(piece.token_ids)
         self._limits.check_length(length, generation is not None)
-        if generation is not None and not length:
-            raise InvalidRequest("cannot generate on an empty context")
+        if not length and (generation is not None or job.pooling is not None):
+            raise InvalidRequest("the context is empty")
         context.token_ids.extend(first)
         context.token_ids.extend(piece.token_ids)
         job.is_open = True
@@ -238,6 +250,7 @@ class RequestTable:
         self._tree.publish(job.context)
         self._end(job)
         self._advance(job.context)
+        self._free_temporary(job.context)
 
     def _end(self, job: Job) -> None:
         self._leave(job)
@@ -288,6 +301,13 @@ class RequestTable:
                     self._withdraw(job)
         for context in touched:
             self._advance(context)
+            self._free_temporary(context)
+
+    def _free_temporary(self, context: Context) -> None:
+        """Forget the context if it was its job's alone, which has ended."""
+        if context.is_temporary and self._tree.get(context.context_id) is context:
+            self._scheduler.idle.discard(context)
+            self._tree.free(context)
 
     def _fail_on(self, context: Context, error: ParrotError) -> None:
         """Fail the requests that write to the context."""
@@ -327,6 +347,8 @@ class RequestTable:
             if context is None:
                 continue
             self._fail_on(context, Cancelled(f"context {context_id} was freed"))
+            if context.is_temporary:
+                continue  # it went with its job
             for job in list(context.jobs):  # that restore it for a fork
                 job.request.num_unfinished -= 1
                 self._withdraw(job)

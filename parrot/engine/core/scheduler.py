@@ -20,7 +20,14 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.jobs import POLICIES, Job, JobQueue
-from parrot.engine.core.plan import PENDING, BlockCopy, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.plan import (
+    PENDING,
+    BlockCopy,
+    PoolSpec,
+    SampleSpec,
+    SequenceStep,
+    StepPlan,
+)
 from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
 
 
@@ -315,6 +322,7 @@ class LocalScheduler:
                     start,
                     context.block_ids[: -(-end // self._tree.block_size)],
                     _sample_spec(job) if end == len(context.token_ids) else None,
+                    _pool_spec(job, start, end),
                 )
             )
         return Step(
@@ -347,6 +355,13 @@ class LocalScheduler:
 def _has_next(job: Job) -> bool:
     """Whether the token that the job awaits may be followed by another."""
     return job.generation is not None and job.generation.num_left > 1
+
+
+def _pool_spec(job: Job, start: int, end: int) -> PoolSpec | None:
+    """For a step that computes the positions [start, end) of its context."""
+    if job.pooling is None:
+        return None
+    return job.pooling.spec(job.job_id, start, end, len(job.context.token_ids))
 
 
 def _sample_spec(job: Job) -> SampleSpec | None:

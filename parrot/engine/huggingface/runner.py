@@ -22,11 +22,12 @@ from parrot.engine.core.plan import (
     BlockCopy,
     RunnerInfo,
     SequenceStep,
+    StateSum,
     StepPlan,
     StepResult,
     TokenScores,
 )
-from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.device import Pools, noticing_loss
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ParrotError
 from parrot.utils.config import ConfigError
@@ -77,8 +78,11 @@ class HuggingFaceRunner:
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
         scores: dict[int, TokenScores] = {}
+        pooled: dict[int, StateSum] = {}
         for batch in _batches(plan.sequences):
-            logits = self._forward(batch)
+            pools = Pools.of(batch)
+            logits = self._forward(batch, pools)
+            pooled |= {} if pools is None else pools.sums()
             wanted = [(row, s.sample) for row, s in enumerate(batch) if s.sample is not None]
             if wanted:
                 rows = logits[[row for row, _ in wanted]].float()
@@ -86,9 +90,9 @@ class HuggingFaceRunner:
                 tokens |= result.tokens
                 errors |= result.errors
                 scores |= result.scores
-        return StepResult(tokens, errors, scores=scores)
+        return StepResult(tokens, errors, scores=scores, pooled=pooled)
 
-    def _forward(self, batch: Sequence[SequenceStep]) -> torch.Tensor:
+    def _forward(self, batch: Sequence[SequenceStep], pools: Pools | None = None) -> torch.Tensor:
         """Logits [rows, vocab] after the last token of each."""
         num_new = len(batch[0].token_ids)
         table, mask = self._slots(batch)
@@ -102,8 +106,11 @@ class HuggingFaceRunner:
             attention_mask=self._tensor(mask),
             past_key_values=self._cache,
             use_cache=True,
+            output_hidden_states=pools is not None,
             **options,
         )
+        if pools is not None:
+            pools.take(output.hidden_states[-1].flatten(0, 1))
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

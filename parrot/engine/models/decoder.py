@@ -126,13 +126,15 @@ class Decoder:
             x = layer(x, angles, attend)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden] as `forward` gives it -> the model's last states [rows, width]."""
         if self.norm is not None:
             hidden = self.norm(hidden)
-        if self._project_out is not None:
-            hidden = self._project_out(hidden)
-        return self.lm_head(hidden).float()
+        return hidden if self._project_out is None else self._project_out(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
+        return self.lm_head(self.final(hidden)).float()
 
 
 def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> Layer:

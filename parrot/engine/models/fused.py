@@ -4,9 +4,9 @@ Between the matrix products there are three kernels a layer besides attention: r
 RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul. Of few
 rows the products do all of this themselves."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,29 @@ from parrot.engine.kernels.linear import (
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
 
-Forward = Callable[[torch.Tensor, TritonAttention, TritonPlan, torch.Tensor | None], torch.Tensor]
-"""Token ids, attention, its plan and sampled rows -> logits [sampled rows, vocab]; None: of all."""
+
+class Forward(Protocol):
+    """A forward pass over a step's tokens."""
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [sampled rows, vocab]; `sample_rows` None: of all rows."""
+        ...
+
+    def with_states(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [sampled rows, vocab], and the final hidden states [tokens, width]."""
+        ...
 
 
 def make_forward(model: Decoder, max_positions: int) -> Forward:
@@ -41,20 +62,37 @@ def make_forward(model: Decoder, max_positions: int) -> Forward:
         and spec.embed_dim is None
         and not spec.names.positions
     )
-    return FusedDecoder(model, max_positions) if can_fuse else partial(_plain_forward, model)
+    return FusedDecoder(model, max_positions) if can_fuse else PlainDecoder(model)
 
 
-def _plain_forward(
-    model: Decoder,
-    token_ids: torch.Tensor,
-    attention: TritonAttention,
-    plan: TritonPlan,
-    sample_rows: torch.Tensor | None,
-) -> torch.Tensor:
-    hidden = model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
-    if sample_rows is not None:
-        hidden = hidden.index_select(0, sample_rows)
-    return model.logits(hidden)
+class PlainDecoder:
+    """`Forward` in plain torch but for attention."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        hidden = self._model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
+        if sample_rows is not None:
+            hidden = hidden.index_select(0, sample_rows)
+        return self._model.logits(hidden)
+
+    def with_states(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self._model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
+        logits = self._model.logits(hidden.index_select(0, sample_rows))
+        return logits, self._model.final(hidden)
 
 
 Normed = torch.Tensor | UndividedRows
@@ -132,7 +170,8 @@ class _FusedLayer:
 
 
 class FusedDecoder:
-    """Shares all weights with the `Decoder` that it is made from. Holds no state of any context."""
+    """`Forward` on the kernels. Shares all weights with the `Decoder` that it is made from, and
+    holds no state of any context."""
 
     def __init__(self, model: Decoder, max_positions: int) -> None:
         spec = model.spec
@@ -152,9 +191,29 @@ class FusedDecoder:
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [sampled rows, vocab] in the model's dtype; `sample_rows` None: of all rows.
+        """In the model's dtype. Of the last layer, rows that are not sampled need nothing but their
+        KV: a prompt saves most of it."""
+        return self._lm_head(self._normed(token_ids, attention, plan, sample_rows)[0])
 
-        Of the last layer, the other rows need nothing but their KV: a prompt saves most of it."""
+    def with_states(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, residual = self._normed(token_ids, attention, plan, None)
+        states = self._norm(residual)
+        return self._lm_head(states.index_select(0, sample_rows)), states
+
+    def _normed(
+        self,
+        token_ids: torch.Tensor,
+        attention: TritonAttention,
+        plan: TritonPlan,
+        sample_rows: torch.Tensor | None,
+    ) -> tuple[Normed, torch.Tensor]:
+        """The final states of the sampled rows (None: of all), and what they are the norm of."""
         residual = F.embedding(token_ids, self._embed)
         norm, out = self._layers[0].attn_norm, torch.empty_like(residual)
         normed: Normed = add_rms_norm(residual, residual, norm.weight, norm.eps, out, add=False)
@@ -169,7 +228,7 @@ class FusedDecoder:
             next_norm = self._norm if index == last else self._layers[index + 1].attn_norm
             hidden = layer.gate_up.gated(normed)
             normed = layer.down.add_and_norm(hidden, residual, next_norm)
-        return self._lm_head(normed)
+        return normed, residual
 
     def _attend(
         self,

@@ -4,7 +4,7 @@ HTTP                     Parrot's error        tried again
 400, context too long    PromptTooLong         no
 400, 413, 422            InvalidRequest        no
 401, 403                 EngineFailed          no (our key, not the caller's)
-404                      EngineFailed          no (wrong model or address)
+404, 405, 501            NotThere              no (wrong model or address)
 429, 503, 529            QuotaExceeded         yes, unless credit is used up
 408, 409, 500 and others EngineFailed          yes
 no connection            Unavailable           yes
@@ -39,6 +39,10 @@ class Overloaded(QuotaExceeded):
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NotThere(EngineFailed):
+    """The foreign server has no such model, or does nothing of the kind."""
 
 
 class Faltered(EngineFailed):
@@ -80,6 +84,8 @@ class ErrorTranslator:
         if status in (400, 413, 422):
             return self._refused(names, message)
         text = f"the server behind this engine answered HTTP {status}: {message}"
+        if status in (404, 405, 501):
+            return NotThere(text)
         may_pass = status >= 500 or status in (408, 409)
         told_not_to = headers.get("x-should-retry") == "false"
         return Faltered(text) if may_pass and not told_not_to else EngineFailed(text)

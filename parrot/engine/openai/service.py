@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from base64 import b64encode
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -12,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
+from struct import pack
 from typing import Any, TypeVar
 
 from parrot.engine.config import OpenAIConfig
@@ -21,6 +23,8 @@ from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import WireUsage
 from parrot.protocol.engine_api import (
+    EmbedRequest,
+    EmbedResponse,
     EngineInfo,
     EngineType,
     FillPiece,
@@ -107,6 +111,18 @@ class OpenAIService:
         finally:
             job.task.cancel()
             await asyncio.gather(job.task, return_exceptions=True)
+
+    async def embed(self, request: EmbedRequest) -> EmbedResponse:
+        return await self._launch([], "", lambda job: self._embed(request)).result()
+
+    async def _embed(self, request: EmbedRequest) -> EmbedResponse:
+        async with self._gate.pass_through(request.priority if self._by_priority else 0):
+            answer = await self._upstream.embed(request.inputs)
+        vectors = [pack(f"<{len(v.embedding)}f", *v.embedding) for v in answer.data]
+        return EmbedResponse(
+            embeddings=[b64encode(vector).decode() for vector in vectors],
+            prompt_tokens=answer.usage.prompt_tokens,
+        )
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         freed = [c for i in context_ids if (c := self._contexts.free(i)) is not None]

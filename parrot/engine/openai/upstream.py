@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
@@ -12,15 +12,17 @@ import stamina
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.errors import ErrorTranslator, backoff
+from parrot.engine.openai.errors import ErrorTranslator, NotThere, backoff
 from parrot.engine.openai.wire import (
     BY_OWNER,
     DONE,
     OPENAI,
     Answer,
     Dialect,
+    Embeddings,
     Target,
     parse_answer,
+    parse_embeddings,
     request_body,
 )
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable, UnsupportedField
@@ -174,6 +176,26 @@ class Upstream:
                 event = await anext(events, None)
             if event is None:
                 raise Unavailable("the stream of the server behind this engine was cut off")
+
+    async def embed(self, inputs: Sequence[list[int] | str]) -> Embeddings:
+        """Raises `UnsupportedField` if the server makes no embeddings."""
+        body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
+        try:
+            async for attempt in stamina.retry_context(
+                on=backoff, attempts=_ATTEMPTS, timeout=None
+            ):
+                with attempt:
+                    payload = await self._http.request(
+                        "POST",
+                        "/embeddings",
+                        params=self._params,
+                        body=body,
+                        timeout_s=_ANSWER_TIMEOUT_S,
+                    )
+        except NotThere as error:
+            text = f"the model has no embeddings: {error.message}"
+            raise UnsupportedField(text, param="model") from None
+        return parse_embeddings(payload, len(inputs))
 
     def _body(self, prompt: str, sampling: SamplingConfig, stream: bool = False) -> dict[str, Any]:
         return request_body(self._target, self.dialect or OPENAI, prompt, sampling, stream=stream)

@@ -199,3 +199,27 @@ def parse_answer(payload: Any) -> Answer:
         if message is not None and message.refusal:
             raise EngineFailed(f"the model refused: {message.refusal[:200]}")
     return answer
+
+
+class _Embedding(BaseModel):
+    index: int = 0
+    embedding: list[float]
+
+
+class Embeddings(BaseModel):
+    data: list[_Embedding]
+    usage: WireUsage = WireUsage()
+
+
+def parse_embeddings(payload: Any, count: int) -> Embeddings:
+    """In the order of their inputs. Raises `EngineFailed` unless there are so many, of one length
+    each and the same."""
+    try:
+        answer = Embeddings.model_validate(payload)
+    except ValidationError:
+        raise EngineFailed("the server behind this engine sent no OpenAI embeddings") from None
+    answer.data.sort(key=lambda item: item.index)
+    lengths = {len(item.embedding) for item in answer.data}
+    if len(answer.data) != count or len(lengths) != 1:
+        raise EngineFailed("the server behind this engine sent embeddings that do not fit")
+    return answer

@@ -1,5 +1,6 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import WorkPlanner
 from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.device import Pools, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.sampling import sample
@@ -63,16 +64,20 @@ class ModelRunner:
             self._tensor(inputs.positions),
             partial(self._attention.run, plan=self._attention.plan(work, step)),
         )
+        pools = Pools.of(plan.sequences)
+        if pools is not None:
+            pools.take(self._model.final(hidden))
+        pooled = {} if pools is None else pools.sums()
         asked = [
             (row, spec)
             for row, spec in zip(inputs.logit_rows.tolist(), inputs.samples, strict=True)
             if spec is not None
         ]
         if not asked:
-            return StepResult({}, {})
+            return StepResult({}, {}, pooled=pooled)
         rows, specs = zip(*asked, strict=True)
         logits = self._model.logits(hidden.index_select(0, self._tensor(np.array(rows))))
-        return sample(logits, specs)
+        return replace(sample(logits, specs), pooled=pooled)
 
     def warm_up(self) -> None:
         """Run small steps, so that the first request does not wait for what torch prepares once.

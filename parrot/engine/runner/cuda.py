@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -10,10 +10,10 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import split_for
 from parrot.engine.attention.work_list import WorkPlanner
-from parrot.engine.core.plan import LaunchedStep, RunnerInfo, StepPlan, StepResult
+from parrot.engine.core.plan import LaunchedStep, RunnerInfo, SampleSpec, StepPlan, StepResult
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
-from parrot.engine.runner.device import Landing, Mark, noticing_loss
+from parrot.engine.runner.device import Landing, Mark, Pools, noticing_loss
 from parrot.engine.runner.draws import DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
@@ -50,6 +50,7 @@ class Launched:
     landing: Landing
     due: Mark
     device: torch.device
+    pools: Pools | None
 
     def wait_until_due(self) -> None:
         wait((self.tokens,))
@@ -60,6 +61,10 @@ class Launched:
             tokens = self.landing.wait(len(self.tokens.result()))
         pairs = zip(self.inputs.samples, tokens, strict=True)
         chosen = [(spec, token) for spec, token in pairs if spec is not None]
+        result = self._chosen(chosen)
+        return result if self.pools is None else replace(result, pooled=self.pools.sums())
+
+    def _chosen(self, chosen: Sequence[tuple[SampleSpec, int]]) -> StepResult:
         if not chosen:
             return StepResult({}, {})
         specs, found = zip(*chosen, strict=True)
@@ -172,7 +177,7 @@ class CudaRunner:
         self._landings.reverse()
         due.put()  # of a graph, now; of kernels that are launched one by one, later
         landed = previous.landed if isinstance(previous, Launched) else dict
-        draws = self._draws.build(inputs, landed)
-        step = PlannedStep(inputs, draws, work, sources)
+        draws, pools = self._draws.build(inputs, landed), Pools.of(plan.sequences)
+        step = PlannedStep(inputs, draws, work, sources, pools)
         self._launching = self.computer.launch(step, landing)
-        return Launched(inputs, draws.scored, self._launching, landing, due, self._device)
+        return Launched(inputs, draws.scored, self._launching, landing, due, self._device, pools)

@@ -1,7 +1,9 @@
-"""Sending a step's numbers to the device, receiving its tokens, and noticing that it is lost."""
+"""Sending a step's numbers to the device, receiving its tokens and sums of hidden states, and
+noticing that it is lost."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.plan import DeviceLost, SequenceStep, StateSum
 from parrot.protocol.sampling import MAX_LOGPROBS
 
 _ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
@@ -101,6 +103,59 @@ class Landing:
         """The first `count` rows. Only what `wait` has waited for is there."""
         width = 2 * (1 + num_top)
         return self._scores[: count * width].numpy().reshape(count, width)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSum:
+    """A `StateSum` in the host's memory: float32 [hidden]."""
+
+    values: npt.NDArray[np.float32]
+
+    def plus(self, other: StateSum) -> "HostSum":
+        assert isinstance(other, HostSum), other
+        return HostSum(self.values + other.values)
+
+    def unit(self) -> bytes | None:
+        length = np.linalg.norm(self.values.astype(np.float64))
+        if not np.isfinite(length) or length == 0:
+            return None
+        return (self.values / length).astype("<f4").tobytes()
+
+
+@dataclass(slots=True)
+class Pools:
+    """The sums that a step's sequences ask for. `spans`: the rows of each among the step's tokens;
+    `landed`: on their way to the host, once they are computed."""
+
+    job_ids: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    landed: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceStep]) -> "Pools | None":
+        """None if there are none."""
+        pools, first = cls(), 0
+        for sequence in sequences:
+            if (spec := sequence.pool) is not None:
+                pools.job_ids.append(spec.job_id)
+                pools.spans.append((first + spec.start, first + spec.end))
+            first += len(sequence.token_ids)
+        return pools if pools.spans else None
+
+    def take(self, states: torch.Tensor) -> None:
+        """states [step's tokens, hidden]: the final ones. On CUDA the sums are there when the
+        stream has come to this place."""
+        sums = [states[start:end].sum(0, dtype=torch.float32) for start, end in self.spans]
+        computed = torch.stack(sums)
+        is_cuda = computed.device.type == "cuda"
+        self.landed = torch.empty(computed.shape, dtype=computed.dtype, pin_memory=is_cuda)
+        self.landed.copy_(computed, non_blocking=True)
+
+    def sums(self) -> dict[int, StateSum]:
+        """By job; they must have landed."""
+        assert self.landed is not None, "the states have not been taken"
+        rows = self.landed.numpy()
+        return {job_id: HostSum(rows[i].copy()) for i, job_id in enumerate(self.job_ids)}
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

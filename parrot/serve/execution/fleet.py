@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -50,7 +51,8 @@ Address = tuple[str, str, int]
 class Engine:
     """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
     `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
-    `review`: when it is looked at next; `ping`: the one under way."""
+    `review`: when it is looked at next; `ping`: the one under way. `direct`: requests that are no
+    runs, which end with it."""
 
     id: int
     info: EngineInfo
@@ -62,6 +64,7 @@ class Engine:
     is_alive: bool = True
     review: Timer | None = None
     ping: "asyncio.Task[bool] | None" = None
+    direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
 
     @property
     def max_len(self) -> int:
@@ -201,6 +204,8 @@ class Fleet:
         del self._engines[engine.id], self._by_address[_address(engine.info)]
         if engine.review is not None:
             engine.review.cancel()
+        for request in engine.direct:
+            request.cancel()
         self._on_lost(engine)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
@@ -215,6 +220,10 @@ class Fleet:
         for engine in self:
             await engine.client.close()
         await self._closing.close()
+
+    def load(self, engine: Engine) -> int:
+        """The number of requests that it has."""
+        return self._scheduler.engines.num_placed(engine.id) + len(engine.direct)
 
     # What others may see
 
@@ -288,7 +297,7 @@ class Fleet:
             and engine.info.engine_type is not EngineType.OPENAI  # the other server's steps
             and runtime.num_steps is not None
             and runtime.num_steps == before.num_steps
-            and self._scheduler.engines.num_placed(engine.id) > 0
+            and self.load(engine) > 0
         )
 
     async def _ping(self, engine: Engine) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -106,6 +107,43 @@ def check_step(
         expected = want[context.context_id][start : start + count]
         torch.testing.assert_close(rows[row : row + count], expected, rtol=1e-4, atol=1e-4)
         row += count
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"), VARIANTS, ids=[f"{f}-{i}" for i, (f, _) in enumerate(VARIANTS)]
+)
+def test_pooled_states_equal_those_of_transformers(
+    tmp_path: Path, family: str, overrides: Mapping[str, Any]
+) -> None:
+    """Some rows of each sequence, with others in the step that sample."""
+    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
+    runner, twin = build(folder)
+    driver = Driver(runner)
+    rng = random.Random(0)
+    contexts = [driver.context([rng.randrange(256) for _ in range(n)]) for n in (23, 5, 90, 1)]
+    states = {c.context_id: twin_states(twin, c.tokens) for c in contexts}
+    while work := [(c, min(c.wanted, 20)) for c in contexts if c.wanted]:
+        spans = {
+            c.context_id: (at := rng.randrange(count), rng.randint(at + 1, count))
+            for c, count in work
+            if c is not contexts[0]
+        }
+        starts = {c.context_id: c.done for c, _ in work}
+        result = driver.step(work, pool=spans)
+        assert result.pooled.keys() == spans.keys()
+        for context_id, (first, stop) in spans.items():
+            start = starts[context_id]
+            rows = states[context_id][start + first : start + stop]
+            found = np.frombuffer(result.pooled[context_id].unit() or b"", dtype="<f4")
+            want = torch.nn.functional.normalize(rows.sum(0), dim=0)
+            torch.testing.assert_close(torch.tensor(found), want, rtol=1e-4, atol=1e-5)
+
+
+def twin_states(twin: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        output = twin(torch.tensor([tokens]), output_hidden_states=True)
+    states: torch.Tensor = output.hidden_states[-1][0]
+    return states
 
 
 def test_every_architecture_has_a_tiny_model() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
@@ -115,6 +116,28 @@ def test_greedy_tokens(make_runners: MakeRunners, family: str) -> None:
     assert own.generate([own.context(prompts[0])], 2) == [
         plain.generate([plain.context(prompts[0])], 2)[0]
     ]
+
+
+@pytest.mark.parametrize("family", OVERRIDES)
+@pytest.mark.parametrize("lengths", [(5, 9, 1), (70, 5, 1), (1, 1)])
+def test_sums_of_hidden_states(
+    make_runners: MakeRunners, family: str, lengths: tuple[int, ...]
+) -> None:
+    """Of few rows and many, and of single tokens, beside a sequence that samples."""
+    found = []
+    for driver in map(Driver, make_runners(family)):
+        contexts = [driver.context(p) for p in random_prompts(*lengths)]
+        pool = {c.context_id: (len(c.tokens) // 2, len(c.tokens)) for c in contexts[1:]}
+        result = driver.step([(c, c.wanted) for c in contexts], pool=pool)
+        assert result.pooled.keys() == pool.keys()
+        found.append(result)
+    assert found[0].tokens == found[1].tokens
+    for context_id, want in found[0].pooled.items():
+        vectors = [
+            torch.tensor(np.frombuffer(states.unit() or b"", dtype="<f4"))
+            for states in (want, found[1].pooled[context_id])
+        ]
+        torch.testing.assert_close(*vectors, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("gate", [SHARE_ALL, None])

@@ -10,6 +10,7 @@ from parrot.protocol.errors import ParrotError
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.chat_completions import ChatCompletions
 from parrot.serve.api.vendors.completions import Completions
+from parrot.serve.api.vendors.embeddings import Embeddings
 from parrot.serve.api.vendors.endpoint import VendorEndpoint, request_id_of
 from parrot.serve.api.vendors.messages import Messages
 from parrot.serve.api.vendors.openai_errors import openai_error
@@ -71,6 +72,15 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             messages.count,
             "The tokens of a prompt, as Anthropic counts them",
             errors=(401, 404, 413),
+        ),
+        VendorEndpoint(
+            core,
+            openai_error,
+            "POST",
+            "/v1/embeddings",
+            Embeddings(core).create,
+            "OpenAI's embeddings",
+            errors=_ERRORS,
         ),
         *_tokenizer_endpoints(core),
     ]

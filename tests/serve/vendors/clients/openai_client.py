@@ -188,6 +188,28 @@ def errors():
     assert error.response.headers["retry-after"]
 
 
+@feature("embeddings")
+def embeddings():
+    answer = client.embeddings.create(model=MODEL, input=["Paris", "the capital of France"])
+    first, second = [item.embedding for item in answer.data]
+    assert len(first) == len(second) > 1
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 1
+    plain = client.embeddings.create(model=MODEL, input=[5, 6, 7], encoding_format="float")
+    assert len(plain.data[0].embedding) == len(first)
+    several = client.embeddings.create(model=MODEL, input=[[5], [6, 7]])
+    assert [item.index for item in several.data] == [0, 1]
+    raises(
+        openai.BadRequestError,
+        lambda: client.embeddings.create(model=MODEL, input=["a", ""]),
+        "input 1 is empty",
+    )
+    raises(
+        openai.BadRequestError,
+        lambda: client.embeddings.create(model=MODEL, input="a", dimensions=8),
+        "dimensions",
+    )
+
+
 @feature("timeout")
 def timeout():
     raises(openai.APITimeoutError, lambda: chat(user(HANG), timeout=0.5))

@@ -1,0 +1,174 @@
+"""Embeddings from the engine core: every hidden state counts once, and nothing of them stays."""
+
+from base64 import b64decode
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.protocol.engine_api import EmbedResponse
+from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, ModelNumerics
+from tests.engine.core.test_overlap import Overlapping
+from tests.support.answer import Answer
+from tests.support.checking_runner import chain
+from tests.support.core_harness import Harness, piece
+
+HARNESSES = pytest.mark.parametrize("make", [Harness, Overlapping])
+
+
+def expected(text: str, pooling: str = "mean") -> bytes:
+    states = tuple(enumerate(chain(list(text.encode()))))
+    return repr(states if pooling == "mean" else states[-1:]).encode()
+
+
+def embeddings(answer: Answer) -> list[bytes]:
+    assert isinstance(answer.response, EmbedResponse), answer.error
+    return [b64decode(text) for text in answer.response.embeddings]
+
+
+@HARNESSES
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_several_texts_in_chunks_of_any_size(make: Any, pooling: Any, chunk: int | None) -> None:
+    harness = make(num_blocks=20, fill_chunk_size=chunk)
+    texts = ["abcdefghij", "x", "yz", "abcdefghij"]
+    answer = harness.embed(*texts, pooling=pooling)
+    harness.run()
+    assert embeddings(answer) == [expected(text, pooling) for text in texts]
+    assert answer.response.prompt_tokens == 23
+    assert harness.num_free == 20
+    assert not list(harness.core._tree)
+
+
+@HARNESSES
+def test_a_long_text_lets_others_generate(make: Any) -> None:
+    """Beside requests of a higher priority it gets the chunks that a prompt would get."""
+    harness = make(num_blocks=40, scheduler={"mixed_fill_tokens": 4})
+    generated = harness.generate(piece(1, "a"), length=12)
+    harness.step()
+    answer = harness.embed("b" * 30, priority=1)
+    harness.run()
+    assert generated.text == "bcdefghijklm"
+    assert embeddings(answer) == [expected("b" * 30)]
+    assert max(sum(len(s.token_ids) for s in plan.sequences) for plan in harness.runner.plans) == 5
+
+
+@HARNESSES
+def test_kv_of_others_is_neither_used_nor_left(make: Any) -> None:
+    """States are there only of tokens that are computed."""
+    harness = make(num_blocks=20)
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    answer = harness.embed("abcdefgh")
+    harness.run()
+    assert embeddings(answer) == [expected("abcdefgh")]
+    assert harness.core.requests.free([1]) == 8
+
+
+@HARNESSES
+def test_states_that_are_computed_again_count_once(make: Any) -> None:
+    """It gives way to a more urgent prompt in the middle."""
+    harness = make(num_blocks=4, fill_chunk_size=5)
+    answer = harness.embed("abcdefghijklmn", priority=1)
+    harness.step()
+    harness.step()
+    urgent = harness.generate(piece(1, "klmnopqrs"), length=3)
+    harness.run()
+    assert urgent.text == "tuv"
+    assert embeddings(answer) == [expected("abcdefghijklmn")]
+    starts = [s.start for plan in harness.runner.plans for s in plan.sequences if s.context_id < 0]
+    assert starts != sorted(starts)
+
+
+@HARNESSES
+def test_an_abort_leaves_nothing(make: Any) -> None:
+    harness = make(num_blocks=20, fill_chunk_size=3)
+    answer = harness.embed("abcdefghij", "klmn")
+    harness.step()
+    harness.core.requests.abort(harness.num_orders)
+    harness.run()
+    assert isinstance(answer.error, Cancelled)
+    assert harness.num_free == 20
+    assert not list(harness.core._tree)
+
+
+@HARNESSES
+def test_a_reset_leaves_nothing(make: Any) -> None:
+    harness = make(num_blocks=20, fill_chunk_size=3)
+    answers = [harness.embed("abcdefghij", "klmn"), harness.fill(piece(1, "abcd"))]
+    harness.step()
+    harness.core.requests.reset()
+    harness.run()
+    assert any(isinstance(answer.error, Cancelled) for answer in answers)
+    assert harness.num_free == 20
+    assert not list(harness.core._tree)
+
+
+@HARNESSES
+def test_states_that_are_not_finite(make: Any) -> None:
+    harness = make(num_blocks=20)
+    harness.runner._nan_token = ord("z")
+    answers = [harness.embed("abcz", "abc"), harness.embed("abc")]
+    harness.run()
+    assert isinstance(answers[0].error, ModelNumerics)
+    assert embeddings(answers[1]) == [expected("abc")]
+    assert not list(harness.core._tree)
+
+
+@HARNESSES
+def test_a_text_that_breaks_its_step_breaks_no_other(make: Any) -> None:
+    harness = make(num_blocks=20, fill_chunk_size=2)
+    harness.runner._crash_token = ord("z")
+    answers = [harness.embed("abcdefz"), harness.embed("abcdef")]
+    harness.run()
+    assert isinstance(answers[0].error, EngineFailed)
+    assert embeddings(answers[1]) == [expected("abcdef")]
+    assert harness.num_free == 20
+
+
+def test_an_empty_text_is_refused() -> None:
+    harness = Harness()
+    answer = harness.embed("abc", "")
+    harness.run()
+    assert isinstance(answer.error, InvalidRequest)
+    assert harness.num_free == 16
+
+
+TEXTS = st.lists(st.text("abc", min_size=1, max_size=14), min_size=1, max_size=4)
+EMBED = st.tuples(st.just("embed"), TEXTS, st.sampled_from(["mean", "last"]), st.integers(-1, 1))
+GENERATE = st.tuples(
+    st.just("generate"), st.text("abc", min_size=1, max_size=9), st.integers(1, 6), st.just(0)
+)
+ABORT = st.tuples(st.just("abort"), st.integers(1, 8), st.none(), st.none())
+STEPS = st.tuples(st.just("steps"), st.integers(1, 3), st.none(), st.none())
+
+
+@HARNESSES
+@given(
+    events=st.lists(st.one_of(EMBED, EMBED, GENERATE, ABORT, STEPS), max_size=14),
+    num_blocks=st.integers(4, 12),
+    chunk=st.sampled_from([None, 1, 3, 5]),
+)
+@settings(max_examples=60)
+def test_anything_at_once(make: Any, events: Any, num_blocks: int, chunk: int | None) -> None:
+    """With too little memory and others that come and go, all answers are exact."""
+    harness = make(num_blocks=num_blocks, fill_chunk_size=chunk)
+    asked: list[tuple[Answer, list[bytes]]] = []
+    for index, (kind, what, how, priority) in enumerate(events):
+        if kind == "embed":
+            answer = harness.embed(*what, pooling=how, priority=priority)
+            asked.append((answer, [expected(text, how) for text in what]))
+        elif kind == "generate":
+            harness.generate(piece(index, what), length=how)
+        elif kind == "abort":
+            harness.core.requests.abort(what)
+            harness.deliver()
+        else:
+            for _ in range(what):
+                harness.step()
+    harness.run()
+    for answer, wanted in asked:
+        assert isinstance(answer.error, Cancelled) or embeddings(answer) == wanted
+    assert not harness.runner.violations
+    assert all(context.context_id >= 0 for context in harness.core._tree)

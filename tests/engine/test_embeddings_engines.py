@@ -1,0 +1,137 @@
+"""Embeddings from engines of each type: those of transformers, and honest refusals."""
+
+import asyncio
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from parrot.engine.app import create_app
+from parrot.engine.config import OpenAIConfig, SimConfig, parse_engine_config
+from parrot.engine.engine_types import create_service
+from parrot.engine.reorder import ReorderBuffer
+from parrot.protocol.engine_api import EmbedRequest, EmbedResponse, GenerateRequest
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from parrot.protocol.http import HttpClient
+from parrot.utils.clock import MonotonicClock
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI, Fault
+from tests.support.tiny_model import make_tiny_model
+
+TEXTS = ["a", "bcdef", "the quick brown fox " * 6, "z" * 33]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def expected(folder: Path, inputs: list[list[int]], pooling: str) -> list[Any]:
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for ids in inputs:
+        with torch.inference_mode():
+            states = model(torch.tensor([ids])).last_hidden_state[0]
+        vector = states.mean(0) if pooling == "mean" else states[-1]
+        found.append((vector / vector.norm()).numpy())
+    return found
+
+
+def vectors(answer: EmbedResponse) -> list[Any]:
+    return [np.frombuffer(b64decode(text), dtype="<f4") for text in answer.embeddings]
+
+
+@pytest.mark.parametrize("engine_type", ["builtin", "huggingface"])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+async def test_together_and_alone_and_in_chunks(
+    folder: Path, engine_type: str, pooling: str
+) -> None:
+    """While something else generates; afterwards nothing is left."""
+    config = parse_engine_config(
+        {
+            "engine_type": engine_type,
+            "model": str(folder),
+            "dtype": "float32",
+            "device": "cpu",
+            "fill_chunk_size": 32,
+            "instance": {"pooling": pooling},
+        },
+        "test",
+    )
+    service = create_service(config)
+    await service.start()
+    payload = service.tokenizer()
+    assert payload is not None
+    tokenizer = Tokenizer.from_str(payload.tokenizer_json)
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    wanted = expected(folder, ids, pooling)
+    generation = GenerateRequest.model_validate(
+        {
+            "context_id": 1,
+            "fills": [{"token_ids": [1, 2, 3]}],
+            "sampling_config": {"max_gen_length": 60, "ignore_tokenizer_eos": True},
+        }
+    )
+    generated = asyncio.ensure_future(service.generate(generation))
+    together = await service.embed(EmbedRequest(inputs=[*TEXTS[:2], *ids[2:]]))
+    alone = [await service.embed(EmbedRequest(inputs=[one])) for one in ids]
+    assert together.prompt_tokens == sum(map(len, ids))
+    for found in (vectors(together), [vectors(answer)[0] for answer in alone]):
+        for one, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-5)
+    assert len((await generated).generated_ids) == 60
+    left = asyncio.ensure_future(service.embed(EmbedRequest(inputs=[ids[2] * 3] * 8)))
+    await asyncio.sleep(0)
+    left.cancel()
+    await service.free_contexts([1])
+    with pytest.raises(PromptTooLong, match="input 1 has 513 tokens; the limit is 512"):
+        await service.embed(EmbedRequest(inputs=[[1], [1] * 513]))
+    with pytest.raises(InvalidRequest, match="input 1 is empty"):
+        await service.embed(EmbedRequest(inputs=[[1], []]))
+    with pytest.raises(InvalidRequest, match="300 is outside of the vocabulary"):
+        await service.embed(EmbedRequest(inputs=[[1], [300]]))
+    await service.free_contexts([])
+    service.check_integrity()
+    info = service.runtime_info()
+    assert (info.num_free_blocks, info.num_total_jobs) == (info.num_max_blocks, 0)
+    await service.close()
+
+
+async def test_a_simulated_engine_has_none() -> None:
+    service = create_service(SimConfig())
+    await service.start()
+    app = create_app(service, ReorderBuffer(MonotonicClock()), SimConfig())
+    async with serve_app(app) as url, HttpClient(url) as http:
+        with pytest.raises(UnsupportedField, match="of type sim makes no embeddings"):
+            await EngineClient(http).embed(EmbedRequest(inputs=["a"]))
+    await service.close()
+
+
+async def test_a_foreign_server_makes_them() -> None:
+    fake = FakeOpenAI()
+    async with serve_app(fake.app()) as url:
+        config = OpenAIConfig.model_validate(
+            {"model": "gpt-fake", "instance": {"base_url": url + "/v1", "api_key": "k"}}
+        )
+        service = create_service(config)
+        await service.start()
+        answer = await service.embed(EmbedRequest(inputs=["ab", [5, 6, 7]]))
+        assert [v.tolist() for v in vectors(answer)] == [[2.0, 0.5], [3.0, 0.5]]
+        assert answer.prompt_tokens == 5
+        assert fake.bodies[-1] == {
+            "model": "gpt-fake",
+            "input": ["ab", [5, 6, 7]],
+            "encoding_format": "float",
+        }
+        fake.faults = [Fault(404, {"error": {"message": "Not Found"}})]
+        with pytest.raises(UnsupportedField, match="has no embeddings"):
+            await service.embed(EmbedRequest(inputs=["ab"]))
+        service.check_integrity()
+        assert service.runtime_info().num_total_jobs == 0
+        await service.close()
