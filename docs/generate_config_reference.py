@@ -45,12 +45,10 @@ REFUSED = {
         "audio",
         "function_call",
         "functions",
-        "logprobs",
         "moderation",
-        "top_logprobs",
         "web_search_options",
     },
-    "completions": {"best_of", "logprobs", "suffix"},
+    "completions": {"best_of", "suffix"},
     "responses": {
         "context_management",
         "conversation",

@@ -4,7 +4,7 @@ probabilities that they ask for."""
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -120,13 +120,20 @@ class SamplingConfig(BaseModel):
 _DEFAULTS: dict[str, Any] = SamplingConfig().model_dump()
 
 
+class TokenTable(Protocol):
+    """The bytes that a token stands for, by its number."""
+
+    def __getitem__(self, number: int, /) -> bytes: ...
+
+
 class Logprobs:
     """Log probabilities of an output's tokens: the log-softmax of the model's logits as they are,
     before temperature, penalties, biases, masks and whatever else chooses among them.
 
     There is a row for each token, of `width` entries: the token itself, then the most likely ones
-    in its place, the most likely first. `ids` are tokens of the engine's tokenizer, or, where it
-    has none, indices into `tokens`; `values` are their log probabilities. Both are flat."""
+    in its place, the most likely first. `ids` are numbers of tokens, -1 where a server told of
+    fewer, and `values` their log probabilities. Both are flat. `tokens` is the table that the
+    numbers are of; None: that of the engine's tokenizer."""
 
     __slots__ = ("ids", "tokens", "values", "width")
 
@@ -135,12 +142,12 @@ class Logprobs:
         width: int,
         ids: Iterable[int] = (),
         values: Iterable[float] = (),
-        tokens: Iterable[bytes] | None = None,
+        tokens: TokenTable | None = None,
     ) -> None:
         self.width = width
         self.ids = array("i", ids)
         self.values = array("f", values)
-        self.tokens = None if tokens is None else list(tokens)
+        self.tokens = tokens
 
     def __len__(self) -> int:
         return len(self.ids) // self.width
@@ -155,8 +162,9 @@ class Logprobs:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, about."""
-        texts = 0 if self.tokens is None else sum(map(len, self.tokens)) + 40 * len(self.tokens)
+        """The memory that it takes, about; a tokenizer's table is there anyway."""
+        table = self.tokens
+        texts = sum(map(len, table)) + 40 * len(table) if isinstance(table, list) else 0
         return 2 * self.ids.itemsize * len(self.ids) + texts
 
     def add(self, ids: Iterable[int], values: Iterable[float]) -> None:
@@ -170,14 +178,28 @@ class Logprobs:
         cut = slice(start * width, None if stop is None else stop * width)
         return Logprobs(width, self.ids[cut], self.values[cut], self.tokens)
 
-    def joined(self, more: "Logprobs") -> "Logprobs":
-        """These rows, and `more` of the same width behind them."""
+    def extend(self, more: "Logprobs") -> None:
+        """Append the rows of `more`, which are as wide and may be of another table."""
         assert self.width == more.width, (self, more)
-        ids, tokens = more.ids, self.tokens
-        if tokens is not None and more.tokens is not None:
-            ids = array("i", [i + len(tokens) for i in ids])
-            tokens = tokens + more.tokens
-        return Logprobs(self.width, self.ids + ids, self.values + more.values, tokens)
+        ids = more.ids
+        if self.tokens is not more.tokens:
+            table = self._own_table()
+            theirs = more.tokens
+            assert theirs is not None, "the bytes of the tokens are unknown"
+            ids = array("i", [i if i < 0 else _place(table, theirs[i]) for i in ids])
+        self.ids.extend(ids)
+        self.values.extend(more.values)
+
+    def _own_table(self) -> list[bytes]:
+        """Its tokens in a table that may grow."""
+        if not isinstance(self.tokens, list):
+            tokens, table = self.tokens, list[bytes]()
+            assert tokens is not None, "the bytes of the tokens are unknown"
+            self.ids = array("i", [i if i < 0 else _place(table, tokens[i]) for i in self.ids])
+            self.tokens = table
+        else:
+            self.tokens = table = list(self.tokens)
+        return table
 
     def _fields(self) -> tuple[Any, ...]:
         return self.width, self.ids, self.values, self.tokens
@@ -187,8 +209,16 @@ class Logprobs:
             "width": self.width,
             "ids": b64encode(self.ids.tobytes()).decode(),
             "values": b64encode(self.values.tobytes()).decode(),
-            "tokens": self.tokens and [token.decode("latin-1") for token in self.tokens],
+            "tokens": [token.decode("latin-1") for token in self.tokens]
+            if isinstance(self.tokens, list)
+            else None,
         }
+
+
+def _place(table: list[bytes], token: bytes) -> int:
+    """Enter a token into the table, at its end."""
+    table.append(token)
+    return len(table) - 1
 
 
 def _load_logprobs(value: Any) -> Any:
@@ -204,7 +234,8 @@ def _load_logprobs(value: Any) -> Any:
         num, num_known = len(loaded.ids), 2**31 if texts is None else len(texts)
         if loaded.width < 1 or num % loaded.width or num != len(loaded.values):
             raise ValueError("rows of different lengths")
-        if num and not 0 <= min(loaded.ids) <= max(loaded.ids) < num_known:
+        chosen = loaded.ids[:: loaded.width]
+        if num and not (min(chosen) >= 0 and -1 <= min(loaded.ids) <= max(loaded.ids) < num_known):
             raise ValueError("ids of no tokens")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"no log probabilities: {error}") from None

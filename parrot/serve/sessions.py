@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.graph import GraphIds, SessionGraph
-from parrot.serve.graph.nodes import Task
+from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.quotas import Account, num_bytes
@@ -40,10 +40,13 @@ class Session:
     expiry: Timer | None = None
 
     def task_finished(self, task: Task, now: float) -> None:
-        """Count the end of one of its tasks as activity, and the texts that it made as kept."""
+        """Count the end of one of its tasks as activity, and as kept the texts that it made and how
+        likely they were."""
         self.last_active = now
         made = [output.text for output in task.outputs if output.state is VariableState.READY]
-        self.account.add(text_bytes=num_bytes(made))
+        logprobs = task.stats.logprobs if isinstance(task, Completion) else None
+        extra = 0 if logprobs is None else logprobs.num_bytes
+        self.account.add(text_bytes=num_bytes(made) + extra)
 
     def expires_at(self, now: float, life_span_s: float) -> float:
         """Running work and an open read until its timeout count as activity. A read without a

@@ -101,12 +101,22 @@ def test_log_probabilities_survive_the_wire(tokens: list[bytes] | None) -> None:
 
 def test_log_probabilities_are_cut_and_joined() -> None:
     whole = Logprobs(2, [0, 1, 2, 0, 1, 1], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
-    assert whole.part(0, 1).joined(whole.part(1)) == whole
+    first = whole.part(0, 1)
+    first.extend(whole.part(1))
+    assert first == whole
     assert len(whole.part(1, 2)) == 1
-    first, second = (Logprobs(1, [1, 0], [-1.0, -2.0], [t, b"x"]) for t in (b"a", b"b"))
-    both = first.joined(second)
+
+
+@pytest.mark.parametrize("first_tokens", [{0: b"a", 1: b"x"}, [b"a", b"x"]])
+def test_log_probabilities_of_other_tokens_are_appended(first_tokens: Any) -> None:
+    """The first attempt was on one engine, the second on one with another tokenizer."""
+    both = Logprobs(2, [1, 0, 0, -1], [-1.0, -2.0, -3.0, 0.0], first_tokens)
+    both.extend(Logprobs(2, [1, -1], [-4.0, 0.0], [b"b", b"y"]))
     assert both.tokens is not None
-    assert [both.tokens[i] for i in both.ids] == [b"x", b"a", b"x", b"b"]
+    tokens = [None if i < 0 else both.tokens[i] for i in both.ids]
+    assert tokens == [b"x", b"a", b"a", None, b"y", None]
+    assert list(both.values) == [-1.0, -2.0, -3.0, 0.0, -4.0, 0.0]
+    assert list(first_tokens) in ([0, 1], [b"a", b"x"])
 
 
 @pytest.mark.parametrize(
@@ -118,6 +128,7 @@ def test_log_probabilities_are_cut_and_joined() -> None:
         {"ids": "!"},
         {"ids": "AAA="},
         {"values": ""},
+        {"ids": "/v///wAAAAA="},
         {"ids": "/////wAAAAA="},
         {"tokens": ["a"], "ids": "AAAAAAEAAAA="},
         {"tokens": [1]},

@@ -30,7 +30,9 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.protocol.http import HttpClient
+from parrot.protocol.sampling import Logprobs
 from parrot.protocol.serve_client import RegistrationClient
+from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.ids import new_token
 from tests.support.byte_tokenizer import CHATML, byte_tokenizer, tokenizer_id_of
 
@@ -152,7 +154,8 @@ class FakeEngine(EngineClient):
                 chunk = text[start : start + size]
                 ids = self._encode(chunk)
                 contents.extend(ids if self._codec else chunk)
-                yield StreamChunk(ids=ids, text=chunk)
+                logprobs = scores(request, ids, chunk, self._codec)
+                yield StreamChunk(ids=ids, text=chunk, logprobs=logprobs)
             await self._maybe_hang(script, script.steps)
             yield self._finish(request, script, text, num_filled - cached, cached)
         except (asyncio.CancelledError, GeneratorExit):
@@ -207,6 +210,7 @@ class FakeEngine(EngineClient):
             generated_ids=ids,
             finish_reason=script.finish_reason,
             usage=usage,
+            logprobs=scores(request, ids, text, self._codec),
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -218,6 +222,25 @@ class FakeEngine(EngineClient):
         if self._codec is None:
             return "".join(map(str, contents))
         return str(self._codec.decode(contents, skip_special_tokens=False))
+
+
+def scores(
+    request: GenerateRequest, ids: Sequence[int], text: str, codec: Tokenizer | None
+) -> Logprobs | None:
+    """Made up of the tokens' bytes (0 of a token that is more): the likely ones are that byte and
+    those after it, and a byte's number is (minus) its remainder by 8."""
+    num_top = request.sampling_config.logprobs
+    if num_top is None:
+        return None
+    id_of = [i if codec is None else codec.token_to_id(s) for i, s in enumerate(byte_symbols())]
+    byte_of = {number: byte for byte, number in enumerate(id_of)}
+    table = [bytes([byte]) for byte in range(256)] if codec is None else None
+    found = Logprobs(1 + num_top, tokens=table)
+    for number in ids or text.encode():
+        byte = byte_of.get(number, 0)
+        likely = [(byte + i) % 256 for i in range(num_top)]
+        found.add([number, *[id_of[b] for b in likely]], [-(b % 8) / 8 for b in [byte, *likely]])
+    return found
 
 
 def fake_engine(

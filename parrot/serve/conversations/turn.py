@@ -6,7 +6,7 @@ from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import ReadOptions, VarGetResponse
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.prompts.answers import AnswerParser, FirstCallParser
 from parrot.serve.prompts.call_grammars import CallRules
@@ -101,6 +101,10 @@ class Turn:
         return ReadOptions(
             session_id=self.session.id, criteria=self.criteria, deadline=self.deadline
         )
+
+    def logprobs(self, choice: int) -> Logprobs | None:
+        """How likely the answer's tokens so far were; None unless that is wanted."""
+        return self.completions[choice].stats.logprobs
 
     def cancel(self) -> None:
         """Stop whatever is not done, unless it is kept."""

@@ -14,6 +14,7 @@ from parrot.protocol.errors import EngineFailed
 from parrot.serve.contexts.index import Boundary
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
+from parrot.serve.execution.likelihoods import appended, joined_logprobs, stop_ids_of
 from parrot.serve.execution.request import open_request
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.variable import TokenizedText
@@ -35,6 +36,8 @@ class Exchange:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
         chat = run.completion.options.chat
+        if not run.text:
+            run.stats.logprobs = None
         parts = await encode_prompt(
             run.segments, chat, attempt.tokenizer, limit=attempt.engine.max_len
         )
@@ -44,11 +47,14 @@ class Exchange:
         if request is None:
             return Outcome(run.text, None, 0, _NOTHING_MORE)
         before = run.text
+        logprobs = None if run.stats.logprobs is None else run.stats.logprobs.part(0)
         if run.wants_stream or run.may_lose:
             response = await self._stream(run, attempt, request)
         else:
             response = await attempt.engine.client.generate(request)
-        return _outcome(run, attempt, before, response)
+        outcome = _outcome(run, attempt, before, response)
+        run.stats.logprobs = joined_logprobs(logprobs, attempt, response)
+        return outcome
 
     def keep(self, run: Run, attempt: Attempt, outcome: Outcome, source: Source | None) -> None:
         """Keep the context with the output, for whoever continues it. `source`: whose it is; None
@@ -92,6 +98,7 @@ class Exchange:
                     attempt.context.mark_computed()
                 run.ids.extend(event.ids)
                 run.num_streamed += max(len(event.ids), 1)
+                run.stats.logprobs = appended(run.stats.logprobs, event.logprobs, attempt.tokenizer)
                 run.append(event.text)
         raise EngineFailed("the engine's stream ended without a result")
 
@@ -102,6 +109,9 @@ async def _resume(run: Run, attempt: Attempt) -> None:
     if attempt.tokenizer is None and attempt.sampling.constraint is not None:
         raise EngineFailed("the engine was lost while it streamed a constrained output")
     ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
+    logprobs = run.stats.logprobs
+    if ids and logprobs is not None and len(logprobs) == len(run.ids):
+        run.stats.logprobs = logprobs.part(0, len(ids))
     attempt.resumed = ids or await encode_text(run.text, attempt.tokenizer)
     is_text = attempt.tokenizer is None
     attempt.num_delivered = run.num_streamed if is_text else len(attempt.resumed)
@@ -147,9 +157,7 @@ def _tokenized(
     attempt: Attempt, tokenizer: ModelTokenizer, response: GenerateResponse
 ) -> TokenizedText | None:
     """The ids of the whole text, if they are known."""
-    stop_ids = set(attempt.sampling.stop_token_ids)
-    if not attempt.sampling.ignore_tokenizer_eos:
-        stop_ids |= tokenizer.eos
+    stop_ids = stop_ids_of(attempt.sampling, tokenizer)
     stopped = response.finish_reason is FinishReason.STOP
     if attempt.sampling.constraint is not None and not attempt.sampling.stop_strings:
         stopped = not stop_ids.isdisjoint(response.generated_ids[-1:])  # else its grammar ended it

@@ -76,6 +76,7 @@ class ResultCache:
         """Keep a result, if there is room for so much."""
         ids = None if tokenized is None else array("i", tokenized.ids)
         num_bytes = _ENTRY_BYTES + getsizeof(text) + (0 if ids is None else ids.itemsize * len(ids))
+        num_bytes += 0 if made.logprobs is None else made.logprobs.num_bytes
         if num_bytes > self._max_bytes:
             return
         tokenizer_id = None if tokenized is None else tokenized.tokenizer_id

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, text_digest
 
 
@@ -112,6 +112,7 @@ class RunStats:
     output_tokens: int = 0
     finish_reason: FinishReason | None = None  # why the text ends, once it does
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed
+    logprobs: Logprobs | None = None  # of the output's tokens so far, if they are wanted
 
 
 @dataclass(frozen=True, slots=True)

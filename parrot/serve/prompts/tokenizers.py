@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.chat import ChatTemplate
+from parrot.serve.prompts.vocabulary import Vocabulary
 from parrot.utils.heaps import LruDict
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class PieceEncoder:
         }
         self._decoder = self._tokenizers[Style(special=True, first=True)]
         added = self._decoder.get_added_tokens_decoder()
+        self.vocabulary = Vocabulary(definition, self._decoder)
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.special_texts = frozenset(str(token.content) for token in added.values())
         self.longest_token = max(map(len, self._decoder.get_vocab()), default=1)

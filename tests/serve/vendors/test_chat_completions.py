@@ -394,10 +394,3 @@ class TestPrefixRepair:
         system = {"role": "system", "content": "x-anthropic-billing-header: a\nB"}
         await site.post(PATH, body(system, user("Hi")))
         assert site.engine.prompts[0].startswith("<|im_start|>system\nB<|im_end|>")
-
-
-async def test_log_probabilities_are_refused_and_not_left_out(site: Site) -> None:
-    for path, prompt in ((PATH, {"messages": [user("x")]}), ("/v1/completions", {"prompt": "x"})):
-        logprobs: Any = True if path == PATH else 2
-        status, answer = await site.send(path, {"model": MODEL, "logprobs": logprobs} | prompt)
-        assert (status, answer["error"]["param"]) == (400, "logprobs")

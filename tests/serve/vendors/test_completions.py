@@ -60,6 +60,7 @@ async def test_many_prompts_with_choices_and_their_echo(site: Site) -> None:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 9}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
     ],
 )
 async def test_what_is_not_supported_is_named(

@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: a turn, and its answers as chat completions or their chunks."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 
 import orjson
@@ -19,6 +19,7 @@ from parrot.serve.api.vendors.openai_chat import (
 )
 from parrot.serve.api.vendors.openai_common import Json, chained, program_of, usage_of
 from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, Scored, entries_of
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
@@ -44,7 +45,7 @@ class ChatCompletions:
                 tenant=caller.tenant,
                 model=request.model,
                 prompt=template_messages(request.messages),
-                samplings=request.samplings(max_tokens),
+                samplings=request.samplings(max_tokens, request.num_logprobs),
                 options=template_options(request),
                 program=program_of(request, caller),
                 criteria=request.wanted,
@@ -86,7 +87,7 @@ class ChatCompletions:
                 {
                     "index": i,
                     "message": _message(answer),
-                    "logprobs": None,
+                    "logprobs": _logprobs(await entries_of(turn, i)),
                     "finish_reason": _finish_reason(answer, value),
                 }
             )
@@ -101,19 +102,18 @@ class ChatCompletions:
         if wants_usage:
             frame["usage"] = None
         may_call_many = request.parallel_tool_calls is not False
-        streams = [
-            _Stream(frame, i, turn.parser(may_call_many=may_call_many))
-            for i in range(len(turn.completions))
-        ]
+        choices = range(len(turn.completions))
+        streams = [_Stream(frame, i, turn.parser(may_call_many=may_call_many)) for i in choices]
+        logprobs = [AnswerLogprobs(turn, i) for i in choices]
         ended: list[VarGetResponse] = []
         try:
             async with aclosing(stream_all([turn])) as deltas:
                 async for i, delta in deltas:
                     if isinstance(delta, str):
-                        chunks = streams[i].feed(delta)
+                        chunks = streams[i].feed(delta, await logprobs[i].take(delta))
                     else:
                         ended.append(delta)
-                        chunks = streams[i].finish(delta)
+                        chunks = streams[i].finish(delta, await logprobs[i].rest())
                     for chunk in chunks:
                         yield None, chunk
                     if isinstance(delta, VarGetResponse):
@@ -136,15 +136,18 @@ class _Stream:
         self._frame = frame
         self._index = index
         self._parser = parser
+        self._entries: list[Json] = []  # of tokens that no chunk has shown yet
 
-    def feed(self, text: str) -> Iterator[Json]:
+    def feed(self, text: str, scored: Sequence[Scored]) -> Iterator[Json]:
+        """Some more of the answer, and its tokens if their log probabilities are wanted."""
         if not self.has_begun:
             self.has_begun = True
             yield self._chunk({"role": "assistant", "content": ""})
+        self._entries += [one.entry() for one in scored]
         yield from self._deltas(self._parser.feed(text))
 
-    def finish(self, value: VarGetResponse) -> Iterator[Json]:
-        yield from self.feed("")
+    def finish(self, value: VarGetResponse, scored: Sequence[Scored]) -> Iterator[Json]:
+        yield from self.feed("", scored)
         yield from self._deltas(self._parser.finish())
         yield self._chunk({}, _finish_reason(self.answer, value))
 
@@ -158,13 +161,18 @@ class _Stream:
             self.answer.add(event)
 
     def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
+        entries, self._entries = self._entries, []
         choice = {
             "index": self._index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": _logprobs(entries or None),
             "finish_reason": finish_reason,
         }
         return self._frame | {"choices": [choice]}
+
+
+def _logprobs(entries: list[Json] | orjson.Fragment | None) -> Json | None:
+    return None if entries is None else {"content": entries, "refusal": None}
 
 
 def _message(answer: Answer) -> Json:

@@ -21,6 +21,7 @@ from parrot.serve.api.vendors.openai_common import (
     usage_of,
 )
 from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, CompletionLogprobs
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.utils.ids import new_token
@@ -47,7 +48,8 @@ class Completions:
         self, request: CompletionRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Event]:
         prompts = _texts(request)
-        samplings = request.samplings(request.max_tokens or _DEFAULT_MAX_TOKENS)
+        max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
+        samplings = request.samplings(max_tokens, request.logprobs)
         turns: list[Turn] = []
         try:
             for prompt in prompts:
@@ -82,6 +84,7 @@ class _Answers:
         self._request = request
         self._num_choices = request.n or 1
         self._echoes = echoes
+        self._is_scored = request.logprobs is not None
         self._frame = {
             "id": f"cmpl-{new_token()}",
             "object": "text_completion",
@@ -97,10 +100,12 @@ class _Answers:
 
     async def whole(self) -> bytes:
         answers = await read_all(self._turns)
-        choices = [
-            _choice(i, self._echo(i) + answer.content, answer.finish_reason)
-            for i, answer in enumerate(answers)
-        ]
+        choices = []
+        for i, answer in enumerate(answers):
+            scored = await self._answer_logprobs(i).rest()
+            logprobs = self._logprobs(i).part(scored) if self._is_scored else None
+            text = self._echo(i) + answer.content
+            choices.append(_choice(i, text, logprobs, answer.finish_reason))
         usage = usage_of(answers, self._num_choices)
         return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
 
@@ -108,6 +113,9 @@ class _Answers:
         options = self._request.stream_options
         answers: dict[int, VarGetResponse] = {}
         begun: set[int] = set()
+        num_choices = len(self._turns) * self._num_choices
+        taken = [self._answer_logprobs(i) for i in range(num_choices)]
+        logprobs = [self._logprobs(i) for i in range(num_choices)]
         try:
             async with aclosing(stream_all(self._turns)) as deltas:
                 async for i, delta in deltas:
@@ -115,9 +123,13 @@ class _Answers:
                     begun.add(i)
                     if isinstance(delta, VarGetResponse):
                         answers[i] = delta
-                        choice = _choice(i, echo, delta.finish_reason)
+                        scored = await taken[i].rest()
+                        text, finish_reason = echo, delta.finish_reason
                     else:
-                        choice = _choice(i, echo + delta)
+                        scored = await taken[i].take(delta)
+                        text, finish_reason = echo + delta, None
+                    part = logprobs[i].part(scored) if self._is_scored and scored else None
+                    choice = _choice(i, text, part, finish_reason)
                     yield None, self._frame | {"choices": [choice]}
             if options is not None and options.include_usage:
                 usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
@@ -131,11 +143,19 @@ class _Answers:
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._num_choices]
 
+    def _answer_logprobs(self, index: int) -> AnswerLogprobs:
+        turn, choice = divmod(index, self._num_choices)
+        return AnswerLogprobs(self._turns[turn], choice)
+
+    def _logprobs(self, index: int) -> CompletionLogprobs:
+        return CompletionLogprobs(offset=len(self._echo(index)))
+
 
 def _texts(request: CompletionRequest) -> list[str]:
     """The prompts of the request."""
-    if request.logprobs:
-        raise UnsupportedField("log probabilities are not supported", param="logprobs")
+    if request.logprobs is not None and request.echo:
+        text = "log probabilities of an echoed prompt are not supported"
+        raise UnsupportedField(text, param="echo")
     if request.suffix:
         raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
     if (request.best_of or 1) > (request.n or 1):
@@ -153,5 +173,7 @@ def _texts(request: CompletionRequest) -> list[str]:
     return texts
 
 
-def _choice(index: int, text: str, finish_reason: str | None = None) -> Json:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(
+    index: int, text: str, logprobs: Json | None = None, finish_reason: str | None = None
+) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

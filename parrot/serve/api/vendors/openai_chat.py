@@ -61,6 +61,17 @@ class ChatRequest(GenerationFields):
     modalities: list[Literal["text"]] | None = None
     verbosity: Ignored = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of how many likely tokens log probabilities are wanted; None: of no token. Raises
+        `InvalidRequest`."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                text = "`top_logprobs` needs `logprobs: true`"
+                raise InvalidRequest(text, param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as chat templates take them."""
@@ -69,8 +80,6 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
     """The variables of the chat template beside the messages."""
-    if request.logprobs or request.top_logprobs:
-        raise UnsupportedField("log probabilities are not supported", param="logprobs")
     options: dict[str, Any] = dict(request.chat_template_kwargs)
     if reserved := options.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")

@@ -245,9 +245,11 @@ class GenerationFields(CommonFields):
             raise InvalidRequest(text, param="response_format" if of_format else "guided_json")
         return found
 
-    def samplings(self, max_tokens: int | None) -> list[SamplingConfig]:
-        """One for each choice; seeded choices differ in their seeds. Raises `ValidationFailed`
-        naming the field of `SamplingConfig`."""
+    def samplings(
+        self, max_tokens: int | None, logprobs: int | None = None
+    ) -> list[SamplingConfig]:
+        """One for each choice; seeded choices differ in their seeds. `logprobs`: of so many likely
+        tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -261,6 +263,7 @@ class GenerationFields(CommonFields):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias or None,
+            "logprobs": logprobs,
         }
         given |= self._constraint()
         seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n or 1)]

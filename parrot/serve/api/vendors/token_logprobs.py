@@ -1,0 +1,148 @@
+"""Log probabilities of answers in OpenAI's two formats.
+
+chat completions, responses    [{"token": "Hi", "bytes": [72, 105], "logprob": -0.1,
+                                 "top_logprobs": [{"token": ..., "bytes": ..., "logprob": ...}]}]
+completions                    {"tokens": ["Hi"], "token_logprobs": [-0.1],
+                                "top_logprobs": [{"Hi": -0.1, ...}], "text_offset": [0]}"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import orjson
+
+from parrot.protocol.sampling import Logprobs
+from parrot.serve.conversations.turn import Turn
+
+_SLICE = 64  # tokens that are written at once, within a few milliseconds
+
+Json = dict[str, Any]
+
+
+class Scored(NamedTuple):
+    """A token, its log probability, and the most likely tokens in its place."""
+
+    token: bytes
+    logprob: float
+    likely: Sequence[tuple[bytes, float]]
+
+    def entry(self) -> Json:
+        """The token as chat completions show it."""
+        likely = [_entry(token, logprob) for token, logprob in self.likely]
+        return _entry(self.token, self.logprob) | {"top_logprobs": likely}
+
+
+def scored_tokens(found: Logprobs, start: int, stop: int) -> Iterator[Scored]:
+    """The tokens from `start` up to `stop`."""
+    width, tokens = found.width, found.tokens
+    assert tokens is not None, "the bytes of the tokens are unknown"
+    for first in range(start * width, stop * width, width):
+        row = [
+            (tokens[found.ids[at]], found.values[at])
+            for at in range(first, first + width)
+            if found.ids[at] >= 0
+        ]
+        (token, logprob), *likely = row
+        yield Scored(token, logprob, likely)
+
+
+class AnswerLogprobs:
+    """The log probabilities of one answer that is read as it comes: each token's come with the
+    text that it completes."""
+
+    def __init__(self, turn: Turn, choice: int) -> None:
+        self._turn = turn
+        self._choice = choice
+        self._num_taken = 0
+        self._num_bytes = 0  # of the text up to there, by its tokens
+        self._num_shown = 0  # of the text that was read
+
+    async def take(self, text: str) -> list[Scored]:
+        """Those of some more of the text; empty if none are wanted."""
+        found = self._turn.logprobs(self._choice)
+        if found is None or found.tokens is None:
+            return []
+        self._num_shown += len(text.encode())
+        taken: list[Scored] = []
+        async for scored in _in_slices(found, self._num_taken):
+            if self._num_bytes >= self._num_shown:
+                break
+            taken.append(scored)
+            self._num_bytes += len(scored.token)
+        self._num_taken += len(taken)
+        return taken
+
+    async def rest(self) -> list[Scored]:
+        """Those that have not been taken, of an answer that has ended."""
+        found = self._turn.logprobs(self._choice)
+        if found is None or found.tokens is None:
+            return []
+        return [scored async for scored in _in_slices(found, self._num_taken)]
+
+
+async def entries_of(turn: Turn, choice: int) -> orjson.Fragment | None:
+    """The tokens of a whole answer as chat completions show them; None if none are wanted."""
+    found = turn.logprobs(choice)
+    if found is None or found.tokens is None:
+        return None
+    entries = [orjson.dumps(scored.entry()) async for scored in _in_slices(found, 0)]
+    return orjson.Fragment(b"[" + b",".join(entries) + b"]")
+
+
+class CompletionLogprobs:
+    """The tokens of one text, in the format of completions, part by part."""
+
+    def __init__(self, offset: int) -> None:
+        """`offset`: characters before the first token."""
+        self._offset = offset
+        self._held = b""  # the beginning of a character
+
+    def part(self, scored: Sequence[Scored]) -> Json:
+        """The next tokens."""
+        offsets: list[int] = []
+        for token, _, _ in scored:
+            offsets.append(self._offset)
+            text, self._held = _whole_characters(self._held + token)
+            self._offset += len(text)
+        likely = [
+            {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
+            for one in scored
+        ]
+        return {
+            "tokens": [_name(one.token) for one in scored],
+            "token_logprobs": [one.logprob for one in scored],
+            "top_logprobs": likely,
+            "text_offset": offsets,
+        }
+
+
+async def _in_slices(found: Logprobs, start: int) -> AsyncIterator[Scored]:
+    for first in range(start, len(found), _SLICE):
+        if first > start:
+            await asyncio.sleep(0)
+        for scored in scored_tokens(found, first, min(first + _SLICE, len(found))):
+            yield scored
+
+
+def _entry(token: bytes, logprob: float) -> Json:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
+
+
+def _name(token: bytes) -> str:
+    """The token as text, or, if it is only a part of a character, its bytes as OpenAI writes
+    them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token])
+
+
+def _whole_characters(data: bytes) -> tuple[str, bytes]:
+    """The characters, and the beginning of another one at the end."""
+    for size in range(min(3, len(data)) + 1):
+        try:
+            return data[: len(data) - size].decode(), data[len(data) - size :]
+        except UnicodeDecodeError:
+            continue
+    return data.decode(errors="replace"), b""
