@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import orjson
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
@@ -16,10 +15,10 @@ from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, QuotaExceeded
 from parrot.protocol.sampling import MAX_GRAMMAR, SamplingConfig
 from parrot.utils.heaps import LruDict
+from parrot.utils.json_schemas import check_size, exact_schema
 
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = 64
 DEADLINE_S = 1.0
 _NUM_THREADS = 2
 _CACHE_BYTES = 64 * 2**20
@@ -50,7 +49,7 @@ class GrammarCompiler:
         self._deadline_s = deadline_s
         self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-        self._cache: LruDict[str, _Compiled] = LruDict(
+        self._cache: LruDict[tuple[str, str], _Compiled] = LruDict(
             _CACHE_BYTES, weigh=lambda compiled: compiled.num_bytes
         )
 
@@ -84,13 +83,13 @@ class GrammarCompiler:
         if field is None:
             return None
         try:
-            text = _grammar(field, getattr(sampling, field))
+            text = _text(field, getattr(sampling, field))
         except (TypeError, ValueError, RecursionError) as error:
             raise _wrong(field, str(error)) from None
-        compiled = self._cache.get(text)
+        compiled = self._cache.get((field, text))
         if compiled is None:
             compiled = await self._compile(field, text)
-            self._cache.put(text, compiled)
+            self._cache.put((field, text), compiled)
         matcher = compiled.matcher.deep_copy()
         may_end_early = not sampling.ignore_tokenizer_eos
         constraint = Constraint(matcher, field, self._vocabulary, may_end_early=may_end_early)
@@ -110,9 +109,14 @@ class GrammarCompiler:
             raise _wrong(field, f"it takes more than {seconds} to compile") from None
 
     def _make(self, field: str, text: str) -> _Compiled:
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise _wrong(field, matcher.get_error())
+        try:
+            grammar = _grammar(field, text)
+        except (ValueError, RecursionError) as error:
+            raise _wrong(field, str(error)) from None
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        # The first mask takes longest, so it is made in this thread; it tells if no text fits.
+        if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_stopped():
+            raise _wrong(field, matcher.get_error() or "there is no such text")
         return _Compiled(matcher, _GRAMMAR_BYTES + _BYTES_PER_CHARACTER * len(text))
 
 
@@ -121,15 +125,28 @@ def _wrong(field: str, reason: str) -> InvalidRequest:
     return InvalidRequest(text, param=field)
 
 
-def _grammar(field: str, wanted: Any) -> str:
-    """llguidance's own form of a field's value. Raises `ValueError`."""
+def _text(field: str, wanted: Any) -> str:
+    """What a field says, as text of a bounded size. Raises `ValueError`."""
     if field == "json_schema":
-        return LLMatcher.grammar_from_json_schema(_checked_schema(wanted))
-    if field == "regex":
-        return LLMatcher.grammar_from_regex(_within_size(wanted))
-    if field == "choices":
+        if isinstance(wanted, str):
+            wanted = json.loads(_within_size(wanted))
+        if not isinstance(wanted, dict):
+            raise ValueError("a JSON schema is an object")
+        check_size(wanted, MAX_GRAMMAR)
+        wanted = json.dumps(wanted, ensure_ascii=False)
+    elif field == "choices":
         wanted = "start: " + " | ".join(map(_literal, wanted))
-    return LLMatcher.grammar_from_lark(_within_size(wanted))
+    return _within_size(wanted)
+
+
+def _grammar(field: str, text: str) -> str:
+    """llguidance's own form of a field's text. Raises `ValueError`."""
+    if field == "json_schema":
+        schema = exact_schema(json.loads(text), MAX_GRAMMAR)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
+    if field == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_lark(text)
 
 
 def _literal(text: str) -> str:
@@ -144,26 +161,3 @@ def _within_size(text: str) -> str:
     if len(text.encode()) > MAX_GRAMMAR:
         raise ValueError(f"it has more than {MAX_GRAMMAR} bytes")
     return text
-
-
-def _checked_schema(schema: dict[str, Any] | str) -> str:
-    if isinstance(schema, str):
-        schema = orjson.loads(_within_size(schema))
-        if not isinstance(schema, dict):
-            raise ValueError("a JSON schema is an object")
-    level: list[Any] = [schema]
-    num_values = 0
-    for _ in range(MAX_DEPTH + 1):
-        if not level:
-            return _within_size(json.dumps(schema, ensure_ascii=False))
-        num_values += len(level)
-        if num_values > MAX_GRAMMAR:
-            raise ValueError(f"it has more than {MAX_GRAMMAR} bytes")
-        level = [inner for value in level for inner in _inner(value)]
-    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
-
-
-def _inner(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()

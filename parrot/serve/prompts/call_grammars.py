@@ -10,6 +10,9 @@ from typing import Any
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import MAX_GRAMMAR
+from parrot.utils.json_schemas import exact_schema
+
+_MAX_NAME = 100
 
 Function = Mapping[str, Any]
 """A function as vendors describe it to a model: `name`, `parameters`, which are a JSON schema."""
@@ -46,7 +49,8 @@ class CallRules:
 
 def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> str:
     """The grammar of answers. `schema`: of the JSON that an answer is if it is no call; None if it
-    may be any text. Raises `InvalidRequest` if it is too long."""
+    may be any text. Raises `InvalidRequest` if it is too long, or a
+    schema cannot be enforced exactly."""
     many = rules.may_call_many
     more = f"({_text(markup.separator)} object)*" if markup.separator and many else ""
     lines = [
@@ -61,7 +65,7 @@ def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> st
         lines.insert(0, f"start: {calls}")
     elif schema is not None:
         lines.insert(0, f"start: {calls} | json")
-        lines.append(f"json: %json {json.dumps(schema)}")
+        lines.append(f"json: {_json(schema, 'the answer', 'response_format')}")
     elif markup.trigger:
         calls = "(head body)*" if markup.repeats else "(head body)?"
         lines[:0] = [f"start: {calls} TEXT", f"head[lazy]: TEXT {_text(markup.trigger)}"]
@@ -80,11 +84,18 @@ def _function(index: int, function: Function, markup: CallMarkup) -> str:
     """A rule for what stands between the braces of a call."""
     given = function.get("parameters")
     schema: dict[str, Any] = {"type": "object"} | (given if isinstance(given, dict) else {})
-    if not function.get("strict"):
-        schema["x-guidance"] = {"lenient": True}
     name = json.dumps(function["name"], ensure_ascii=False)
     begin = _text(f'"name": {name}, "{markup.arguments}": ')
-    return f"f{index}: {begin} %json {json.dumps(schema)}"
+    lenient = not function.get("strict")
+    return f"f{index}: {begin} {_json(schema, f'tool {name}', 'tools', lenient=lenient)}"
+
+
+def _json(schema: Mapping[str, Any], whose: str, param: str, *, lenient: bool = False) -> str:
+    try:
+        return f"%json {json.dumps(exact_schema(schema, MAX_GRAMMAR, lenient=lenient))}"
+    except ValueError as error:
+        text = f"the schema of {whose[:_MAX_NAME]} cannot be enforced: {error}"
+        raise InvalidRequest(text, param=param) from None
 
 
 def _text(text: str) -> str:

@@ -247,6 +247,14 @@ HOSTILE: list[dict[str, Any]] = [
     {"json_schema": {"enum": ["x" * 70_000]}},
     {"json_schema": {"enum": list(range(70_000))}},
     {"json_schema": {"allOf": [{"anyOf": [{"type": "string"}] * 6}] * 12}},
+    {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(10_000)}}},
+    {"json_schema": {"$ref": "#"}},
+    {"json_schema": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}},
+    {"json_schema": {"type": "string", "pattern": "^(a|b)*c", "minLength": 1000}},
+    {"json_schema": {"type": "object", "patternProperties": {f"{i}x": {} for i in range(300)}}},
+    {"json_schema": {"type": "integer", "multipleOf": 10**15 + 1}},
+    {"json_schema": '{"maximum": 1' + "0" * 5000 + "}"},
+    {"json_schema": {"oneOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}},
     {"regex": "("},
     {"regex": "é" * 40_000},
     {"regex": r"(?=a)b"},
@@ -262,6 +270,12 @@ def nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         schema = {"items": schema}
     return schema
+
+
+def bomb(keyword: str) -> dict[str, Any]:
+    """8 ** 12 references to one schema."""
+    steps = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(12)}
+    return {"$defs": {**steps, "a12": {"type": "string"}}, "$ref": "#/$defs/a0"}
 
 
 @pytest.mark.parametrize(
@@ -283,6 +297,15 @@ def test_what_is_wrong_or_too_much_is_refused_by_name(fields: dict[str, Any]) ->
         {"regex": "(.*a){30}.{30}"},
         {"json_schema": {"type": "string", "pattern": "^(a|a?)+$"}},
         {"json_schema": nested(60)},
+        {"json_schema": {"type": "string", "pattern": "^(a|a)*(.*a.{20})$"}},
+        {"json_schema": {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"}},
+        {"json_schema": {"type": "string", "maxLength": 10**9}},
+        {"json_schema": {"type": "array", "minItems": 10**9}},
+        {"json_schema": {"enum": [f"value {i}" for i in range(4000)]}},
+        {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}},
+        {"json_schema": bomb("anyOf")},
+        {"json_schema": bomb("allOf")},
+        {"json_schema": {"type": "integer", "multipleOf": 99991, "minimum": 7, "maximum": 10**15}},
         {"grammar": 'start: start start | "a" | ""'},
     ],
 )
