@@ -135,6 +135,7 @@ class GenerateResponse(InternalPayload):
     generated_text: str
     generated_ids: list[int]
     finish_reason: FinishReason
+    stop_string: str | None = Field(None, description="the one that ended the text, if one did")
     usage: Usage
     logprobs: WireLogprobs | None = Field(
         None, description="of all of `generated_ids`, if they were asked for"

@@ -169,6 +169,7 @@ class VarGetResponse(BaseModel):
     finish_reason: Literal["stop", "length"] | None = Field(
         None, description="`length`: cut at `max_gen_length`, or for want of room; null: given."
     )
+    stop_string: str | None = Field(None, description="of `stop_str`, the one that ended the text")
     usage: TokenUsage | None = Field(None, description="null: the text was not generated")
 
 

@@ -60,6 +60,7 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
     return VarGetResponse(
         content=variable.text,
         finish_reason=task.stats.finish_reason.value,
+        stop_string=task.stats.stop_string,
         usage=TokenUsage(
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,

@@ -52,6 +52,7 @@ class Script:
     finish_reason: FinishReason = FinishReason.STOP
     stop_token: bool = True
     extra_ids: Sequence[int] = ()
+    stop_string: str | None = None
 
 
 @dataclass
@@ -209,6 +210,7 @@ class FakeEngine(EngineClient):
             generated_text=text,
             generated_ids=ids,
             finish_reason=script.finish_reason,
+            stop_string=script.stop_string,
             usage=usage,
             logprobs=scores(request, ids, text, self._codec),
         )

@@ -33,6 +33,7 @@ class FakeOpenAI:
     owned_by: str = "openai"
     max_model_len: int | None = None
     finish_reason: str = "stop"
+    stop_reason: str | int | None = None
     cached_tokens: int | None = None
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
@@ -117,7 +118,12 @@ class FakeOpenAI:
             text = "".join(words)
             message = {"role": "assistant", "content": text}
             content = {"message": message} if is_chat else {"text": text}
-            choice = {"index": 0, "finish_reason": finish, **content}
+            choice = {
+                "index": 0,
+                "finish_reason": finish,
+                "stop_reason": self.stop_reason,
+                **content,
+            }
             return JSONResponse({"choices": [choice], "usage": self._usage(body, len(words))})
         finally:
             self.num_open -= 1
@@ -148,6 +154,8 @@ class FakeOpenAI:
                     await self.hold.wait()
                 choice = {"delta": {"content": word}} if is_chat else {"text": word}
                 end = {"finish_reason": finish if at == len(words) - 1 else None}
+                if at == len(words) - 1:
+                    end["stop_reason"] = self.stop_reason
                 yield b": keep-alive\n\n" + _event({"choices": [{**choice, **end}]})
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield _event({"choices": [], "usage": self._usage(body, len(words))})

@@ -161,6 +161,7 @@ class RequestState:
             generated_text=generation.text(),
             generated_ids=generation.output_ids,
             finish_reason=generation.finish_reason,
+            stop_string=generation.stop_string,
             usage=self._usage(len(generation.output_ids), now, totals),
             logprobs=generation.logprobs,
         )

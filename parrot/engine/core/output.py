@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
@@ -66,21 +67,21 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 class StopStrings:
     """Finds the first stop string in text that comes in pieces. `held`, its only memory, is text
-    that may be the beginning of one."""
+    that may be the beginning of one; `found`, the one that was found, if one was."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self.held = ""
-        self.found = False
+        self.found: str | None = None
 
     def push(self, piece: str) -> str:
         """The text that is now certain to come before any stop string. After `found`, no more."""
         text = self.held + piece
-        hits = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            self.found = True
+            first, self.found = min(hits, key=itemgetter(0))
             self.held = ""
-            return text[: min(hits)]
+            return text[:first]
         cut = len(text) - max((self._overlap(text, stop) for stop in self._stops), default=0)
         self.held = text[cut:]
         return text[:cut]
@@ -155,6 +156,11 @@ class Generation:
         self._num_hidden = 0  # tokens at the end that are no text
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None if none did."""
+        return self._stops.found
+
+    @property
     def num_left(self) -> int:
         """How many more tokens there may be."""
         return self.max_tokens - len(self.output_ids)
@@ -197,15 +203,15 @@ class Generation:
 
     def _end_text(self) -> None:
         """Let go of what was held back, unless it is beyond a stop string."""
-        if self._detokenizer is None or self._stops.found:
+        if self._detokenizer is None or self.stop_string is not None:
             return
         self._add_text(self._detokenizer.flush())
-        if not self._stops.found:
+        if self.stop_string is None:
             self._pieces.append(self._stops.flush())
 
     def _add_text(self, piece: str) -> None:
         certain = self._stops.push(piece)
-        if self._stops.found:
+        if self.stop_string is not None:
             self.finish_reason = FinishReason.STOP
         if certain:
             self._pieces.append(certain)

@@ -257,10 +257,12 @@ class OpenAIService:
         started = first_text = self._clock.now()
         texts: list[str] = []
         reason, counted = FinishReason.STOP, WireUsage()
+        stop_string: str | None = None
         ask = self._upstream.stream if stream else self._upstream.complete
         async with aclosing(ask(context.text(), sampling)) as chunks:
             async for chunk in chunks:
                 reason = chunk.finish_reason or reason
+                stop_string = chunk.stop_string or stop_string
                 counted = chunk.usage or counted
                 if not chunk.text:
                     continue
@@ -277,7 +279,11 @@ class OpenAIService:
             decode_s=self._clock.now() - first_text,
         )
         return GenerateResponse(
-            generated_text="".join(texts), generated_ids=[], finish_reason=reason, usage=usage
+            generated_text="".join(texts),
+            generated_ids=[],
+            finish_reason=reason,
+            stop_string=stop_string,
+            usage=usage,
         )
 
 

@@ -143,6 +143,7 @@ class _Choice(BaseModel):
     message: _Message | None = None
     delta: _Message | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # vLLM's: the stop string or token that ended the text
 
 
 class _PromptDetails(BaseModel):
@@ -173,6 +174,12 @@ class Answer(BaseModel):
         choice = self.choices[0]
         message = choice.message or choice.delta
         return choice.text or (message and message.content) or ""
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the text, of servers that tell."""
+        reason = self.choices[0].stop_reason if self.choices else None
+        return reason if isinstance(reason, str) else None
 
     @property
     def finish_reason(self) -> FinishReason | None:

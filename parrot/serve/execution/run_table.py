@@ -353,6 +353,7 @@ class RunTable:
         stats.prompt_tokens = usage.cached_tokens + usage.computed_tokens - num_resumed
         stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
         stats.finish_reason = outcome.response.finish_reason
+        stats.stop_string = outcome.response.stop_string
         self._exchange.keep(run, attempt, outcome, Source.of(run.completion))
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)

@@ -111,6 +111,7 @@ class RunStats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: FinishReason | None = None  # why the text ends, once it does
+    stop_string: str | None = None  # the one that ended it
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed
     logprobs: Logprobs | None = None  # of the output's tokens so far, if they are wanted
 

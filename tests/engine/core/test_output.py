@@ -113,6 +113,8 @@ def test_stop_strings_cut_where_a_search_of_the_whole_would(text, stops, data):
         return
     seen = text[: len(text) - len(rest)]
     assert out == seen[: min(at for stop in stops if (at := seen.find(stop)) >= 0)]
+    assert finder.found in stops
+    assert seen.startswith(finder.found, len(out))
 
 
 def test_text_is_held_only_while_it_may_begin_a_stop_string():
@@ -123,6 +125,13 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string():
     assert finder.push("ergy") == "ENergy"
     assert finder.push(" END") == " "
     assert finder.found
+
+
+def test_the_stop_string_that_ended_the_text_is_told():
+    out = generation(max_gen_length=9, stop_str=["x", "cd", "d"])
+    feed(out, b"abcd")
+    assert (out.text(), out.stop_string) == ("ab", "cd")
+    assert out.finish_reason is FinishReason.STOP
 
 
 def test_length_is_exact():

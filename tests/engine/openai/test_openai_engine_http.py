@@ -73,6 +73,17 @@ async def test_all_verbs(client: EngineClient, fake: FakeOpenAI) -> None:
         await client.tokenizer()
 
 
+async def test_a_stop_string_is_told_where_the_server_tells_it(
+    client: EngineClient, fake: FakeOpenAI
+) -> None:
+    for context_id, (told, wanted) in enumerate([("END", "END"), (7, None), (None, None)]):
+        fake.stop_reason = told
+        assert (await client.generate(call(2 * context_id, "a"))).stop_string == wanted
+        events = [e async for e in client.generate_stream(call(2 * context_id + 1, "a"))]
+        assert isinstance(events[-1], GenerateResponse)
+        assert events[-1].stop_string == wanted
+
+
 async def test_refusals_keep_their_type(client: EngineClient) -> None:
     with pytest.raises(InvalidRequest, match="contexts are text"):
         await client.fill(FillRequest(context_id=1, token_ids=[3]))

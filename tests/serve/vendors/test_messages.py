@@ -57,6 +57,20 @@ async def test_a_message(site: Site) -> None:
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] > usage["output_tokens"] > 0
 
 
+async def test_the_stop_sequence_that_ended_the_text(site: Site) -> None:
+    """Also of the same message again, which is not computed again."""
+    site.engine.script = Script(text=lambda prompt: "Paris", stop_string="\n\n")
+    asked = body(user("Capital?"), stop_sequences=["x", "\n\n"], temperature=0)
+    for _ in range(2):
+        answer = await site.post(PATH, asked)
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "\n\n")
+    found = await events(site, asked)
+    assert found[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "\n\n"}
+    site.engine.script = Script(text=lambda prompt: "Paris")
+    answer = await site.post(PATH, body(user("And Spain's?"), stop_sequences=["x"]))
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+
+
 async def test_the_events_of_a_stream(site: Site) -> None:
     site.engine.script = Script(text=lambda prompt: f"I look.\n{CALL}")
     found = await events(site, body(user("Weather?"), tools=[TOOL]))

@@ -75,7 +75,7 @@ class Messages:
         self._turns.remember(turn, 0, answer.message())
         content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
         content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
-        ended = {"stop_reason": _stop_reason(answer, value), "stop_sequence": None}
+        ended = _ended(answer, value)
         return orjson.dumps(frame | {"content": content} | ended | {"usage": _usage(value.usage)})
 
     async def _events(
@@ -117,7 +117,7 @@ class _Stream:
             return
         yield from self._blocks(self._parser.finish())
         yield from self._close_text()
-        ended = {"stop_reason": _stop_reason(self.answer, delta), "stop_sequence": None}
+        ended = _ended(self.answer, delta)
         yield _event("message_delta", delta=ended, usage=_usage(delta.usage))
 
     def _blocks(self, events: Iterable[AnswerEvent]) -> Iterator[Event]:
@@ -157,10 +157,14 @@ def _tool_use(call: ToolCall, arguments: object) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
-def _stop_reason(answer: Answer, value: VarGetResponse) -> str:
+def _ended(answer: Answer, value: VarGetResponse) -> Json:
+    """Why the message ends, and the stop sequence that ended it, if one did."""
     if answer.calls:
-        return "tool_use"
-    return "max_tokens" if value.finish_reason == "length" else "end_turn"
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if value.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": value.stop_string}
+    reason = "max_tokens" if value.finish_reason == "length" else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(usage: TokenUsage | None) -> Json:
