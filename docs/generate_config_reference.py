@@ -48,7 +48,7 @@ REFUSED = {
         "moderation",
         "web_search_options",
     },
-    "completions": {"best_of", "suffix"},
+    "completions": {"suffix"},
     "responses": {
         "context_management",
         "conversation",

@@ -27,6 +27,8 @@ from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 
+_TOKEN_BYTES = 40  # of a token that a program chose itself
+
 
 class Chains:
     """Submits chained turns. Those in sessions that programs began themselves are seen by observers
@@ -131,8 +133,10 @@ class Chains:
 
 def usage_of(fill: Sequence[Piece], num_new: int) -> dict[str, int]:
     """The amounts that a session keeps for a call with this prompt and its new variables."""
-    texts = [piece.text for piece in fill if isinstance(piece, TextPiece)]
-    return {"calls": 1, "variables": num_new, "text_bytes": num_bytes(texts)}
+    pieces = [piece for piece in fill if isinstance(piece, TextPiece)]
+    size = num_bytes([piece.text for piece in pieces])
+    size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
+    return {"calls": 1, "variables": num_new, "text_bytes": size}
 
 
 def _known(session: Session, var_id: str, param: str) -> SemanticVariable:

@@ -8,6 +8,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import ReadOptions, VarGetResponse
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.nodes import Completion
+from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.answers import AnswerParser, FirstCallParser
 from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.transcript import Message
@@ -40,9 +41,10 @@ class TurnRequest:
     """A prompt and how to go on from it.
 
     `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
-    may have special tokens in it. There is an answer for each of `samplings`. `program` names the
-    program that asks. `calls`: what answers may call of the tools in `options`. `deadline`: in how
-    many seconds the answers are wanted."""
+    may have special tokens in it; `tokens` are its tokens, where the text does not tell them. There
+    is an answer for each of `samplings`. `program` names the program that asks. `calls`: what
+    answers may call of the tools in `options`. `deadline`: in how many seconds the answers are
+    wanted."""
 
     tenant: str
     model: str
@@ -55,6 +57,7 @@ class TurnRequest:
     calls: CallRules | None = None
     deadline: float | None = None
     chain: Chain | None = None
+    tokens: TokenizedText | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,12 +25,14 @@ from parrot.serve.conversations.observed import ObservedChains
 from parrot.serve.conversations.sessions import EndSession, ProgramSessions
 from parrot.serve.conversations.turn import PromptSource, Turn, TurnRequest
 from parrot.serve.graph.build import Prompt as CallPrompt
-from parrot.serve.graph.nodes import CallOptions, CompletionState, TextPiece
+from parrot.serve.graph.nodes import CallOptions, CompletionState, PieceKind, TextPiece
 from parrot.serve.observers import Observers
 from parrot.serve.prompts.conversation import (
     FindTokenizer,
+    TokenPrompt,
     answer_parser,
     constrained_calls,
+    prompt_of_tokens,
     prompt_pieces,
     prompt_tokens,
     text_of_tokens,
@@ -90,6 +92,8 @@ class Turns:
         samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         pieces = prompt_pieces(request.prompt, request.options, request.model, tokenizer)
+        if request.tokens is not None:
+            pieces = [TextPiece(pieces[0].text, PieceKind.TOKENS, request.tokens)]
         text = "".join([piece.text for piece in pieces])
         keys = history_keys(request)
         prompt = _prompt(request, text)
@@ -142,6 +146,12 @@ class Turns:
         the model take text."""
         model = self._aliases.get(model, model)
         return await prompt_tokens(prompt, options, model, self._find_tokenizer(model))
+
+    async def prompt_of(self, model: str, ids: Sequence[int]) -> TokenPrompt:
+        """What a `TurnRequest` has as `prompt` and `tokens` for a prompt of these tokens. Raises as
+        `tokens` does, and `InvalidRequest`."""
+        model = self._aliases.get(model, model)
+        return await prompt_of_tokens(ids, model, self._find_tokenizer(model))
 
     async def text(self, model: str, ids: Sequence[int]) -> str:
         """The text that the ids stand for. Raises as `tokens` does."""

@@ -19,7 +19,7 @@ from functools import cached_property
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.serve.graph.variable import SemanticVariable, text_digest
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
 
 
 class PieceKind(Enum):
@@ -29,18 +29,21 @@ class PieceKind(Enum):
     SYSTEM = b"s"  # a chat's system message, which comes first
     VALUE = b"v"  # a variable's value, always plain text
     OUTPUT = b"o"  # plain text that was generated behind what precedes it
+    TOKENS = b"t"  # tokens that a program chose itself, which begin a prompt
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that is known when the call is submitted."""
+    """Text that is known when the call is submitted. `tokenized`: its tokens, of kind `TOKENS`,
+    which its text may not tell."""
 
     text: str
     kind: PieceKind = PieceKind.CONSTANT
+    tokenized: TokenizedText | None = None
 
     @cached_property
     def digest(self) -> bytes:
-        return text_digest(self.text)
+        return text_digest(self.text) if self.tokenized is None else self.tokenized.digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class TokenizedText:
 
     tokenizer_id: str
     ids: tuple[int, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """The identity of these very tokens."""
+        return hashlib.sha256(self.tokenizer_id.encode() + array("i", self.ids).tobytes()).digest()
 
 
 class SemanticVariable:

@@ -4,19 +4,23 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.serve.graph.nodes import TextPiece
+from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.answers import AnswerParser, Family, PlainParser, tool_family
 from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.tokenizers import ModelTokenizer
+from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
 from parrot.serve.prompts.transcript import Message, render_transcript
 
 FindTokenizer = Callable[[str], ModelTokenizer | None]
 """The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
+
+TokenPrompt = tuple[str, TokenizedText | None]
+"""A prompt's text, and its tokens where the text does not tell them."""
 
 
 def prompt_pieces(
@@ -51,6 +55,27 @@ async def prompt_tokens(
     segments = [Segment(piece.kind, piece.text) for piece in pieces]
     units = await encode_prompt(segments, False, tokenizer)
     return [id_ for ids in units for id_ in ids if isinstance(id_, int)]
+
+
+async def prompt_of_tokens(
+    ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None
+) -> TokenPrompt:
+    """A prompt of exactly these tokens. Its text has that of special ones, but for a first BOS
+    token. Raises `UnsupportedField` if the engines of the model take text, and `InvalidRequest` for
+    a token that the model has not."""
+    if tokenizer is None:
+        message = f"the engines of `{model}` take text: give the prompt as text"
+        raise UnsupportedField(message, param="prompt")
+    encoder = tokenizer.encoder
+    if (largest := max(ids)) >= encoder.num_tokens:
+        message = f"token id {largest} is outside of the vocabulary of {encoder.num_tokens}"
+        raise InvalidRequest(message, param="prompt")
+    given = tuple(ids)
+    shown = given[1:] if given[0] == tokenizer.bos else given
+    text = await asyncio.to_thread(encoder.decode, shown, special=True)
+    usual = await encoder.encode(text, Style(special=True, first=True))
+    is_usual = tokenizer.with_bos(usual) == given
+    return text, None if is_usual else TokenizedText(tokenizer.tokenizer_id, given)
 
 
 async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None) -> str:

@@ -29,10 +29,13 @@ async def encode_prompt(
     has to be tokenised. Without a tokenizer a chat's turns are plain text: the engine knows no
     roles.
 
-    Raises `UnsupportedField` if the model has no chat template, and `PromptTooLong`, with little
-    work however long it is."""
+    Raises `UnsupportedField` if the model has no chat template, or if the prompt is of another
+    tokenizer's tokens, and `PromptTooLong`, with little work however long it is."""
     limit = _UNLIMITED if limit is None else limit
     _require_chars(segments, tokenizer, limit)
+    begins_with_tokens = bool(segments) and segments[0].kind is PieceKind.TOKENS
+    if begins_with_tokens:
+        _require_tokens_of(tokenizer, segments[0])
     if tokenizer is None:
         return [_plain(segment) for segment in segments]
     if not chat:
@@ -45,7 +48,8 @@ async def encode_prompt(
         raise UnsupportedField("the model has no chat template", param="chat")
     else:
         encoded = await _encode_chat(segments, is_whole, tokenizer, _Room(limit))
-    encoded[0] = tokenizer.with_bos(encoded[0])
+    if not begins_with_tokens:
+        encoded[0] = tokenizer.with_bos(encoded[0])
     return list(encoded)
 
 
@@ -58,6 +62,12 @@ def _require_chars(
     if num_chars >= limit * longest * _MAX_COMPOSED:
         message = f"the prompt has {num_chars} characters; the limit is {limit - 1} tokens"
         raise PromptTooLong(message)
+
+
+def _require_tokens_of(tokenizer: ModelTokenizer | None, segment: Segment) -> None:
+    tokens = segment.tokenized
+    if tokenizer is None or tokens is None or tokens.tokenizer_id != tokenizer.tokenizer_id:
+        raise UnsupportedField("the engine has other tokens than the prompt", param="prompt")
 
 
 class _Room:

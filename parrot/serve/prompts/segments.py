@@ -55,7 +55,7 @@ def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
     for i in range(start, len(fill)):
         piece, ends_turn = fill[i], i == len(fill) - 1 or _is_answer(fill[i + 1])
         if isinstance(piece, TextPiece):
-            yield Segment(piece.kind, piece.text, None, ends_turn, piece.digest)
+            yield Segment(piece.kind, piece.text, piece.tokenized, ends_turn, piece.digest)
         elif piece.variable.state is VariableState.READY:
             value = piece.variable
             yield Segment(PieceKind.VALUE, value.text, value.tokenized, ends_turn, value.digest)

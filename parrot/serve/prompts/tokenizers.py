@@ -80,8 +80,13 @@ class PieceEncoder:
             self._in_threads[style, text] = running
         return await asyncio.shield(running)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return str(self._decoder.decode(list(ids), skip_special_tokens=True))
+    @property
+    def num_tokens(self) -> int:
+        return int(self._decoder.get_vocab_size(with_added_tokens=True))
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Their text; that of special tokens only if `special`."""
+        return str(self._decoder.decode(list(ids), skip_special_tokens=not special))
 
     def token_text(self, token_id: int | None) -> str:
         text = None if token_id is None else self._decoder.id_to_token(token_id)

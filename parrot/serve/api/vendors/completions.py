@@ -1,12 +1,13 @@
 """`POST /v1/completions`: plain text that goes on, in OpenAI's format."""
 
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.public import MAX_TEXT, VarGetResponse
@@ -14,6 +15,7 @@ from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import (
+    MAX_CHOICES,
     GenerationFields,
     Json,
     chained,
@@ -24,20 +26,49 @@ from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, CompletionLogprobs
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
+from parrot.serve.prompts.conversation import TokenPrompt
 from parrot.utils.ids import new_token
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 128
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
-_Texts = Annotated[list[_Text], Field(max_length=MAX_PROMPTS)]
+_Ids = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=MAX_TEXT)
+]
+
+
+def _prompt_kind(value: Any) -> str:
+    """By the first of many, so that the others need not be tried as anything else."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "tokens" if isinstance(first, int) else "lists" if isinstance(first, list) else "texts"
+
+
+_Prompt = Annotated[
+    Annotated[_Text, Tag("text")]
+    | Annotated[list[_Text], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    | Annotated[_Ids, Tag("tokens")]
+    | Annotated[list[_Ids], Tag("lists"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
+    Discriminator(_prompt_kind),
+]
 
 
 class CompletionRequest(GenerationFields):
-    prompt: _Text | _Texts | list[int] | list[list[int]]
+    prompt: _Prompt
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = Field(None, ge=1, le=16)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_made(self) -> int:
+        """How many answers are made of a prompt, of which the best are choices."""
+        return max(self.best_of or 1, self.num_choices)
 
 
 class Completions:
@@ -47,16 +78,47 @@ class Completions:
     def create(
         self, request: CompletionRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Event]:
-        prompts = _texts(request)
+        prompts = _prompts(request)
+        texts: list[TokenPrompt] = [(prompt, None) for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) == len(prompts):
+            answers = self._submit(request, caller, texts)
+            if request.is_deferred:
+                return answers.deferred()
+            return answers.chunks() if request.stream else answers.whole()
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if request.stream:
+            return self._chunks_behind(request, caller, ids)
+        return self._whole_behind(request, caller, ids)
+
+    async def _whole_behind(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Sequence[int]]
+    ) -> bytes:
+        found = [await self._turns.prompt_of(request.model, ids) for ids in prompts]
+        return await self._submit(request, caller, found).whole()
+
+    async def _chunks_behind(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Sequence[int]]
+    ) -> AsyncGenerator[Event]:
+        found = [await self._turns.prompt_of(request.model, ids) for ids in prompts]
+        async with aclosing(self._submit(request, caller, found).chunks()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _submit(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[TokenPrompt]
+    ) -> "_Answers":
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
-        samplings = request.samplings(max_tokens, request.logprobs)
+        is_ranked = request.num_made > request.num_choices
+        logprobs = request.logprobs or (0 if is_ranked else request.logprobs)
+        samplings = request.samplings(max_tokens, logprobs, count=request.num_made)
         turns: list[Turn] = []
         try:
-            for prompt in prompts:
+            for text, tokens in prompts:
                 turn_request = TurnRequest(
                     tenant=caller.tenant,
                     model=request.model,
-                    prompt=prompt,
+                    prompt=text,
+                    tokens=tokens,
                     samplings=samplings,
                     program=program_of(request, caller),
                     func_name="completion",
@@ -70,10 +132,8 @@ class Completions:
             for turn in turns:
                 turn.cancel()
             raise
-        if request.is_deferred:
-            return _Answers(turns, request, []).deferred()
-        answers = _Answers(turns, request, [p if request.echo else "" for p in prompts])
-        return answers.chunks() if request.stream else answers.whole()
+        echoes = [text if request.echo else "" for text, _ in prompts]
+        return _Answers(turns, request, echoes)
 
 
 class _Answers:
@@ -82,7 +142,7 @@ class _Answers:
     ) -> None:
         self._turns = turns
         self._request = request
-        self._num_choices = request.n or 1
+        self._num_choices = request.num_choices
         self._echoes = echoes
         self._is_scored = request.logprobs is not None
         self._frame = {
@@ -100,14 +160,25 @@ class _Answers:
 
     async def whole(self) -> bytes:
         answers = await read_all(self._turns)
-        choices = []
-        for i, answer in enumerate(answers):
-            scored = await self._answer_logprobs(i).rest()
-            logprobs = self._logprobs(i).part(scored) if self._is_scored else None
-            text = self._echo(i) + answer.content
-            choices.append(_choice(i, text, logprobs, answer.finish_reason))
-        usage = usage_of(answers, self._num_choices)
+        num_made = self._request.num_made
+        choices: list[Json] = []
+        for turn_index, turn in enumerate(self._turns):
+            for made in self._best(turn):
+                i, answer = len(choices), answers[turn_index * num_made + made]
+                scored = await AnswerLogprobs(turn, made).rest() if self._is_scored else []
+                logprobs = self._logprobs(i).part(scored) if self._is_scored else None
+                text = self._echo(i) + answer.content
+                choices.append(_choice(i, text, logprobs, answer.finish_reason))
+        usage = usage_of(answers, num_made)
         return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
+
+    def _best(self, turn: Turn) -> list[int]:
+        """The answers that are choices: those whose tokens were the likeliest on average, the best
+        first; in their order if all are."""
+        made = list(range(len(turn.completions)))
+        if len(made) == self._num_choices:
+            return made
+        return sorted(made, key=lambda i: -_mean_logprob(turn, i))[: self._num_choices]
 
     async def chunks(self) -> AsyncGenerator[Event]:
         options = self._request.stream_options
@@ -151,26 +222,46 @@ class _Answers:
         return CompletionLogprobs(offset=len(self._echo(index)))
 
 
-def _texts(request: CompletionRequest) -> list[str]:
+def _prompts(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
     """The prompts of the request."""
     if request.logprobs is not None and request.echo:
         text = "log probabilities of an echoed prompt are not supported"
         raise UnsupportedField(text, param="echo")
     if request.suffix:
         raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
-    if (request.best_of or 1) > (request.n or 1):
-        raise UnsupportedField("`best_of` must not be more than `n`", param="best_of")
-    if request.echo and request.parrot is not None and request.parrot.inputs:
-        raise UnsupportedField("a prompt with variables cannot be echoed", param="echo")
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise UnsupportedField("give the prompt as text, not as token ids", param="prompt")
-    if request.parrot is not None and len(texts) > 1:
-        raise UnsupportedField("a prompt with `parrot` fields comes alone", param="prompt")
-    if not all(texts) or not texts:
+    _check_best_of(request)
+    given: Any = request.prompt
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts: list[str | list[int]] = [given] if is_one else given
+    if not all(prompts) or not prompts:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    return texts
+    if request.parrot is not None:
+        if len(prompts) > 1 or not isinstance(prompts[0], str):
+            text = "a prompt with `parrot` fields is one text"
+            raise UnsupportedField(text, param="prompt")
+        if request.echo and request.parrot.inputs:
+            raise UnsupportedField("a prompt with variables cannot be echoed", param="echo")
+    return prompts
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    if request.best_of is None:
+        return
+    if request.best_of < request.num_choices:
+        raise InvalidRequest("`best_of` must not be less than `n`", param="best_of")
+    if request.best_of > request.num_choices:
+        if request.stream:
+            raise InvalidRequest("the best of many answers is not streamed", param="best_of")
+        if request.parrot is not None:
+            raise UnsupportedField("`parrot` fields want all answers", param="best_of")
+
+
+def _mean_logprob(turn: Turn, choice: int) -> float:
+    """Of the tokens of an answer; an empty one comes last."""
+    found = turn.logprobs(choice)
+    if found is None or not len(found):
+        return -math.inf
+    return math.fsum(found.values[:: found.width]) / len(found)
 
 
 def _choice(

@@ -246,10 +246,10 @@ class GenerationFields(CommonFields):
         return found
 
     def samplings(
-        self, max_tokens: int | None, logprobs: int | None = None
+        self, max_tokens: int | None, logprobs: int | None = None, *, count: int | None = None
     ) -> list[SamplingConfig]:
-        """One for each choice; seeded choices differ in their seeds. `logprobs`: of so many likely
-        tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
+        """One for each choice, or so many; seeded ones differ in their seeds. `logprobs`: of so
+        many likely tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -266,7 +266,8 @@ class GenerationFields(CommonFields):
             "logprobs": logprobs,
         }
         given |= self._constraint()
-        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n or 1)]
+        count = self.n or 1 if count is None else count
+        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(count)]
         return [
             parse_payload(
                 SamplingConfig,
