@@ -83,6 +83,20 @@ def ping(core: CoreOption = DEFAULT_CORE) -> None:
 
 
 @app.command()
+def page(
+    core: CoreOption = DEFAULT_CORE,
+    config_path: Annotated[
+        Path | None,
+        typer.Option("--config_path", help="ServeCore's config file, if it has its own token."),
+    ] = None,
+) -> None:
+    """Print the address of the page that shows a running ServeCore, with the key to it."""
+    from parrot.cli.run import show_page_address
+
+    show_page_address(core, config_path)
+
+
+@app.command()
 def demo(
     file: Annotated[
         Path | None, typer.Argument(help="A UTF-8 text; default: Parrot's architecture page.")

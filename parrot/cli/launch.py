@@ -10,6 +10,7 @@ from rich.table import Table
 from parrot.cli.cluster_configs import read_configs
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cluster import Cluster, ClusterError
+from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError
 
 
@@ -24,6 +25,9 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
     with orderly_exit(), running(cluster):
         OUT.print(_table(cluster))
         OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
+        if cluster.configs["core"].get("page", True):
+            address = page_url(cluster.core_url, cluster.cluster_token)
+            OUT.print(f"Look at it: {address}", soft_wrap=True)
         fail(cluster.supervise(warn).death_message())
 
 

@@ -1,4 +1,4 @@
-"""`parrot run` and `parrot ping`: with a ServeCore at an address."""
+"""`parrot run`, `parrot ping` and `parrot page`: with a ServeCore at an address."""
 
 import subprocess
 import sys
@@ -15,7 +15,11 @@ from parrot.cli.console import OUT, fail, orderly_exit
 from parrot.cli.launch import running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
+from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.public import EngineStatus, ReadyResponse
+from parrot.serve.config import CoreConfig
+from parrot.serve.page.visitors import page_url
+from parrot.utils.config import ConfigError, load_config
 
 
 def run_program(program: Path, args: list[str], core: str, embedded: bool) -> None:
@@ -51,6 +55,19 @@ def show_health(core: str) -> None:
     OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms; {ready.num_queued} queued")
     OUT.print(engine_table(ready.engines) if ready.engines else "no engine is registered")
     sys.exit(0 if ready.engines else 1)
+
+
+def show_page_address(core: str, config_path: Path | None) -> None:
+    """The key is made of the cluster token: that of the config, or of this user's file."""
+    try:
+        config = CoreConfig() if config_path is None else load_config(CoreConfig, config_path)
+        token = config.cluster_token or kept_token(config.state_dir)
+    except ConfigError as error:
+        fail(str(error))
+    host, port = host_and_port(core)
+    if ask(host, port, "/health", timeout_s=5.0) is None:
+        fail(f"no ServeCore answers at {core}: start one with `parrot launch`, or name it (--core)")
+    OUT.print(page_url(core, token), soft_wrap=True)
 
 
 def engine_table(engines: list[EngineStatus]) -> Table:

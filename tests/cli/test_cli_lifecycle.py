@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,6 +166,17 @@ def start_launch(env: dict[str, str], folder: Path, configs: list[str]) -> Comma
     return command
 
 
+def lets_in(page: str) -> bool:
+    """Whether the key in the page's address is right."""
+    address, _, key = page.partition("#key=")
+    body = json.dumps({"key": key}).encode()
+    request = urllib.request.Request(
+        f"{address}api/enter", body, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return response.status == 200
+
+
 def test_launch_until_a_signal(
     mark: dict[str, str], tmp_path: Path, configs: tuple[list[str], int]
 ) -> None:
@@ -173,6 +185,8 @@ def test_launch_until_a_signal(
     answer = ask("localhost", port, "/ready")
     assert answer is not None
     assert {e["engine_name"] for e in answer[1]["engines"]} == {"engine-0", "engine-1"}
+    launch.read_until("#key=")
+    assert lets_in(launch.output.split("Look at it: ")[1].split()[0])
     launch.popen.send_signal(signal.SIGTERM)
     assert launch.end() == 128 + signal.SIGTERM
     assert {p.name for p in (tmp_path / "logs").glob("*.log")} == {

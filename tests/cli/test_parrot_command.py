@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.cluster.ports import free_port
+from parrot.protocol.gate.cluster_token import kept_token
+from parrot.serve.page.visitors import page_key
 
 READY = {
     "num_queued": 3,
@@ -82,7 +84,7 @@ def test_help_lists_the_commands_and_loads_little() -> None:
     result = subprocess.run(
         [sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True
     )
-    for command in ("serve", "engine", "launch", "run", "ping", "demo"):
+    for command in ("serve", "engine", "launch", "run", "ping", "page", "demo"):
         assert f" {command} " in result.stdout
     loaded = set(result.stdout.split())
     assert not loaded & {"torch", "transformers", "fastapi", "aiohttp", "matplotlib", "pydantic"}
@@ -100,6 +102,15 @@ def test_ping(core: ThreadingHTTPServer) -> None:
     assert result.returncode == 0, result.stderr
     assert "3 queued" in result.stdout
     assert "first" in result.stdout
+
+
+def test_page_prints_an_address_that_lets_its_user_in(core: ThreadingHTTPServer) -> None:
+    result = parrot("page", "--core", url(core))
+    token = kept_token(None)
+    assert result.stdout == f"{url(core)}/ui/#key={page_key(token)}\n"
+    missing = parrot("page", "--core", nobody())
+    assert missing.returncode == 1
+    assert "parrot launch" in missing.stderr
 
 
 def test_ping_without_engines_or_core(core: ThreadingHTTPServer) -> None:

@@ -23,6 +23,12 @@ def page_key(cluster_token: str) -> str:
     ).hexdigest()
 
 
+def page_url(core_url: str, cluster_token: str | None) -> str:
+    """The address that lets an operator in; without a token nobody is asked for a key."""
+    key = "" if cluster_token is None else f"#key={page_key(cluster_token)}"
+    return f"{core_url.rstrip('/')}/ui/{key}"
+
+
 class Visitor(NamedTuple):
     """`tenant`: whose sessions they see; None: everybody's. `sees_values`: prompts and values,
     too."""

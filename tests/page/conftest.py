@@ -1,0 +1,88 @@
+"""A real browser in front of a served core."""
+
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.graph.nodes import Task
+from parrot.serve.page.visitors import page_key
+from tests.serve.test_serve_http import Site, open_site
+
+TOKEN = "inside"
+
+
+@dataclass
+class Visit:
+    """One open page, and everything that went wrong in it."""
+
+    site: Site
+    page: Page
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return str(self.site.http._base_url).rstrip("/")
+
+    def listen(self) -> None:
+        """Note from now on what goes wrong, and what is asked for."""
+
+        def heard(message: ConsoleMessage) -> None:
+            if message.type in ("error", "warning"):
+                self.errors.append(message.text)
+
+        self.page.on("console", heard)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
+
+    async def open(self, view: str = "") -> None:
+        await self.page.goto(f"{self.url}/ui/#key={page_key(TOKEN)}")
+        await self.page.wait_for_selector("header")
+        if view:
+            await self.page.goto(f"{self.url}/ui/#/{view}")
+
+    async def text(self, selector: str) -> str:
+        return await self.page.inner_text(selector)
+
+    async def wait_text(self, selector: str, text: str) -> None:
+        """Wait until an element has the text."""
+        await self.page.locator(selector, has_text=text).first.wait_for(timeout=20_000)
+
+    def started(self, output: str) -> Task:
+        """The started task that makes this output."""
+        (task,) = (t for t in self.site.dispatcher.started if t.outputs[0].name == output)
+        return task
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        await browser.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def visit(browser: Browser) -> AsyncIterator[Visit]:
+    """A page of a core whose completions the test finishes. At the end nothing may have gone wrong
+    in the browser, and nothing been asked of anyone but the core."""
+    async for site in open_site(CoreConfig(cluster_token=TOKEN)):
+        context = await browser.new_context(viewport={"width": 1280, "height": 900})
+        visit = Visit(site, await context.new_page())
+        visit.listen()
+        yield visit
+        await context.close()
+        assert visit.errors == []
+        assert all(url.startswith(visit.url) for url in visit.requests), visit.requests
+        site.core.check_integrity()

@@ -1,0 +1,33 @@
+"""The page's files are what its sources give."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STATIC = ROOT / "parrot/serve/page/static"
+_MAX_GZIP = 150_000  # bytes
+
+
+def test_the_committed_files_are_what_the_sources_give(tmp_path: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("needs npm: apt-get install npm")
+    # In a copy, whose place is the same to its other files.
+    ui, static = tmp_path / "ui", tmp_path / "parrot/serve/page/static"
+    shutil.copytree(ROOT / "ui", ui, ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(STATIC, static)
+    for command in (["ci", "--no-audit", "--no-fund"], ["run", "check"]):
+        done = subprocess.run(
+            [npm, *command], cwd=ui, capture_output=True, text=True, check=False, timeout=110
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_files_are_small() -> None:
+    import gzip
+
+    sizes = {path.name: len(gzip.compress(path.read_bytes())) for path in STATIC.iterdir()}
+    assert sum(sizes.values()) <= _MAX_GZIP, sizes

@@ -1,0 +1,245 @@
+"""The page in a real browser."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+
+from tests.page.conftest import Visit
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
+
+ATTACKS = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '"><svg/onload=alert(1)>',
+    "javascript:alert(1)",
+    "<iframe srcdoc='<script>parent.alert(1)</script>'></iframe>",
+    "</pre><style>*{display:none}</style>",
+    "{{constructor.constructor('alert(1)')()}}",
+    "<a href='javascript:alert(1)'>x</a>",
+    "&lt;script&gt;alert(1)&lt;/script&gt;",
+    "\u202ereversed\u2028line",
+]
+
+
+def part(name: str, **binding: Any) -> dict[str, Any]:
+    return {"name": name, **binding}
+
+
+async def submit_map(visit: Visit, width: int, *, equal: bool = True) -> dict[str, Any]:
+    """A map of `width` calls and their reduction. Returns the answer of the graph request."""
+    calls: list[dict[str, Any]] = [
+        {
+            "template": "Summarize {{part}}: {{summary}}",
+            "func_name": "summarize" if equal else f"summarize_{i}",
+            "parameters": [
+                part("part", value=f"part {i}"),
+                part("summary", is_output=True, var=f"s{i}"),
+            ],
+        }
+        for i in range(width)
+    ]
+    for start in range(0, width, 250):
+        taken = range(start, min(width, start + 250))
+        names = [f"p{i}" for i in taken]
+        template = "Join: " + " ".join(f"{{{{{name}}}}}" for name in names) + "{{joined}}"
+        calls.append(
+            {
+                "template": template,
+                "func_name": "join",
+                "parameters": [
+                    *(part(name, var=f"s{i}") for name, i in zip(names, taken, strict=True)),
+                    part("joined", is_output=True, var=f"joined{start}"),
+                ],
+            }
+        )
+    answer: dict[str, Any] = {}
+    scope: dict[str, Any] = {"session": {"apps": ["map and join"]}}
+    for start in range(0, len(calls), 500):
+        request = {"calls": calls[start : start + 500], **scope}
+        variables = [{"name": name, "content": "x"} for name in _missing(request["calls"])]
+        answer = await visit.site.post("/v1/semantic_graph", request | {"variables": variables})
+        if "session" in scope:
+            scope = {key: answer[key] for key in ("session_id", "session_auth")}
+            first = answer
+    return first | {"variables": first["variables"] | answer["variables"]}
+
+
+def _missing(calls: list[dict[str, Any]]) -> set[str]:
+    """Names that these calls take and none of them makes."""
+    bound = [p for call in calls for p in call["parameters"] if "var" in p]
+    made = {p["var"] for p in bound if p.get("is_output")}
+    return {p["var"] for p in bound} - made
+
+
+async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
+    graph = await submit_map(visit, 3)
+    read = asyncio.create_task(
+        visit.site.get(
+            f"/v1/semantic_var/{graph['variables']['joined0']}",
+            session_id=graph["session_id"],
+            session_auth=graph["session_auth"],
+        )
+    )
+    await visit.site.started(3)
+    await visit.open()
+    await visit.wait_text("td", "map and join")
+    await visit.page.click("text=map and join")
+    await visit.wait_text(".node.queued", "summarize")
+    assert await visit.page.locator(".node").count() == 4
+    await visit.page.locator(".node", has_text="join").click()
+    await visit.wait_text("aside", "Waits for summarize")
+
+    (writing,) = (
+        t for t in visit.site.dispatcher.started if t.outputs[0].id == graph["variables"]["s1"]
+    )
+    writing.outputs[0].append("Once upon")
+    await visit.page.goto(f"{visit.url}/ui/#/session/{graph['session_id']}/{writing.outputs[0].id}")
+    await visit.wait_text("pre.value", "Once upon")
+    writing.outputs[0].append(" a time")
+    await visit.wait_text("pre.value", "Once upon a time")
+    for task in list(visit.site.dispatcher.started):
+        visit.site.dispatcher.finish(task, "Once upon a time")
+    await visit.site.started(1)
+    visit.site.dispatcher.finish(visit.site.dispatcher.started[0], "The end")
+    assert (await read)["content"] == "The end"
+    await visit.page.locator(".node.done", has_text="join").click()
+    await visit.wait_text("pre.value", "The end")
+    await visit.wait_text("pre.prompt", "Join: ")
+    assert await visit.page.locator(".node.done").count() == 4
+    assert await visit.page.locator(".bar.done").count() == 4
+    await visit.page.locator("pre.prompt .link").first.click()
+    await visit.wait_text("pre.value", "Once upon a time")
+
+
+async def test_a_hundred_equal_calls_are_one_node(visit: Visit) -> None:
+    graph = await submit_map(visit, 100)
+    await visit.open(f"session/{graph['session_id']}")
+    await visit.wait_text(".node", "summarize \u00d7100")
+    assert await visit.page.locator(".node").count() == 2
+    await visit.page.locator(".node", has_text="\u00d7100").click()
+    assert await visit.page.locator(".members").first.locator("li").count() == 100
+
+
+async def test_a_thousand_different_calls_are_drawn(visit: Visit) -> None:
+    graph = await submit_map(visit, 1000, equal=False)
+    await visit.open(f"session/{graph['session_id']}")
+    await visit.page.locator(".node").nth(1003).wait_for()
+    assert await visit.page.locator(".node").count() == 1004
+
+
+async def test_texts_stay_texts(visit: Visit) -> None:
+    site = visit.site
+    scope = await site.post("/v1/session", {"apps": ATTACKS})
+    names = []
+    for attack in ATTACKS:
+        body = scope | {"var_name": attack, "content": attack}
+        names.append((await site.post("/v1/semantic_var", body))["var_id"])
+    body = scope | {
+        "template": f"{''.join(ATTACKS).replace('{{', '')} {{{{out}}}}",
+        "func_name": ATTACKS[0],
+        "parameters": [{"name": "out", "is_output": True}],
+    }
+    output = (await site.post("/v1/semantic_call", body))["param_info"][0]["var_id"]
+    await visit.open()
+    await visit.wait_text("td", ATTACKS[0])
+    for attack, var_id in zip(ATTACKS, names, strict=True):
+        await visit.page.goto(f"{visit.url}/ui/#/session/{scope['session_id']}/{var_id}")
+        await visit.page.locator("aside h2", has_text=attack[:8].strip()).first.wait_for()
+        shown = await visit.page.locator("pre.value").text_content()
+        assert shown == attack
+    await visit.page.goto(f"{visit.url}/ui/#/session/{scope['session_id']}/{output}")
+    await visit.wait_text("pre.prompt", ATTACKS[0])
+    assert await visit.page.locator("script").count() == 1
+    assert await visit.page.locator("img, iframe, style, pre a").count() == 0
+
+
+async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> None:
+    scope = await visit.site.session()
+    await visit.open(f"session/{scope['session_id']}")
+    await visit.wait_text("h1", "Session")
+    await visit.page.context.set_offline(True)
+    for name in ("one", "two"):
+        await visit.site.call(scope, name)
+    await visit.page.context.set_offline(False)
+    await visit.site.call(scope, "three")
+    await visit.page.locator(".node").nth(2).wait_for(timeout=20_000)
+    assert await visit.page.locator(".node").count() == 3
+    visit.errors.clear()  # the browser's own, of the lost connection
+
+
+async def test_the_key_is_asked_for_and_does_not_stay_in_the_address(visit: Visit) -> None:
+    await visit.page.goto(f"{visit.url}/ui/")
+    await visit.page.fill("#key", "wrong")
+    await visit.page.click("text=Enter")
+    await visit.wait_text("[role=alert]", "not the key")
+    assert {e for e in visit.errors if "401" not in e} == set()
+    visit.errors.clear()
+    await visit.open()
+    assert "key" not in await visit.page.evaluate("location.href")
+    await visit.page.click("text=Leave")
+    await visit.page.wait_for_selector("#key")
+
+
+async def test_sessions_are_ended_and_calls_cancelled(visit: Visit) -> None:
+    scope = await visit.site.session()
+    output = await visit.site.call(scope, "out")
+    read = asyncio.create_task(visit.site.send("GET", f"/v1/semantic_var/{output}", params=scope))
+    await visit.site.started(1)
+    await visit.open(f"session/{scope['session_id']}/{output}")
+    await visit.page.click("text=Cancel this call")
+    await visit.wait_text(".node.cancelled", "")
+    assert (await read)[0] == 499
+    await visit.page.click("text=Overview")
+    await visit.page.click("td >> text=End")
+    await visit.wait_text("p", "No session is live")
+
+
+async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> None:
+    await visit.open("playground")
+    await visit.wait_text(".code", "P.semantic_function")
+    source = await visit.page.locator(".code").text_content()
+    compile(source or "", "playground.py", "exec")
+    await visit.page.click("button.main")
+    await visit.site.started(1)
+    first = visit.started("animals")
+    first.outputs[0].append("monkeys,")
+    await visit.wait_text("pre.value", "monkeys,")
+    visit.site.dispatcher.finish(first, "monkeys, parrots and frogs")
+    await visit.site.started(1)
+    visit.site.dispatcher.finish(visit.started("choice"), "the parrot")
+    await visit.wait_text("pre.value", "the parrot")
+    await visit.page.click("text=as a graph")
+    await visit.wait_text(".node.done", "make_choice")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
+    await visit.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    graph = await submit_map(visit, 3)
+    output = graph["variables"]["joined0"]
+    await visit.open()
+    views = ["", f"session/{graph['session_id']}/{output}", "playground"]
+    for view in views:
+        await visit.page.goto(f"{visit.url}/ui/#/{view}")
+        await visit.page.wait_for_selector("pre" if view else "main h2")
+        result = await Axe().run(visit.page)
+        serious = [
+            (found["id"], [node["html"][:120] for node in found["nodes"]])
+            for found in result.response["violations"]
+            if found["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], view
+
+
+async def test_it_fits_a_phone(visit: Visit) -> None:
+    await visit.page.set_viewport_size({"width": 375, "height": 720})
+    graph = await submit_map(visit, 8)
+    await visit.open()
+    for view in ("", f"session/{graph['session_id']}/{graph['variables']['s1']}", "playground"):
+        await visit.page.goto(f"{visit.url}/ui/#/{view}")
+        await visit.page.wait_for_selector("main h1, main h2")
+        widths = await visit.page.evaluate("[document.body.scrollWidth, innerWidth]")
+        assert widths[0] <= widths[1], view

@@ -1,0 +1,90 @@
+// The page: who looks, and which view of the service the address names.
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { post, useVisitor } from "./api.js";
+import { Overview } from "./overview.jsx";
+import { Playground } from "./playground.jsx";
+import { SessionView } from "./session.jsx";
+import "./style.css";
+
+/** The parts of the address behind `#/`. */
+function useRoute() {
+  const parts = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean);
+  const [route, setRoute] = useState(parts);
+  useEffect(() => {
+    const follow = () => setRoute(parts());
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+  return route;
+}
+
+function Page() {
+  const [visitor, enter] = useVisitor();
+  const [view, ...args] = useRoute();
+  if (visitor === undefined) return null;
+  if (visitor === null) return <Entry enter={enter} />;
+  return (
+    <>
+      <header>
+        <a class="brand" href="#/">
+          Parrot
+        </a>
+        <nav aria-label="Views">
+          <a href="#/" aria-current={view === undefined ? "page" : undefined}>
+            Overview
+          </a>
+          <a href="#/playground" aria-current={view === "playground" ? "page" : undefined}>
+            Playground
+          </a>
+        </nav>
+        <span class="visitor">
+          {visitor.tenant === null ? "operator" : `tenant ${visitor.tenant}`}
+          <button class="quiet" onClick={() => post("leave").then(() => enter(null))}>
+            Leave
+          </button>
+        </span>
+      </header>
+      <main>
+        {view === "session" ? (
+          <SessionView key={args[0]} id={args[0]} shown={args[1]} />
+        ) : view === "playground" ? (
+          <Playground />
+        ) : (
+          <Overview />
+        )}
+      </main>
+    </>
+  );
+}
+
+function Entry({ enter }) {
+  const [key, setKey] = useState("");
+  const [error, setError] = useState("");
+  const submit = (event) => {
+    event.preventDefault();
+    post("enter", { key: key.trim() }).then(enter, (failure) => setError(failure.message));
+  };
+  return (
+    <main class="entry">
+      <h1>Parrot</h1>
+      <form onSubmit={submit}>
+        <label for="key">Key of the page, or an API key</label>
+        <input
+          id="key"
+          type="password"
+          autocomplete="current-password"
+          value={key}
+          onInput={(event) => setKey(event.target.value)}
+        />
+        <button>Enter</button>
+        <p role="alert">{error}</p>
+      </form>
+      <p class="hint">
+        <code>parrot page</code>, on the machine of the service, prints the address with its key.
+      </p>
+    </main>
+  );
+}
+
+render(<Page />, document.body);

@@ -1,0 +1,143 @@
+// The service at a glance: engines, and sessions with their work.
+import { post, useFeed } from "./api.js";
+import { Age, Notice, count, seconds, share } from "./format.jsx";
+
+const rowsOf = (rows, kind) =>
+  [...rows].filter(([key]) => key.startsWith(`${kind}:`)).map(([, row]) => row);
+
+export function Overview() {
+  const feed = useFeed("overview");
+  const service = feed.rows.get("service");
+  const sessions = rowsOf(feed.rows, "session").sort((a, b) => b.created_at - a.created_at);
+  return (
+    <>
+      <Notice feed={feed} />
+      <section>
+        <h2>Engines</h2>
+        <Engines engines={rowsOf(feed.rows, "engine")} />
+        {service && (
+          <p>
+            {service.queued} {service.queued === 1 ? "call waits" : "calls wait"} for an engine.
+          </p>
+        )}
+      </section>
+      <section>
+        <h2>Sessions</h2>
+        <Sessions sessions={sessions} />
+      </section>
+    </>
+  );
+}
+
+function Engines({ engines }) {
+  if (!engines.length) return <p class="hint">No engine has registered yet.</p>;
+  return (
+    <div class="scroll" tabindex="0" role="region" aria-label="Engines">
+      <table>
+        <thead>
+          <tr>
+            <th>Engine</th>
+            <th>Model</th>
+            <th class="number">Running</th>
+            <th>KV room</th>
+            <th class="number">Step</th>
+            <th class="number" title="Prompt tokens that were cached">
+              Cached
+            </th>
+            <th class="number" title="Prompt tokens computed although they were cached once">
+              Recomputed
+            </th>
+          </tr>
+        </thead>
+        <tbody>
+          {engines.map((engine) => (
+            <tr key={engine.engine_id}>
+              <td>{engine.engine_name}</td>
+              <td>{engine.model}</td>
+              <td class="number">{engine.num_running}</td>
+              <td>
+                {engine.blocks > 0 && (
+                  <>
+                    <meter
+                      min="0"
+                      max={engine.blocks}
+                      value={engine.blocks - engine.free_blocks}
+                      aria-label="KV blocks in use"
+                    />{" "}
+                    {share(engine.blocks - engine.free_blocks, engine.blocks)}
+                  </>
+                )}
+              </td>
+              <td class="number">{engine.step_ms > 0 && seconds(engine.step_ms / 1000)}</td>
+              <td class="number">{count(engine.hit_tokens)}</td>
+              <td class="number">{count(engine.recomputed_tokens)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Sessions({ sessions }) {
+  if (!sessions.length) {
+    return (
+      <p class="hint">
+        No session is live. Run a program, or <a href="#/playground">write a call here</a>.
+      </p>
+    );
+  }
+  return (
+    <div class="scroll" tabindex="0" role="region" aria-label="Sessions">
+      <table>
+        <thead>
+          <tr>
+            <th>Session</th>
+            <th>Tenant</th>
+            <th>Calls</th>
+            <th class="number">Prompt</th>
+            <th class="number">Cached</th>
+            <th class="number">Output</th>
+            <th class="number">Age</th>
+            <th aria-label="Actions" />
+          </tr>
+        </thead>
+        <tbody>
+          {sessions.map((session) => (
+            <tr key={session.id}>
+              <td>
+                <a href={`#/session/${session.id}`}>{session.apps.join(", ") || session.id}</a>
+              </td>
+              <td>{session.tenant}</td>
+              <td>
+                <Progress session={session} />
+              </td>
+              <td class="number">{count(session.prompt_tokens)}</td>
+              <td class="number">{share(session.cached_tokens, session.prompt_tokens)}</td>
+              <td class="number">{count(session.output_tokens)}</td>
+              <td class="number">
+                <Age since={session.created_at} />
+              </td>
+              <td>
+                <button class="quiet" onClick={() => post(`sessions/${session.id}/end`)}>
+                  End
+                </button>
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Progress({ session }) {
+  const failed = session.failed + session.cancelled;
+  return (
+    <>
+      {session.done} of {session.calls}
+      {session.running > 0 && <span class="state running">{session.running} running</span>}
+      {failed > 0 && <span class="state failed">{failed} failed</span>}
+    </>
+  );
+}

@@ -1,0 +1,61 @@
+// A variable: its value as it grows, the prompt that makes it, and why it failed.
+import { useFeed } from "./api.js";
+import { Notice, State, count } from "./format.jsx";
+
+export function Variable({ session, id, rows, show }) {
+  const feed = useFeed(`sessions/${session}/vars/${id}`);
+  const row = feed.rows.get("var");
+  const call = feed.rows.get("call");
+  if (!row) return <Notice feed={feed} />;
+  const pieces = [...feed.rows].filter(([key]) => key.startsWith("text:"));
+  const text = pieces
+    .sort(([a], [b]) => a.slice(5) - b.slice(5))
+    .map(([, piece]) => piece.text)
+    .join("");
+  const isHidden = row.chars > 0 && !text;
+  return (
+    <section>
+      <Notice feed={feed} />
+      <h2>
+        {row.name} <State state={row.state} />
+      </h2>
+      {row.errors?.map((error, i) => (
+        <p class="notice" key={i}>
+          {i > 0 && "because of "}
+          <b>{error.type}</b>: {error.message}
+        </p>
+      ))}
+      {isHidden ? (
+        <p class="hint">{count(row.chars)} characters, which only their tenant may read.</p>
+      ) : (
+        <pre class="value" role="region" tabindex="0" aria-label={`Value of ${row.name}`}>
+          {text}
+        </pre>
+      )}
+      {call?.prompt && (
+        <>
+          <h3>Prompt</h3>
+          <pre class="prompt" role="region" tabindex="0" aria-label="Prompt">
+            {call.prompt.map((piece, i) =>
+              piece.text === undefined ? (
+                <button class="link" key={i} onClick={() => show(piece.var)}>
+                  {`{{${piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "earlier output"}}}`}
+                </button>
+              ) : (
+                <span key={i}>{piece.text}</span>
+              ),
+            )}
+          </pre>
+        </>
+      )}
+      {call?.source && (
+        <>
+          <h3>Native function</h3>
+          <pre class="prompt" role="region" tabindex="0" aria-label="Source">
+            {call.source}
+          </pre>
+        </>
+      )}
+    </section>
+  );
+}
