@@ -22,6 +22,11 @@ _NUM_RENDERED = 16  # turns; the markup of later turns is that of the sixteenth
 # Marks for training that some templates have; they print nothing.
 _GENERATION_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _DICT_NAMES = frozenset(dir(dict))
+_SYSTEM_SOMEWHERE = (
+    ("system", "system", "user"),
+    ("user", "system"),
+    ("system", "user", "assistant", "system", "user"),
+)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -77,6 +82,17 @@ class ChatTemplate:
         """The template strips white space at the edges of the user's messages."""
         content = f"\v{sentinel()}\v"  # no template has vertical tabs of its own
         return content not in self.render([_message("user", content)])
+
+    @cached_property
+    def takes_system_anywhere(self) -> bool:
+        """The template shows system messages wherever they stand, as messages of their own."""
+        try:
+            for roles in _SYSTEM_SOMEWHERE:
+                marks = [sentinel() for _ in roles]
+                _split(self.render(list(map(_message, roles, marks))), marks)
+        except InvalidRequest:
+            return False
+        return True
 
     def _render(self, num_turns: int, has_system: bool = False) -> tuple[str, ...]:
         roles = ["system"] * has_system + (["user", "assistant"] * num_turns)[:-1]

@@ -14,7 +14,7 @@ from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
-from parrot.serve.prompts.transcript import Message, render_transcript
+from parrot.serve.prompts.transcript import Message, render_transcript, with_system_first
 
 FindTokenizer = Callable[[str], ModelTokenizer | None]
 """The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
@@ -38,6 +38,8 @@ def prompt_pieces(
     if tokenizer.chat is None:
         raise UnsupportedField(f"model `{model}` has no chat template", param="model")
     special = tokenizer.encoder.special_texts
+    if not tokenizer.chat.takes_system_anywhere:
+        prompt = with_system_first(prompt)
     return render_transcript(tokenizer.chat, prompt, special_texts=special, **options)
 
 

@@ -23,6 +23,40 @@ Message = Mapping[str, Any]
 """A message as chat templates take it: `role`, `content`, and perhaps `tool_calls`, `name`, ..."""
 
 
+def with_system_first(messages: Sequence[Message]) -> list[Message]:
+    """The messages for a template that takes one system message, before all others: those that
+    begin the conversation are one, and any later one is a part of the user's message before it, or
+    else of the one behind it. So the text of a conversation that goes on begins as it did.
+
+    system A, system B, user C, system D, assistant E, system F, user G
+    system A B,         user C D,         assistant E, user F G"""
+    placed: list[Message] = []
+    is_begun = is_open = (
+        False  # a message that is no system message came; the last takes what follows
+    )
+    for message in messages:
+        is_system = message.get("role") == "system"
+        is_begun = is_begun or not is_system
+        if not is_begun:
+            _append(placed, message, is_joined=bool(placed))
+            continue
+        shown = {**message, "role": "user"} if is_system else message
+        before = placed[-1].get("role") if placed else None
+        is_joined = before == "user" == shown.get("role") and (is_system or is_open)
+        _append(placed, shown, is_joined=is_joined)
+        is_open = is_system and (is_open or not is_joined)
+    return placed
+
+
+def _append(placed: list[Message], message: Message, *, is_joined: bool) -> None:
+    """As a message of its own, or `is_joined` to the last one."""
+    if is_joined:
+        text = f"{_text(placed[-1])}\n\n{_text(message)}"
+        placed[-1] = {**placed[-1], "content": text}
+    else:
+        placed.append(message)
+
+
 def render_transcript(
     template: ChatTemplate,
     messages: Sequence[Message],

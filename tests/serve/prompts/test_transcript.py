@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.chat import ChatTemplate
-from parrot.serve.prompts.transcript import render_transcript
+from parrot.serve.prompts.transcript import render_transcript, with_system_first
 from tests.serve.prompts.test_chat_prompts import TEMPLATES
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
@@ -195,3 +195,57 @@ def test_a_template_that_changes_messages_shows_them_as_markup() -> None:
 def test_an_earlier_answer_loses_its_reasoning() -> None:
     messages = [user("a"), {"role": "assistant", "content": "hm</think>\n\nB"}, user("c")]
     assert ("output", "B") in told(HERMES, messages)
+
+
+def conversation(spoken: str) -> list[dict[str, Any]]:
+    """`"sA uB aC"`: the roles' first letters, and the texts."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[word[0]], "content": word[1:]} for word in spoken.split()]
+
+
+@pytest.mark.parametrize(
+    ("spoken", "shown"),
+    [
+        ("sA uB aC", [("system", "A"), ("user", "B"), ("assistant", "C")]),
+        ("sA sB uC", [("system", "A\n\nB"), ("user", "C")]),
+        ("uA sB", [("user", "A\n\nB")]),
+        ("uA sB sC uD", [("user", "A\n\nB\n\nC"), ("user", "D")]),
+        ("uA aB sC uD", [("user", "A"), ("assistant", "B"), ("user", "C\n\nD")]),
+        ("uA aB sC sD", [("user", "A"), ("assistant", "B"), ("user", "C\n\nD")]),
+        ("uA uB", [("user", "A"), ("user", "B")]),
+        ("uA tB sC", [("user", "A"), ("tool", "B"), ("user", "C")]),
+        ("sA", [("system", "A")]),
+        ("", []),
+    ],
+)
+def test_system_messages_that_come_late(spoken: str, shown: list[tuple[str, str]]) -> None:
+    placed = with_system_first(conversation(spoken))
+    assert [(message["role"], message["content"]) for message in placed] == shown
+
+
+TURN = st.lists(st.sampled_from("sut"), max_size=3)
+
+
+@given(turns=st.lists(TURN, min_size=1, max_size=4))
+def test_a_conversation_that_goes_on_begins_as_it_did(turns: list[list[str]]) -> None:
+    """Nothing is lost, nothing changes its place, and answers leave what was before them alone."""
+    spoken: list[str] = []
+    before: list[Any] = []
+    for turn in turns:
+        spoken += [f"{role}{len(spoken) + i}" for i, role in enumerate(turn)]
+        placed = with_system_first(conversation(" ".join(spoken)))
+        assert placed[: len(before)] == before
+        assert all(message["role"] != "system" for message in placed[1:])
+        assert "\n\n".join(message["content"] for message in placed) == "\n\n".join(
+            word[1:] for word in spoken
+        )
+        spoken.append(f"a{len(spoken)}")
+        before = [*placed, *conversation(spoken[-1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [("qwen", True), ("llama-3", True), ("smollm2", True), ("hermes", True), ("mistral", False)],
+)
+def test_templates_that_show_system_messages_anywhere(name: str, takes: bool) -> None:
+    assert ChatTemplate(ALL_TEMPLATES[name], BOS, EOS).takes_system_anywhere == takes

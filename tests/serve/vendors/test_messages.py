@@ -57,6 +57,38 @@ async def test_a_message(site: Site) -> None:
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] > usage["output_tokens"] > 0
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}"
+    "{{ raise_exception('the system message comes first') }}{% endif %}{% endif %}"
+    "{{ '<' + m.role + '>' + m.content + '</' + m.role + '>' }}{% endfor %}{{ '<assistant>' }}"
+)
+
+
+async def test_a_system_message_behind_the_first_of_the_user() -> None:
+    """As Claude Code sends one, to a model whose template insists on another order."""
+    engine = fake_engine("e0", model=MODEL, chat_template=ALTERNATING)
+    async with serve(CoreConfig(), engine) as site:
+        engine.script = Script(text=lambda prompt: "Paris, of course.", stop_token=False)
+        messages = [
+            {"role": "user", "content": "Capital?"},
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        ]
+        asked = body(*messages, system="You know.", temperature=0)
+        assert (await site.post(PATH, asked))["content"][0]["text"] == "Paris, of course."
+        begin = "<system>You know.</system><user>Capital?\n\nBe brief.</user><assistant>"
+        assert engine.prompts == [begin]
+        messages += [
+            {"role": "assistant", "content": "Paris, of course."},
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "Spain's?"},
+        ]
+        async with site.http.post(PATH, json=body(*messages, system="You know.")) as response:
+            assert response.headers["x-parrot-prefix"] == "continued"
+        assert engine.prompts[1] == (
+            begin + "Paris, of course.</assistant><user>Be kind.\n\nSpain's?</user><assistant>"
+        )
+
+
 async def test_the_stop_sequence_that_ended_the_text(site: Site) -> None:
     """Also of the same message again, which is not computed again."""
     site.engine.script = Script(text=lambda prompt: "Paris", stop_string="\n\n")
