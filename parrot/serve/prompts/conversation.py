@@ -1,7 +1,8 @@
 """A model's way with conversations: how it is shown one, and how its answers call tools."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -15,6 +16,10 @@ from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
 from parrot.serve.prompts.transcript import Message, render_transcript, with_system_first
+
+_PART = 4096  # characters
+# Tokens of all families end behind such a newline.
+_CUT = re.compile(r"(?<=\S)\n(?=[^\W_])")
 
 FindTokenizer = Callable[[str], ModelTokenizer | None]
 """The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
@@ -32,7 +37,7 @@ def prompt_pieces(
     """The pieces of plain text, or of messages that the chat template renders with `options`.
     Raises `UnsupportedField` if the model has no chat template, and `InvalidRequest`."""
     if isinstance(prompt, str):
-        return [TextPiece(prompt)]
+        return list(map(TextPiece, _parts(prompt)))
     if tokenizer is None:
         return render_transcript(PLAIN_CHAT, prompt)
     if tokenizer.chat is None:
@@ -41,6 +46,16 @@ def prompt_pieces(
     if not tokenizer.chat.takes_system_anywhere:
         prompt = with_system_first(prompt)
     return render_transcript(tokenizer.chat, prompt, special_texts=special, **options)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A long text in parts, so that the next prompt that begins with it shares its tokens and its
+    KV. They have the same tokens as the whole."""
+    start = 0
+    while (cut := _CUT.search(text, start + _PART)) is not None:
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
 
 
 async def prompt_tokens(
