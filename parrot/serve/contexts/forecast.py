@@ -20,17 +20,20 @@ after one over their sum.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from parrot.serve.contexts.index import Boundary, Context
 from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.prompts.segments import (
+    Link,
     PrefixHasher,
     Segment,
     extend_key,
     fill_segments,
-    preceding_segments,
+    link_of,
+    preceding,
 )
 
 Forecast = Callable[[], float]
@@ -146,6 +149,7 @@ class ReadyPrefixes:
         self._hasher = hasher or PrefixHasher()
         self._expectations = expectations
         self._waiting: dict[Completion, ReadyPrefix] = {}
+        self._links: WeakKeyDictionary[Completion, Link] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -195,9 +199,16 @@ class ReadyPrefixes:
 
     def _begin(self, completion: Completion, forecast: Forecast) -> ReadyPrefix:
         options = completion.options
-        segments = preceding_segments(completion)
-        keys = list(self._hasher.keys(options.tenant, options.chat, segments))
-        end = keys[-1] if keys else self._hasher.root(options.tenant, options.chat)
+        end = self._hasher.root(options.tenant, options.chat)
+        segments: list[Segment] = []
+        keys: list[bytes] = []
+        for previous in preceding(completion):
+            link = self._links.get(previous)
+            if link is None:
+                link = self._links[previous] = link_of(previous, end)
+            segments += link.segments
+            keys += link.keys
+            end = link.keys[-1]
         return ReadyPrefix(segments, keys, end, forecast)
 
 

@@ -92,9 +92,9 @@ class Turns:
         samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         pieces = prompt_pieces(request.prompt, request.options, request.model, tokenizer)
-        if request.tokens is not None:
-            pieces = [TextPiece(pieces[0].text, PieceKind.TOKENS, request.tokens)]
         text = "".join([piece.text for piece in pieces])
+        if request.tokens is not None:
+            pieces = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
         keys = history_keys(request)
         prompt = _prompt(request, text)
         ending = self._endings.find(keys, text, self._sessions.is_live)

@@ -1,6 +1,7 @@
 """One exchange with an engine: from a placed run to its outcome, and what becomes of the contexts
 that were opened for it."""
 
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from parrot.protocol.engine_api import (
@@ -14,6 +15,7 @@ from parrot.protocol.errors import EngineFailed
 from parrot.serve.contexts.index import Boundary
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
+from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.likelihoods import appended, joined_logprobs, stop_ids_of
 from parrot.serve.execution.request import open_request
 from parrot.serve.execution.run import Attempt, Outcome, Run
@@ -35,12 +37,9 @@ class Exchange:
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
-        chat = run.completion.options.chat
         if not run.text:
             run.stats.logprobs = None
-        parts = await encode_prompt(
-            run.segments, chat, attempt.tokenizer, limit=attempt.engine.max_len
-        )
+        parts = await self._encode(run, attempt)
         if run.text:
             await _resume(run, attempt)
         request = open_request(self._ledger, run, attempt, parts)
@@ -83,6 +82,30 @@ class Exchange:
         if with_parents:
             self._ledger.retire(own, with_ancestors=True)
         self._ledger.unpin(own)
+
+    async def _encode(self, run: Run, attempt: Attempt) -> Sequence[Units]:
+        """An item for each segment of the prompt. Those are empty that the engine has: a long
+        conversation is not looked at again for every turn. Raises as `encode_prompt` does."""
+        engine, tokenizer = attempt.engine, attempt.tokenizer
+        if run.completion.options.chat or tokenizer is None:
+            chat = run.completion.options.chat
+            return await encode_prompt(run.segments, chat, tokenizer, limit=engine.max_len)
+        while True:
+            num_known, num_tokens = self._known(run, engine)
+            missing = await encode_prompt(
+                run.segments[num_known:],
+                False,
+                tokenizer,
+                limit=engine.max_len,
+                num_before=num_tokens,
+            )
+            if self._known(run, engine)[0] >= num_known:  # else it was freed meanwhile
+                return [()] * num_known + missing
+
+    def _known(self, run: Run, engine: Engine) -> tuple[int, int]:
+        """How many of the prompt's segments the engine has, and their tokens."""
+        match = self._ledger.index.match(engine.id, run.keys)
+        return (0, 0) if match is None else (match.num_covered, match.boundary.length)
 
     async def _stream(
         self, run: Run, attempt: Attempt, request: GenerateRequest

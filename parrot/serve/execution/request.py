@@ -22,7 +22,8 @@ def open_request(
     ledger: ContextLedger, run: Run, attempt: Attempt, parts: Sequence[Units]
 ) -> GenerateRequest | None:
     """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
-    per segment. None if nothing may be generated any more. Raises `PromptTooLong`."""
+    per segment, no matter which for those that the engine has. None if nothing may be generated any
+    more. Raises `PromptTooLong`."""
     engine, completion = attempt.engine, run.completion
     prompt = _Prompt(ledger, attempt, parts)
     room = prompt.limit_output()
@@ -122,7 +123,8 @@ class _Prompt:
         options, num_constant = task.completion.options, task.num_constant
         if not options.cache_prefix or num_constant <= self.covered:
             return
-        if sum(map(len, self.parts[:num_constant])) >= self.attempt.engine.info.block_size:
+        length = self.length + sum(map(len, self.parts[self.covered : num_constant]))
+        if length >= self.attempt.engine.info.block_size:
             self.extend(options.tenant, num_constant)
 
     def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> Context:

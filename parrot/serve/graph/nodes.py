@@ -218,7 +218,7 @@ class Node:
             yield from variable.readers
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Completion(Node):
     """One `Fill ... Fill Generate`: the unit of scheduling."""
 

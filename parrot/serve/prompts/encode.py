@@ -23,32 +23,33 @@ async def encode_prompt(
     *,
     limit: int | None = None,
     is_whole: bool = True,
+    num_before: int = 0,
 ) -> list[Units]:
     """One item per segment, chat markup included, of a prompt of less than `limit` tokens (None:
-    any); not `is_whole`: the last question goes on behind them. Does not suspend unless a long text
-    has to be tokenised. Without a tokenizer a chat's turns are plain text: the engine knows no
-    roles.
+    any); not `is_whole`: the last question goes on behind them. `num_before`: tokens of the prompt
+    before these segments, which are no chat then. Does not suspend unless a long text has to be
+    tokenised. Without a tokenizer a chat's turns are plain text: the engine knows no roles.
 
     Raises `UnsupportedField` if the model has no chat template, or if the prompt is of another
     tokenizer's tokens, and `PromptTooLong`, with little work however long it is."""
     limit = _UNLIMITED if limit is None else limit
-    _require_chars(segments, tokenizer, limit)
+    _require_chars(segments, tokenizer, limit - num_before)
     begins_with_tokens = bool(segments) and segments[0].kind is PieceKind.TOKENS
     if begins_with_tokens:
         _require_tokens_of(tokenizer, segments[0])
     if tokenizer is None:
         return [_plain(segment) for segment in segments]
     if not chat:
-        room = _Room(limit)
+        room = _Room(limit, num_before)
         encoded = [
-            room.take(await _encode(segment, i == 0, tokenizer))
+            room.take(await _encode(segment, i == num_before == 0, tokenizer))
             for i, segment in enumerate(segments)
         ]
     elif tokenizer.chat is None:
         raise UnsupportedField("the model has no chat template", param="chat")
     else:
         encoded = await _encode_chat(segments, is_whole, tokenizer, _Room(limit))
-    if not begins_with_tokens:
+    if not num_before and not begins_with_tokens:
         encoded[0] = tokenizer.with_bos(encoded[0])
     return list(encoded)
 
@@ -58,7 +59,7 @@ def _require_chars(
 ) -> None:
     """Raise `PromptTooLong` if so many characters cannot be less than `limit` tokens."""
     longest = _LONGEST_UNKNOWN if tokenizer is None else tokenizer.encoder.longest_token
-    num_chars = sum([len(segment.text) for segment in segments])
+    num_chars = sum([segment.num_chars for segment in segments])
     if num_chars >= limit * longest * _MAX_COMPOSED:
         message = f"the prompt has {num_chars} characters; the limit is {limit - 1} tokens"
         raise PromptTooLong(message)
@@ -73,9 +74,9 @@ def _require_tokens_of(tokenizer: ModelTokenizer | None, segment: Segment) -> No
 class _Room:
     """The tokens that a prompt may still have."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, num_taken: int = 0) -> None:
         self._limit = limit
-        self._num_taken = 0
+        self._num_taken = num_taken
 
     def take(self, ids: Ids) -> Ids:
         """The same ids. Raises `PromptTooLong`."""
@@ -103,6 +104,8 @@ def join(parts: Sequence[Units]) -> Units:
 
 
 def _plain(segment: Segment) -> str:
+    if segment.parts:
+        return "".join(map(_plain, segment.parts))
     return f"{segment.text}\n\n" if segment.kind is PieceKind.SYSTEM else segment.text
 
 
@@ -145,6 +148,8 @@ def _stripped(segment: Segment, at_start: bool) -> Segment:
 
 
 async def _encode(segment: Segment, first: bool, tokenizer: ModelTokenizer) -> Ids:
+    if segment.parts:
+        return tuple([i for part in segment.parts for i in await _encode(part, False, tokenizer)])
     tokenized = segment.tokenized
     if tokenized is not None and tokenized.tokenizer_id == tokenizer.tokenizer_id:
         return tokenized.ids

@@ -13,7 +13,7 @@ model is not part of a key: a key is only ever looked up together with an engine
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion, Piece, PieceKind, TextPiece
@@ -25,28 +25,58 @@ _MAX_ROOTS = 1024  # that are not computed again
 
 class Segment(NamedTuple):
     """A piece of a prompt with its text. `ends_turn`: generation follows it. `digest`: the text's,
-    if it is kept."""
+    if it is kept. `parts`: the segments that it stands for, if it has no text of its own, and
+    `part_chars` their characters."""
 
     kind: PieceKind
     text: str
     tokenized: TokenizedText | None = None
     ends_turn: bool = False
     digest: bytes | None = None
+    parts: "tuple[Segment, ...]" = ()
+    part_chars: int = 0
+
+    @property
+    def num_chars(self) -> int:
+        return self.part_chars or len(self.text)
 
 
-def preceding_segments(completion: Completion) -> list[Segment]:
-    """The prompts and outputs of the completions that it continues, which are done."""
+class Link(NamedTuple):
+    """A completion that is done as a part of the prompts that continue it: the segments of its
+    prompt and its output, and a prefix key for each."""
+
+    segments: tuple[Segment, ...]
+    keys: tuple[bytes, ...]
+
+
+def preceding(completion: Completion) -> list[Completion]:
+    """The completions that it continues, the first one first."""
     chain: list[Completion] = []
     link = completion
     while link.previous is not None:
         link = link.previous
         chain.append(link)
-    segments: list[Segment] = []
-    for link in reversed(chain):
-        segments.extend(fill_segments(link))
-        output = link.output
-        segments.append(output_segment(output.text, output.tokenized, output.digest))
-    return segments
+    return chain[::-1]
+
+
+def link_of(completion: Completion, key: bytes) -> Link:
+    """A link of a chain whose prefix key before it is `key`.
+
+    A turn's prompt is one segment for all that come after it, since they begin with all of it, and
+    a long conversation has hundreds. The first prompt is not: others begin with parts of it. Nor is
+    that of a chat, whose markup stands between its segments."""
+    output = completion.output
+    segments = [
+        *fill_segments(completion),
+        output_segment(output.text, output.tokenized, output.digest),
+    ]
+    keys = [key := extend_key(key, segment) for segment in segments]
+    if completion.previous is not None and not completion.options.chat and len(segments) > 2:
+        parts = tuple(segments[:-1])
+        num_chars = sum([part.num_chars for part in parts])
+        segments[:-1] = [Segment(PieceKind.VALUE, "", parts=parts, part_chars=num_chars)]
+        keys[:-2] = []
+    return Link(tuple(segments), tuple(keys))
 
 
 def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
@@ -89,11 +119,6 @@ class PrefixHasher:
             root = hmac.digest(self._secret, message, "sha256")
             self._roots.put((scope, chat), root)
         return root
-
-    def keys(self, scope: str, chat: bool, segments: Iterable[Segment]) -> tuple[bytes, ...]:
-        """One key per segment: of the prompt that ends with it."""
-        key = self.root(scope, chat)
-        return tuple([key := extend_key(key, segment) for segment in segments])
 
 
 def extend_key(key: bytes, segment: Segment) -> bytes:

@@ -46,7 +46,7 @@ class CompletionTask:
     @property
     def num_chars(self) -> int:
         """Characters of the prompt."""
-        return sum([len(segment.text) for segment in self.segments])
+        return sum([segment.num_chars for segment in self.segments])
 
     @property
     def objective(self) -> Objective | None:
@@ -89,4 +89,4 @@ class Placement:
 def _num_tokens(segment: Segment, tokens_per_char: float) -> int:
     if segment.tokenized is not None:
         return len(segment.tokenized.ids)
-    return int(len(segment.text) * tokens_per_char) + 1
+    return int(segment.num_chars * tokens_per_char) + 1

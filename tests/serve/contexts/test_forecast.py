@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 from math import inf
 
 import pytest
@@ -13,7 +14,7 @@ from parrot.protocol.errors import EngineFailed
 from parrot.serve.contexts.forecast import Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Task
-from parrot.serve.prompts.segments import PrefixHasher, fill_segments, preceding_segments
+from parrot.serve.prompts.segments import PrefixHasher
 from tests.serve.graph.test_graph_machine import GraphMachine
 from tests.serve.serve_fakes import (
     FakeRunner,
@@ -28,6 +29,7 @@ from tests.serve.serve_fakes import (
     var_ids,
 )
 from tests.support.manual_clock import ManualClock
+from tests.support.prompts import prefix_keys, prompt_segments
 
 HASHER = PrefixHasher(b"a secret")
 
@@ -83,8 +85,11 @@ class ForecastingRunner(FakeRunner):
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
             segments, keys = self.prefixes.prompt(task)
-            assert segments == [*preceding_segments(task), *fill_segments(task)]
-            assert keys == HASHER.keys("tenant", task.options.chat, segments)
+            pieces = [piece for segment in segments for piece in segment.parts or [segment]]
+            assert pieces == prompt_segments(task)
+            all_keys = prefix_keys(HASHER, "tenant", task.options.chat, pieces)
+            ends = accumulate(len(segment.parts or [segment]) for segment in segments)
+            assert keys == tuple(all_keys[end - 1] for end in ends)
             self.texts.pop(task, None)
         super().start(task)
 

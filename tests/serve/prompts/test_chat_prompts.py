@@ -18,7 +18,6 @@ from parrot.serve.prompts.segments import (
     PieceKind,
     Segment,
     fill_segments,
-    preceding_segments,
 )
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from tests.serve.serve_fakes import (
@@ -31,6 +30,7 @@ from tests.serve.serve_fakes import (
     var_ids,
 )
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer, tokenizer_id_of
+from tests.support.prompts import prompt_segments
 
 # Shortened from the models' own files: without tools and dates.
 LLAMA_3 = """{{- bos_token }}
@@ -151,7 +151,7 @@ def completions(template: str, answers: Sequence[str], x: str, **fields: Any) ->
 
 
 async def prompt_of(completion: Completion, tokenizer: ModelTokenizer | None) -> list[Any]:
-    segments = [*preceding_segments(completion), *fill_segments(completion)]
+    segments = prompt_segments(completion)
     return await encode_prompt(segments, True, tokenizer)
 
 

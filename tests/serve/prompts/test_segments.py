@@ -13,14 +13,20 @@ from parrot.serve.prompts.segments import (
     PrefixHasher,
     Segment,
     extend_key,
-    fill_segments,
     output_segment,
-    preceding_segments,
 )
+from tests.support.prompts import prefix_keys, prompt_segments
 
 TEXTS = st.sampled_from(["", "a", "b", "ab", "c", "é\u4e2d", "a" * 100])
 SEGMENTS = st.builds(
-    Segment, st.sampled_from(PieceKind), TEXTS, st.none(), st.booleans(), st.none()
+    Segment,
+    st.sampled_from(PieceKind),
+    TEXTS,
+    tokenized=st.none(),
+    ends_turn=st.booleans(),
+    digest=st.none(),
+    parts=st.just(()),
+    part_chars=st.just(0),
 )
 PROMPTS = st.lists(SEGMENTS, max_size=6)
 HASHER = PrefixHasher(b"s" * 32)
@@ -30,8 +36,8 @@ HASHER = PrefixHasher(b"s" * 32)
 def test_keys_agree_exactly_as_far_as_the_prompts_do(
     one: list[Segment], two: list[Segment]
 ) -> None:
-    keys_one = HASHER.keys("t", False, one)
-    keys_two = HASHER.keys("t", False, two)
+    keys_one = prefix_keys(HASHER, "t", False, one)
+    keys_two = prefix_keys(HASHER, "t", False, two)
     assert len(keys_one) == len(one)
     for i in range(min(len(one), len(two))):
         assert (keys_one[i] == keys_two[i]) == (one[: i + 1] == two[: i + 1])
@@ -42,29 +48,29 @@ def test_keys_agree_exactly_as_far_as_the_prompts_do(
 def test_scopes_and_chats_and_processes_never_meet(
     prompt: list[Segment], scope: str, other: str
 ) -> None:
-    keys = set(HASHER.keys(scope, False, prompt))
-    assert not keys & set(HASHER.keys(scope, True, prompt))
-    assert not keys & set(PrefixHasher().keys(scope, False, prompt))
+    keys = set(prefix_keys(HASHER, scope, False, prompt))
+    assert not keys & set(prefix_keys(HASHER, scope, True, prompt))
+    assert not keys & set(prefix_keys(PrefixHasher(), scope, False, prompt))
     if scope != other:
-        assert not keys & set(HASHER.keys(other, False, prompt))
+        assert not keys & set(prefix_keys(HASHER, other, False, prompt))
 
 
 def test_ids_do_not_change_a_key() -> None:
     plain = Segment(PieceKind.VALUE, "x")
     tokenized = Segment(PieceKind.VALUE, "x", TokenizedText("t", (1, 2)))
-    assert HASHER.keys("t", False, [plain]) == HASHER.keys("t", False, [tokenized])
+    assert prefix_keys(HASHER, "t", False, [plain]) == prefix_keys(HASHER, "t", False, [tokenized])
 
 
 @given(PROMPTS)
 def test_a_digest_that_is_kept_does_not_change_a_key(prompt: list[Segment]) -> None:
     kept = [segment._replace(digest=text_digest(segment.text)) for segment in prompt]
-    assert HASHER.keys("t", False, kept) == HASHER.keys("t", False, prompt)
+    assert prefix_keys(HASHER, "t", False, kept) == prefix_keys(HASHER, "t", False, prompt)
 
 
 def test_where_a_constant_is_cut_matters() -> None:
-    whole = HASHER.keys("t", False, [Segment(PieceKind.CONSTANT, "ab")])
+    whole = prefix_keys(HASHER, "t", False, [Segment(PieceKind.CONSTANT, "ab")])
     parts = [Segment(PieceKind.CONSTANT, "a"), Segment(PieceKind.CONSTANT, "b")]
-    assert whole[-1] != HASHER.keys("t", False, parts)[-1]
+    assert whole[-1] != prefix_keys(HASHER, "t", False, parts)[-1]
 
 
 def variable(name: str, text: str) -> SemanticVariable:
@@ -85,7 +91,7 @@ def test_segments_of_a_chain() -> None:
     first = Completion(id=0, fill=fill, output=y, **common)
     z = SemanticVariable("z", "z", 0)
     second = Completion(id=1, fill=(TextPiece("C"),), output=z, previous=first, **common)
-    segments = [*preceding_segments(second), *fill_segments(second)]
+    segments = prompt_segments(second)
     assert [(s.kind.name, s.text, s.ends_turn) for s in segments] == [
         ("CONSTANT", "A ", False),
         ("VALUE", "value", False),
@@ -94,6 +100,6 @@ def test_segments_of_a_chain() -> None:
         ("CONSTANT", "C", True),
     ]
     assert segments[3].tokenized is y.tokenized
-    assert [*preceding_segments(first), *fill_segments(first)] == segments[:3]
-    keys = HASHER.keys("t", False, segments)
+    assert prompt_segments(first) == segments[:3]
+    keys = prefix_keys(HASHER, "t", False, segments)
     assert extend_key(keys[2], output_segment("answer", None)) == keys[3]

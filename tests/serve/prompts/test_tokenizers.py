@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
-from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import PieceKind, Segment
@@ -151,6 +151,28 @@ async def test_only_constants_of_the_program_may_hold_special_tokens() -> None:
     ):
         (ids,) = await encode_prompt([Segment(kind, "<|im_start|>")], False, model())
         assert (len(ids) == 1) is is_special, kind
+
+
+async def test_a_segment_may_stand_for_several() -> None:
+    parts = (
+        Segment(PieceKind.CONSTANT, "<|im_start|>"),
+        Segment(PieceKind.VALUE, "<|im_start|>"),
+        Segment(PieceKind.OUTPUT, "ab", TokenizedText("t", (7, 8))),
+    )
+    first, many = Segment(PieceKind.VALUE, "x"), Segment(PieceKind.VALUE, "", parts=parts)
+    each = await encode_prompt([first, *parts], False, model(add_bos=True))
+    together = await encode_prompt([first, many], False, model(add_bos=True))
+    assert together == [each[0], sum(each[1:], ())]
+    behind = await encode_prompt([many], False, model(add_bos=True), num_before=len(each[0]))
+    assert behind == together[1:]
+    assert await encode_prompt([many], False, None) == ["<|im_start|><|im_start|>ab"]
+
+
+async def test_what_stands_before_counts() -> None:
+    segments = [Segment(PieceKind.VALUE, "abc")]
+    assert await encode_prompt(segments, False, model(), num_before=4, limit=8)
+    with pytest.raises(PromptTooLong):
+        await encode_prompt(segments, False, model(), num_before=5, limit=8)
 
 
 async def test_a_prompt_begins_with_bos_once() -> None:
