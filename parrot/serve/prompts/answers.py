@@ -5,13 +5,12 @@
 
 Answers are read as they come. No character is lost: what looks like a call and is none is text."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from parrot.serve.prompts.call_grammars import CallMarkup
 from parrot.utils.ids import new_token
 
 _MAX_CALL = 2**20  # characters; a longer one is text
@@ -28,6 +27,10 @@ class ToolCall:
     name: str
     arguments: str
     id: str
+
+    @classmethod
+    def of(cls, name: str, arguments: Mapping[str, Any]) -> "ToolCall":
+        return cls(name, orjson.dumps(arguments).decode(), f"call_{new_token()}")
 
     def message(self) -> dict[str, Any]:
         """The call as chat templates take it."""
@@ -67,6 +70,10 @@ class AnswerParser(Protocol):
         """The answer has ended: whatever was held back."""
 
 
+Read = Callable[[str], Sequence[ToolCall] | None]
+"""Finds the calls in a text; None if it is something else."""
+
+
 class PlainParser:
     """For answers that call no tools."""
 
@@ -102,11 +109,8 @@ class FirstCallParser:
 class TaggedParser:
     """Calls between two tags. White space around them is markup."""
 
-    def __init__(
-        self, begin: str, end: str, read: Callable[[str], Sequence[ToolCall] | None]
-    ) -> None:
-        """`read` finds the calls in what stands between the tags; None if it is something else. An
-        empty `end` stands for the answer's end."""
+    def __init__(self, begin: str, end: str, read: Read) -> None:
+        """An empty `end` stands for the answer's end."""
         self._begin = begin
         self._end = end
         self._read = read
@@ -167,28 +171,34 @@ class TaggedParser:
             self._held = self._held[size:]
 
 
-class JsonParser:
-    """For a call that is the whole answer: a JSON object from the first character on."""
+class WholeParser:
+    """For calls that are the whole answer: it begins with one of some characters. Other answers are
+    left to another parser."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: str, read: Read, other: AnswerParser) -> None:
+        self._begins = begins
+        self._read = read
+        self._other = other
         self._held = ""
-        self._is_text = False
+        self._is_other = False
 
     def feed(self, text: str) -> Iterator[Event]:
         self._held += text
         begun = self._held.lstrip()
-        if (begun and not begun.startswith("{")) or len(begun) > _MAX_CALL:
-            self._is_text = True
-        if self._is_text and self._held:
-            yield TextDelta(self._held)
-            self._held = ""
+        if (begun and begun[0] not in self._begins) or len(begun) > _MAX_CALL:
+            self._is_other = True
+        if self._is_other:
+            held, self._held = self._held, ""
+            yield from self._other.feed(held)
 
     def finish(self) -> Iterator[Event]:
         held, self._held = self._held, ""
-        if calls := read_calls(held):
+        if calls := self._read(held):
             yield from calls
-        elif held:
-            yield TextDelta(held)
+        else:
+            if held:
+                yield from self._other.feed(held)
+            yield from self._other.finish()
 
 
 def read_answer(parser: AnswerParser, text: str) -> Answer:
@@ -197,56 +207,3 @@ def read_answer(parser: AnswerParser, text: str) -> Answer:
     for event in (*parser.feed(text), *parser.finish()):
         answer.add(event)
     return answer
-
-
-def read_calls(text: str) -> list[ToolCall] | None:
-    """The calls in a JSON object, or in a list of them. Their arguments are called `arguments` or
-    `parameters`. None if it is no such thing."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    calls: list[ToolCall] = []
-    items = value if isinstance(value, list) else [value]
-    for item in items:
-        match item:
-            case {"name": str(name), "arguments": arguments} | {
-                "name": str(name),
-                "parameters": arguments,
-            }:
-                if not isinstance(arguments, dict):
-                    return None
-                text = orjson.dumps(arguments).decode()
-                calls.append(ToolCall(name, text, f"call_{new_token()}"))
-            case _:
-                return None
-    return calls or None
-
-
-class Family(NamedTuple):
-    """How a family of models calls tools. `mark`: a text of their chat templates."""
-
-    mark: str
-    make_parser: Callable[[], AnswerParser]
-    markup: CallMarkup
-
-
-_FAMILIES = (
-    Family(
-        "<tool_call>",
-        lambda: TaggedParser("<tool_call>", "</tool_call>", read_calls),
-        CallMarkup("<tool_call>", "\n", "\n</tool_call>", repeats=True),
-    ),
-    Family(
-        "[TOOL_CALLS]",
-        lambda: TaggedParser("[TOOL_CALLS]", "", read_calls),
-        CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
-    ),
-    Family('"parameters": ', JsonParser, CallMarkup("", arguments="parameters")),
-)
-
-
-def tool_family(template: str) -> Family | None:
-    """The family of models with this chat template; None if it shows no tools in a form that is
-    known."""
-    return next((family for family in _FAMILIES if family.mark in template), None)

@@ -20,16 +20,21 @@ Function = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CallMarkup:
-    """How a family of models writes calls. With a `separator`, many objects stand between `open`
-    and `close`; without, each has its own, and `repeats` says whether there may be many. An empty
-    `trigger`: a call is the whole answer."""
+    """How a family of models writes calls. With a `separator`, many calls stand between `open` and
+    `close`; without, each has its own, and `repeats` says whether there may be many. An empty
+    `trigger`: a call is the whole answer. A call is `before`, `label`, the name, `between`,
+    the arguments, `behind`."""
 
     trigger: str
     open: str = ""
     close: str = ""
     separator: str = ""
     repeats: bool = False
-    arguments: str = "arguments"
+    before: str = "{"
+    label: str = '"name": '
+    between: str = ', "arguments": '
+    behind: str = "}"
+    quotes_names: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,11 @@ def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> st
     may be any text. Raises `InvalidRequest` if it is too long, or a
     schema cannot be enforced exactly."""
     many = rules.may_call_many
-    more = f"({_text(markup.separator)} object)*" if markup.separator and many else ""
+    more = f"({_text(markup.separator)} call)*" if markup.separator and many else ""
+    names = " | ".join(f"f{i}" for i in range(len(rules.functions)))
     lines = [
-        f"body: {_text(markup.open)} object {more} {_text(markup.close)}",
-        f"object: {_text('{')} ({' | '.join(f'f{i}' for i in range(len(rules.functions)))}) "
-        + _text("}"),
+        f"body: {_text(markup.open)} call {more} {_text(markup.close)}",
+        f"call: {_text(markup.before)} ({names}) {_text(markup.behind)}",
         *(_function(i, function, markup) for i, function in enumerate(rules.functions)),
     ]
     unit = f"{_text(markup.trigger)} body" if markup.trigger else "body"
@@ -81,11 +86,12 @@ def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> st
 
 
 def _function(index: int, function: Function, markup: CallMarkup) -> str:
-    """A rule for what stands between the braces of a call."""
+    """A rule for the name and the arguments of a call."""
     given = function.get("parameters")
     schema: dict[str, Any] = {"type": "object"} | (given if isinstance(given, dict) else {})
     name = json.dumps(function["name"], ensure_ascii=False)
-    begin = _text(f'"name": {name}, "{markup.arguments}": ')
+    shown = name if markup.quotes_names else function["name"]
+    begin = _text(f"{markup.label}{shown}{markup.between}")
     lenient = not function.get("strict")
     return f"f{index}: {begin} {_json(schema, f'tool {name}', 'tools', lenient=lenient)}"
 

@@ -3,13 +3,15 @@
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.serve.graph.nodes import TextPiece
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.answers import AnswerParser, Family, PlainParser, tool_family
+from parrot.serve.prompts.answers import AnswerParser, PlainParser
+from parrot.serve.prompts.call_families import Family, tool_family
 from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.encode import encode_prompt
@@ -108,7 +110,11 @@ def answer_parser(
 ) -> Callable[[], AnswerParser]:
     """Makes parsers of answers. Raises `UnsupportedField` if there are tools and it is not known
     how the model calls them."""
-    return _family(model, tokenizer).make_parser if options.get("tools") else PlainParser
+    tools = options.get("tools")
+    if not tools:
+        return PlainParser
+    functions = [tool.get("function", {}) for tool in tools]
+    return partial(_family(model, tokenizer).make_parser, functions)
 
 
 def constrained_calls(
@@ -136,7 +142,10 @@ def _constrained(
     schema = sampling.json_schema
     if isinstance(schema, str):
         raise UnsupportedField("with tools a schema must be an object", param="response_format")
-    grammar = call_grammar(_family(model, tokenizer).markup, rules, schema)
+    markup = _family(model, tokenizer).markup
+    if markup is None:
+        raise UnsupportedField(f"calls of tools by `{model}` cannot be enforced", param="tools")
+    grammar = call_grammar(markup, rules, schema)
     return sampling.model_copy(update=_FREE | {"grammar": grammar})
 
 

@@ -10,15 +10,23 @@ import pytest
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.prompts.answers import Family, read_answer, tool_family
+from parrot.serve.prompts.answers import read_answer
+from parrot.serve.prompts.call_families import Family, tool_family
 from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from tests.engine.grammar.test_grammar_compiler import COMPILER, EOS, TOKENIZER
 from tests.support.masks import allowed
 
-HERMES, MISTRAL, LLAMA = (
-    tool_family(mark) for mark in ("<tool_call>", "[TOOL_CALLS]", '"parameters": ')
+HERMES, MISTRAL, LLAMA, DEEPSEEK, DEEPSEEK_FENCED = (
+    tool_family(mark)
+    for mark in (
+        "<tool_call>",
+        "[TOOL_CALLS]",
+        '"parameters": ',
+        "<｜tool▁sep｜>",
+        "<｜tool▁sep｜> ```json",
+    )
 )
-FAMILIES = [HERMES, MISTRAL, LLAMA]
+FAMILIES = [HERMES, MISTRAL, LLAMA, DEEPSEEK, DEEPSEEK_FENCED]
 LOOK = {
     "name": "look",
     "parameters": {
@@ -55,7 +63,9 @@ def accepts(constraint: Constraint, text: str) -> bool:
 def text_of(family: Family, *calls: tuple[str, str]) -> str:
     markup = family.markup
     objects = [
-        f'{{"name": {json.dumps(name)}, "{markup.arguments}": {arguments}}}'
+        f"{markup.before}{markup.label}"
+        f"{json.dumps(name) if markup.quotes_names else name}{markup.between}"
+        f"{arguments}{markup.behind}"
         for name, arguments in calls
     ]
     if markup.separator:
@@ -63,7 +73,7 @@ def text_of(family: Family, *calls: tuple[str, str]) -> str:
     return "\n".join(f"{markup.trigger}{markup.open}{o}{markup.close}" for o in objects)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.marks[-1])
 def test_an_answer_that_must_call(family: Family) -> None:
     rules = CallRules([LOOK, WAIT, NO_PARAMETERS], must_call=True, may_call_many=True)
     right = (
@@ -74,7 +84,7 @@ def test_an_answer_that_must_call(family: Family) -> None:
     for calls in right:
         text = text_of(family, *calls)
         assert accepts(constraint_of(family, rules), text), text
-        (call,) = read_answer(family.make_parser(), text).calls
+        (call,) = read_answer(family.make_parser([]), text).calls
         assert call.name == calls[0][0]
     wrong = ["", "I look.", text_of(family, ("look", '{"at": "sea"}')),
              text_of(family, ("look", "{}")), text_of(family, ("see", "{}"))]  # fmt: skip
@@ -86,7 +96,7 @@ def test_an_answer_that_must_call(family: Family) -> None:
     assert not accepts(constraint_of(family, one), many)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.marks[-1])
 def test_an_answer_that_may_call_what_is_strict(family: Family) -> None:
     rules = CallRules([LOOK, NO_PARAMETERS], must_call=False, may_call_many=True)
     call = text_of(family, ("look", '{"at": "süß 😀"}'))
@@ -101,7 +111,7 @@ def test_an_answer_that_may_call_what_is_strict(family: Family) -> None:
         assert accepts(constraint_of(family, rules), f"I look.\n{call}\n{call}\nSo.")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.marks[-1])
 def test_an_answer_that_is_a_call_or_json(family: Family) -> None:
     rules = CallRules([LOOK], must_call=False, may_call_many=True)
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -113,7 +123,7 @@ def test_an_answer_that_is_a_call_or_json(family: Family) -> None:
         assert accepts(constraint_of(family, rules, schema), text) is is_right, text
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.mark)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.marks[-1])
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_drawn_is_read_as_calls(family: Family, seed: int) -> None:
     rules = CallRules([LOOK], must_call=True, may_call_many=True)
@@ -125,7 +135,7 @@ def test_whatever_is_drawn_is_read_as_calls(family: Family, seed: int) -> None:
             break
         constraint.take(len(ids), token)
         ids.append(token)
-    answer = read_answer(family.make_parser(), TOKENIZER.decode(ids))
+    answer = read_answer(family.make_parser([]), TOKENIZER.decode(ids))
     assert not answer.text
     for call in answer.calls:
         assert json.loads(call.arguments)["at"] in ("sky", "süß 😀")

@@ -15,25 +15,32 @@ from parrot.serve.prompts.answers import (
     PlainParser,
     ToolCall,
     read_answer,
-    tool_family,
 )
+from parrot.serve.prompts.call_families import tool_family
 
 HERMES, LLAMA, MISTRAL = "<tool_call>", '{"name": f, "parameters": args}', "[TOOL_CALLS]"
+DEEPSEEK, FENCED = "<｜tool▁sep｜>", "<｜tool▁sep｜>...```json"
+CODER, GLM = "<tool_call><function=name>", "<tool_call>name<arg_key>"
+PYTHON = "[func_name1(params_name1=params_value1)]"
+TEMPLATES = [HERMES, LLAMA, MISTRAL, DEEPSEEK, FENCED, CODER, GLM, PYTHON]
+FUNCTIONS = [
+    {
+        "name": "look",
+        "parameters": {"properties": {"at": {"type": "string"}, "n": {"type": "integer"}}},
+    }
+]
 CALL = '{"name": "look", "arguments": {"at": "sky"}}'
 PIECES = st.lists(
     st.sampled_from(
         [
-            "<tool_call>",
-            "</tool_call>",
-            "[TOOL_CALLS]",
-            CALL,
-            "{",
-            "}",
-            "\n",
-            " ",
-            "<tool",
-            "a",
-            "ü",
+            *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", CALL, "{", "}", "\n", " ", "<tool"),
+            *("a", "ü", "[", "]", '[look(at="sky")]', "look", "<arg_key>at</arg_key>", "\\"),
+            "<arg_value>sky</arg_value>",
+            "<function=look><parameter=at>sky</parameter></function>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}<｜tool▁call▁end｜>',
+            "<｜tool▁call▁begin｜>",
         ]
     ),
     max_size=8,
@@ -43,7 +50,7 @@ PIECES = st.lists(
 def parser(template: str) -> Callable[[], AnswerParser]:
     family = tool_family(template)
     assert family is not None
-    return family.make_parser
+    return lambda: family.make_parser(FUNCTIONS)
 
 
 def said(answer: Answer) -> tuple[str, list[tuple[str, str]]]:
@@ -79,6 +86,98 @@ def test_a_list_of_calls_behind_a_tag() -> None:
     assert said(answer) == ("", [("look", '{"at":"sky"}')] * 2)
 
 
+def test_a_list_of_calls_whose_tag_is_a_special_token() -> None:
+    answer = read_answer(parser(MISTRAL)(), f" [{CALL}]")
+    assert said(answer) == ("", [("look", '{"at":"sky"}')])
+    assert said(read_answer(parser(MISTRAL)(), "[1] is a list")) == ("[1] is a list", [])
+
+
+def test_calls_with_semicolons_between() -> None:
+    call = '{"name": "look", "parameters": {"at": "};{"}}'
+    answer = read_answer(parser(LLAMA)(), f"{call}; {call}")
+    assert said(answer) == ("", [("look", '{"at":"};{"}')] * 2)
+
+
+SKY = '{"at":"sky"}'
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+FENCED_CALL = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
+    '```json\n{"at": "sky"}\n```<｜tool▁call▁end｜>'
+)
+BARE_CALL = '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}<｜tool▁call▁end｜>'
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "shown", "calls"),
+    [
+        (FENCED, f"So.{BEGIN}{FENCED_CALL}\n{FENCED_CALL}{END}", "So.", [SKY, SKY]),
+        (DEEPSEEK, f"{BEGIN}{BARE_CALL}{BARE_CALL}{END}", "", [SKY, SKY]),
+        (DEEPSEEK, f"{BEGIN}{BARE_CALL}", "", [SKY]),
+        (
+            CODER,
+            "I look.\n<tool_call>\n<function=look>\n<parameter=at>\nsky\n</parameter>\n"
+            "</function>\n</tool_call>",
+            "I look.",
+            [SKY],
+        ),
+        (
+            CODER,
+            "<tool_call><function=look><parameter=at>\n 7\n\n</parameter>\n"
+            "<parameter=n>7</parameter><parameter=x>[1]</parameter>"
+            "<parameter=y>a < b</parameter></function></tool_call>",
+            "",
+            ['{"at":" 7\\n","n":7,"x":[1],"y":"a < b"}'],
+        ),
+        (CODER, "<tool_call><function=look></function></tool_call>", "", ["{}"]),
+        (
+            GLM,
+            "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sky</arg_value>\n</tool_call>",
+            "",
+            [SKY],
+        ),
+        (GLM, "<tool_call>look</tool_call>", "", ["{}"]),
+        (PYTHON, "[look(at=\"sky\"), look(at='sky')]", "", [SKY, SKY]),
+        (
+            PYTHON,
+            '[look(n=-1, x=[1.5, None, True, false], y={"k": "\\d"})]',
+            "",
+            ['{"n":-1,"x":[1.5,null,true,false],"y":{"k":"\\\\d"}}'],
+        ),
+    ],
+)
+def test_calls_of_each_family(template: str, text: str, shown: str, calls: list[str]) -> None:
+    found = [("look", arguments) for arguments in calls]
+    assert said(read_answer(parser(template)(), text)) == (shown, found)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (PYTHON, "[look('sky')]"),
+        (PYTHON, "[look(at=__import__('os'))]"),
+        (PYTHON, "[look(at=1e999)]"),
+        (PYTHON, "[look(**{'at': 1})]"),
+        (PYTHON, "[look(at=x), 3]"),
+        (PYTHON, "[" * 10_000),
+        (PYTHON, "[look(at='" + "x" * 20_000 + "')]"),
+        (CODER, "<tool_call><function=look><parameter=at>a</parameter>b</function></tool_call>"),
+        (CODER, f"<tool_call>{'<parameter=a>1</parameter>' * 2}</tool_call>"),
+        (
+            CODER,
+            f"<tool_call><function=f>{'<parameter=a>1</parameter>' * 2}</function></tool_call>",
+        ),
+        (GLM, "<tool_call>look <arg_key>at</arg_key></tool_call>"),
+        (GLM, "<tool_call></tool_call>"),
+        (DEEPSEEK, f"{BEGIN}{END}"),
+        (DEEPSEEK, f"{BEGIN}{BARE_CALL}so{END}"),
+        (DEEPSEEK, f"{BEGIN}{BARE_CALL.replace('sky', 'sky}')}}}{END}"),
+        (LLAMA, '{"name": "look"}; {"a": 1}'),
+    ],
+)
+def test_what_only_looks_like_a_call_is_text(template: str, text: str) -> None:
+    assert said(read_answer(parser(template)(), text)) == (text, [])
+
+
 @pytest.mark.parametrize(
     "inner",
     ["", "no json", "[]", "3", '{"name": 3, "arguments": {}}', '{"name": "f", "arguments": "x"}'],
@@ -101,7 +200,7 @@ def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
 
 
 @given(
-    template=st.sampled_from([HERMES, LLAMA, MISTRAL]),
+    template=st.sampled_from(TEMPLATES),
     text=PIECES,
     cuts=st.lists(st.integers(0, 200), max_size=5),
 )
@@ -119,14 +218,14 @@ def test_white_space_behind_a_call_is_markup_however_it_comes() -> None:
         assert answer.text == "a" * ("a" in chunks[-1][-1])
 
 
-@given(template=st.sampled_from([HERMES, LLAMA, MISTRAL]), text=PIECES)
+@given(template=st.sampled_from(TEMPLATES), text=PIECES)
 def test_no_character_is_lost(template: str, text: str) -> None:
     """But for white space and tags around calls."""
     answer = read_answer(parser(template)(), text)
     if not answer.calls:
         assert answer.text == text
     for call in answer.calls:
-        assert json.loads(call.arguments) == {"at": "sky"}
+        assert json.loads(call.arguments) in ({"at": "sky"}, {})
 
 
 def test_answers_without_tools_are_text() -> None:

@@ -1,0 +1,122 @@
+"""How families of models call tools, told from their chat templates.
+
+| family | a call |
+|---|---|
+| Hermes, Qwen | `<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>` |
+| Qwen3-Coder | `<tool_call><function=look><parameter=at>sky</parameter></function></tool_call>` |
+| GLM | `<tool_call>look<arg_key>at</arg_key><arg_value>sky</arg_value></tool_call>` |
+| Mistral | `[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sky"}}]` |
+| DeepSeek | `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}...` |
+| Llama 3 | `{"name": "look", "parameters": {"at": "sky"}}` |
+| Llama 3, 4, pythonic | `[look(at="sky")]` |
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from parrot.serve.prompts.answers import AnswerParser, PlainParser, TaggedParser, WholeParser
+from parrot.serve.prompts.call_grammars import CallMarkup, Function
+from parrot.serve.prompts.call_readers import (
+    read_coder,
+    read_deepseek,
+    read_glm,
+    read_json,
+    read_python,
+)
+
+
+class Family(NamedTuple):
+    """`marks`: texts that are all in their chat templates. `make_parser` takes the functions that
+    may be called. `markup` None: their calls cannot be enforced."""
+
+    marks: tuple[str, ...]
+    make_parser: Callable[[Sequence[Function]], AnswerParser]
+    markup: CallMarkup | None = None
+
+
+def _hermes(functions: Sequence[Function]) -> AnswerParser:
+    return TaggedParser("<tool_call>", "</tool_call>", read_json)
+
+
+def _coder(functions: Sequence[Function]) -> AnswerParser:
+    return TaggedParser("<tool_call>", "</tool_call>", partial(read_coder, functions=functions))
+
+
+def _glm(functions: Sequence[Function]) -> AnswerParser:
+    return TaggedParser("<tool_call>", "</tool_call>", partial(read_glm, functions=functions))
+
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _NAMED, _CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+def _deepseek(functions: Sequence[Function]) -> AnswerParser:
+    return TaggedParser(_BEGIN, _END, read_deepseek)
+
+
+def _mistral(functions: Sequence[Function]) -> AnswerParser:
+    # Where the tag is a special token, it is not in the text of an answer.
+    return WholeParser("[", read_json, TaggedParser("[TOOL_CALLS]", "", read_json))
+
+
+_FAMILIES = (
+    Family(
+        (_NAMED, "```json"),
+        _deepseek,
+        CallMarkup(
+            _BEGIN,
+            close=_END,
+            separator="\n",
+            before=f"{_CALL}function{_NAMED}",
+            label="",
+            between="\n```json\n",
+            behind=f"\n```{_CALLED}",
+            quotes_names=False,
+        ),
+    ),
+    Family(
+        (_NAMED,),
+        _deepseek,
+        CallMarkup(
+            _BEGIN,
+            close=_END,
+            separator="\n",
+            before=_CALL,
+            label="",
+            between=_NAMED,
+            behind=_CALLED,
+            quotes_names=False,
+        ),
+    ),
+    Family(("<tool_call>", "<function="), _coder),
+    Family(("<tool_call>", "<arg_key>"), _glm),
+    Family(
+        ("<tool_call>",),
+        _hermes,
+        CallMarkup("<tool_call>", "\n", "\n</tool_call>", repeats=True),
+    ),
+    Family(
+        ("[TOOL_CALLS]",),
+        _mistral,
+        CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
+    ),
+    Family(
+        ("[func_name1(params_name1=params_value1",),
+        lambda functions: WholeParser("[", read_python, PlainParser()),
+    ),
+    Family(
+        ('"parameters": ',),
+        lambda functions: WholeParser("{", read_json, PlainParser()),
+        CallMarkup("", between=', "parameters": '),
+    ),
+)
+
+
+def tool_family(template: str) -> Family | None:
+    """The family of models with this chat template; None if it shows no tools in a form that is
+    known."""
+    if "[ARGS]" in template:  # Mistral's later form, of special tokens that answers do not have
+        return None
+    families = (f for f in _FAMILIES if all(mark in template for mark in f.marks))
+    return next(families, None)
