@@ -15,12 +15,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 @dataclass(frozen=True)
 class Fault:
     """An answer other than the model's. With `after_chunks`, the status is 200 and the stream
-    breaks after as many chunks: by an error frame, or (`body` None) by just ending."""
+    breaks after as many chunks: by an error frame, or (`body` None) by just ending, `is_tidy` with
+    the frame that ends all streams."""
 
     status: int = 500
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
     after_chunks: int | None = None
+    is_tidy: bool = False
 
 
 @dataclass
@@ -35,6 +37,7 @@ class FakeOpenAI:
     finish_reason: str = "stop"
     stop_reason: str | int | None = None
     cached_tokens: int | None = None
+    counts_in_streams: bool = True
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -148,7 +151,9 @@ class FakeOpenAI:
             for at, word in enumerate(words):
                 if fault is not None and at == fault.after_chunks:
                     if fault.body is not None:
-                        yield _event(fault.body) + b"data: [DONE]\n\n"
+                        yield _event(fault.body)
+                    if fault.body is not None or fault.is_tidy:
+                        yield b"data: [DONE]\n\n"
                     return
                 if at and self.hold is not None:
                     await self.hold.wait()
@@ -157,7 +162,8 @@ class FakeOpenAI:
                 if at == len(words) - 1:
                     end["stop_reason"] = self.stop_reason
                 yield b": keep-alive\n\n" + _event({"choices": [{**choice, **end}]})
-            if (body.get("stream_options") or {}).get("include_usage"):
+            asked = (body.get("stream_options") or {}).get("include_usage")
+            if asked and self.counts_in_streams:
                 yield _event({"choices": [], "usage": self._usage(body, len(words))})
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:

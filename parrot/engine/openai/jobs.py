@@ -34,17 +34,18 @@ class Job(Generic[R]):
 
 
 class PriorityGate:
-    """At most `limit` are inside. Who waits enters by priority (lower first), then by arrival."""
+    """At most `limit` are inside. Who waits enters by priority (lower first), then by arrival. The
+    limit may be lowered: who is inside stays."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._arrivals = count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self.num_inside = 0
 
     @asynccontextmanager
     async def pass_through(self, priority: int) -> AsyncIterator[None]:
-        if self.num_inside < self._limit:
+        if self.num_inside < self.limit:
             self.num_inside += 1
         else:
             await self._wait(priority)
@@ -64,8 +65,8 @@ class PriorityGate:
             raise
 
     def _leave(self) -> None:
-        """Give the place to the first who still waits for one."""
-        while self._waiting:
+        """Give the place to the first who still waits for one, unless there are too many."""
+        while self._waiting and self.num_inside <= self.limit:
             _, _, admitted = heapq.heappop(self._waiting)
             if not admitted.done():
                 admitted.set_result(None)

@@ -1,6 +1,7 @@
 """The openai engine: contexts are text, a Generate is one request to a foreign server."""
 
 import asyncio
+import math
 import os
 from base64 import b64encode
 from collections.abc import (
@@ -79,6 +80,7 @@ class OpenAIService:
     async def start(self) -> None:
         """Ask the server what it is. It may still be starting: it is asked again when needed."""
         await self._upstream.probe()
+        self._heed_the_server()
         self._is_ready = True
 
     def is_ready(self) -> bool:
@@ -239,6 +241,7 @@ class OpenAIService:
     ) -> GenerateResponse:
         submitted = self._clock.now()
         await self._upstream.check_with_probe(request.sampling_config)
+        self._heed_the_server()
         await self._fill(job, request.fills, kept=request.context_id)
         context = await job.turns[request.context_id].ready()
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
@@ -249,14 +252,19 @@ class OpenAIService:
         response.usage.queue_s = started - submitted
         return response
 
+    def _heed_the_server(self) -> None:
+        if self._upstream.is_serial:
+            self._gate.limit = 1
+
     async def _ask(
         self, job: Job[Any], context: TextContext, sampling: SamplingConfig, stream: bool
     ) -> GenerateResponse:
         """One exchange with the server. An unstreamed answer comes all at once: its prefill is part
-        of `decode_s`."""
+        of `decode_s`. Where a server counts nothing, a chunk of a stream is taken for a token."""
+        stream = stream or self._upstream.is_serial
         started = first_text = self._clock.now()
         texts: list[str] = []
-        reason, counted = FinishReason.STOP, WireUsage()
+        reason, counted = FinishReason.STOP, None
         stop_string: str | None = None
         ask = self._upstream.stream if stream else self._upstream.complete
         async with aclosing(ask(context.text(), sampling)) as chunks:
@@ -271,6 +279,10 @@ class OpenAIService:
                 texts.append(chunk.text)
                 self._contexts.append(context, chunk.text)
                 job.chunks.put_nowait(StreamChunk(ids=[], text=chunk.text))
+        if counted is None and stream:
+            num_prompt = math.ceil((len(context) - sum(map(len, texts))) / _CHARS_PER_TOKEN)
+            counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))
+        counted = counted or WireUsage()
         usage = Usage(
             cached_tokens=counted.cached_tokens,
             computed_tokens=counted.prompt_tokens - counted.cached_tokens,

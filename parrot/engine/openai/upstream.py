@@ -12,7 +12,7 @@ import stamina
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.errors import ErrorTranslator, NotThere, backoff
+from parrot.engine.openai.errors import ErrorTranslator, NotThere, Overloaded, backoff
 from parrot.engine.openai.wire import (
     BY_OWNER,
     DONE,
@@ -101,6 +101,7 @@ class Upstream:
         )
         self.dialect: Dialect | None = OPENAI if instance.is_azure else None
         self.max_model_len: int | None = None
+        self._was_away = False  # when it was asked what it is
 
     async def close(self) -> None:
         await self._http.close()
@@ -113,6 +114,7 @@ class Upstream:
             answer = await self._http.request("GET", "/models", timeout_s=_PROBE_TIMEOUT_S)
             models = _ModelList.model_validate(answer).data
         except (ParrotError, ValidationError) as error:
+            self._was_away = isinstance(error, Unavailable | Overloaded)
             reason = error.message if isinstance(error, ParrotError) else "not a list of models"
             logger.warning("%s/models: %s", self._http.base_url, reason)
             return
@@ -129,13 +131,22 @@ class Upstream:
             self._require(self.dialect, sampling)
 
     async def check_with_probe(self, sampling: SamplingConfig) -> None:
-        """As `check`, but first find out what the server can do if it matters."""
-        if self.dialect is None:
-            try:
-                self._require(OPENAI, sampling)
-            except UnsupportedField:
-                await self.probe()
+        """As `check`, but first find out what the server is if it was away, or if what it can do
+        matters."""
+        if self.dialect is None and (self._was_away or self._lacks(sampling)):
+            await self.probe()
         self._require(self.dialect or OPENAI, sampling)
+
+    @property
+    def is_serial(self) -> bool:
+        return self.dialect is not None and self.dialect.is_serial
+
+    def _lacks(self, sampling: SamplingConfig) -> bool:
+        try:
+            self._require(OPENAI, sampling)
+        except UnsupportedField:
+            return True
+        return False
 
     def _require(self, dialect: Dialect, sampling: SamplingConfig) -> None:
         supported = dialect.supported(self._target.is_chat)
@@ -159,7 +170,7 @@ class Upstream:
 
     async def stream(self, prompt: str, sampling: SamplingConfig) -> AsyncGenerator[Answer, None]:
         """The chunks of an answer, complete when the iteration ends without an error. Tries again
-        only while nothing has come."""
+        only while nothing has come. A stream that is over before its text has ended was cut off."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
                 events = self._http.stream(
@@ -170,11 +181,14 @@ class Upstream:
                     idle_timeout_s=_ANSWER_TIMEOUT_S,
                 )
                 event = await anext(events, None)
+        has_ended = False
         async with aclosing(events):
             while event is not None and event[1].strip() != DONE:
-                yield self._chunk(event[1])
+                chunk = self._chunk(event[1])
+                has_ended = has_ended or chunk.finish_reason is not None
+                yield chunk
                 event = await anext(events, None)
-            if event is None:
+            if event is None or not has_ended:
                 raise Unavailable("the stream of the server behind this engine was cut off")
 
     async def embed(self, inputs: Sequence[list[int] | str]) -> Embeddings:

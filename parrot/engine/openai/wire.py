@@ -25,12 +25,17 @@ _STANDARD = _SAME_NAMES | {"temperature", "max_gen_length", "stop_str", "logit_b
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """`extras`: our sampling field -> the server's name of it. `neutral`: sent with each request,
-    since the server would otherwise put its own or the model's defaults in place of ours."""
+    since the server would otherwise put its own or the model's defaults in place of ours.
+    `is_serial`: the server has one request at a time; a second one cuts the first short, and who
+    leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
+    schema of `response_format`."""
 
     name: str
     extras: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     schema_on_completions: bool = False
+    schema_in_object: bool = False
+    is_serial: bool = False
 
     def supported(self, is_chat: bool) -> frozenset[str]:
         schema = {"json_schema"} if is_chat or self.schema_on_completions else set()
@@ -67,7 +72,9 @@ BY_OWNER: Mapping[str, Dialect] = {
     "llamacpp": Dialect(
         "llama.cpp", {**_LLAMA_EXTRAS, "ignore_tokenizer_eos": "ignore_eos"}, _LLAMA_NEUTRAL
     ),
-    "me": Dialect("llama-cpp-python", _LLAMA_EXTRAS, _LLAMA_NEUTRAL),
+    "me": Dialect(
+        "llama-cpp-python", _LLAMA_EXTRAS, _LLAMA_NEUTRAL, schema_in_object=True, is_serial=True
+    ),
 }
 
 
@@ -111,7 +118,7 @@ def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, An
     if sampling.logit_bias:
         fields["logit_bias"] = {str(i): bias for i, bias in sampling.logit_bias.items()}
     if sampling.json_schema is not None:
-        fields["response_format"] = _response_format(sampling.json_schema)
+        fields["response_format"] = _response_format(dialect, sampling.json_schema)
     for ours, theirs in dialect.extras.items():
         if value := getattr(sampling, ours):
             fields[theirs] = _extra(ours, theirs, value)
@@ -124,11 +131,13 @@ def _extra(ours: str, theirs: str, value: Any) -> Any:
     return "|".join(map(re.escape, value)) if ours == "choices" else value
 
 
-def _response_format(schema: dict[str, Any] | str) -> dict[str, Any]:
+def _response_format(dialect: Dialect, schema: dict[str, Any] | str) -> dict[str, Any]:
     try:
         parsed = orjson.loads(schema) if isinstance(schema, str) else schema
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"`json_schema` is not JSON: {error}", param="json_schema") from None
+    if dialect.schema_in_object:
+        return {"type": "json_object", "schema": parsed}
     named = {"name": "output", "schema": parsed, "strict": True}
     return {"type": "json_schema", "json_schema": named}
 

@@ -349,8 +349,9 @@ class RunTable:
         attempt.runner = None
         usage, stats = outcome.response.usage, run.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
-        num_resumed = 0 if attempt.tokenizer is None else len(attempt.resumed)
-        stats.prompt_tokens = usage.cached_tokens + usage.computed_tokens - num_resumed
+        num_resumed = attempt.num_delivered
+        num_prompt = usage.cached_tokens + usage.computed_tokens - num_resumed
+        stats.prompt_tokens = max(0, num_prompt)  # of a server that counts nothing
         stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
         stats.finish_reason = outcome.response.finish_reason
         stats.stop_string = outcome.response.stop_string

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import stamina
 
+from parrot.cluster.ports import free_port
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import (
@@ -159,6 +160,14 @@ async def test_chat_sends_the_context_as_one_user_message(start: Start, fake: Fa
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert body["seed"] == 3
+
+
+async def test_a_schema_as_llama_cpp_python_wants_it(start: Start, fake: FakeOpenAI) -> None:
+    fake.owned_by = "me"
+    service = await start(api_endpoint="chat")
+    await service.generate(ask(1, "hi", json_schema={"type": "array"}))
+    wanted = {"type": "json_object", "schema": {"type": "array"}}
+    assert fake.bodies[0]["response_format"] == wanted
 
 
 async def test_azure_has_its_own_address_and_key(start: Start, fake: FakeOpenAI) -> None:
@@ -468,6 +477,16 @@ async def test_a_stream_that_breaks_is_an_error_and_keeps_what_came(
         assert fake.bodies[-1]["prompt"] == "aone two "
 
 
+async def test_a_stream_that_stops_before_its_text_has_ended_is_an_error(
+    start: Start, fake: FakeOpenAI
+) -> None:
+    """As llama-cpp-python's server ends a stream when another client asks for something."""
+    service = await start()
+    fake.faults = [Fault(200, after_chunks=2, is_tidy=True)]
+    with pytest.raises(Unavailable, match="cut off"):
+        await collect(service, ask(1, "a"))
+
+
 @pytest.mark.parametrize("reason", ["content_filter", "abort", "error"])
 async def test_an_answer_that_did_not_end_by_itself_is_an_error(
     start: Start, fake: FakeOpenAI, reason: str
@@ -494,6 +513,21 @@ async def test_no_server_at_all() -> None:
         await service.generate(ask(1, "a"))
     with pytest.raises(UnsupportedField, match="top_k"):
         await service.generate(ask(1, "a", top_k=3))
+    await close_checked(service)
+
+
+async def test_what_a_server_is_that_was_away_at_the_start(fake: FakeOpenAI) -> None:
+    """Else its own defaults would go on standing in place of Parrot's."""
+    port = free_port("127.0.0.1", set())
+    config = OpenAIConfig.model_validate(
+        {"model": "gpt-fake", "instance": {"base_url": f"http://127.0.0.1:{port}/v1"}}
+    )
+    service = OpenAIService(config, environ={})
+    await service.start()
+    fake.owned_by = "vllm"
+    async with serve_app(fake.app(), port):
+        await service.generate(ask(1, "a"))
+    assert fake.bodies[0]["top_k"] == -1
     await close_checked(service)
 
 
@@ -530,6 +564,26 @@ async def test_requests_are_bounded_and_served_by_priority(start: Start, fake: F
     assert order.index("p3") < order.index("p4") < order.index("p2")
     assert order.index("p5") < order.index("p2")
     assert service.runtime_info().num_steps == 6
+
+
+async def test_a_server_for_one_request_gets_one_at_a_time_and_streams_it(
+    start: Start, fake: FakeOpenAI
+) -> None:
+    """Its streams count no tokens: there is one in each chunk."""
+    fake.owned_by, fake.counts_in_streams = "me", False
+    fake.hold = asyncio.Event()
+    service = await start()
+    tasks = [asyncio.ensure_future(service.generate(ask(i, "a" * 10))) for i in range(3)]
+    await fake.wait_for_requests()
+    assert service.runtime_info().num_running_jobs == 1
+    tasks[0].cancel()
+    await asyncio.wait_for(fake.cancelled.wait(), 30)
+    fake.hold.set()
+    responses = await asyncio.gather(*tasks[1:])
+    assert fake.max_open == 1
+    assert all(body["stream"] for body in fake.bodies)
+    assert {response.generated_text for response in responses} == {"one two three"}
+    assert [(r.usage.computed_tokens, r.usage.output_tokens) for r in responses] == [(3, 3)] * 2
 
 
 async def test_more_requests_than_the_backlog_are_refused(start: Start, fake: FakeOpenAI) -> None:

@@ -481,6 +481,7 @@ async def test_a_text_engine_generates_only_what_is_left(world: World) -> None:
     assert await completion.output.wait() == "abcdef"
     assert second.prompts == ["Goabcd"]
     assert second.requests[0].sampling_config.max_gen_length == 2
+    assert (completion.stats.prompt_tokens, completion.stats.output_tokens) == (2, 6)
 
 
 async def test_a_withdrawn_call_streams_nothing_more_and_goes_on_where_it_was(

@@ -1,0 +1,41 @@
+"""A foreign server and a cluster with one engine in front of it, each shared by all tests."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parrot.cluster import Cluster
+from tests.foreign.servers import KINDS, ForeignServer, engine_config
+
+
+def start_server(kind: type[ForeignServer], folder: Path) -> ForeignServer:
+    python = os.environ.get(kind.variable)
+    if not python:
+        pytest.skip(f"needs a foreign server: {kind.variable} is not set")
+    server = kind(python, folder)
+    try:
+        server.start()
+    except BaseException:
+        server.end()
+        raise
+    return server
+
+
+@pytest.fixture(scope="package", params=KINDS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForeignServer]:
+    """One at a time: each holds a model."""
+    started = start_server(KINDS[request.param], tmp_path_factory.mktemp("foreign"))
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="package")
+def cluster(server: ForeignServer) -> Iterator[Cluster]:
+    """Without reuse: what is asked twice must be computed twice."""
+    core = {"global_scheduler": {"reuse_results": False}}
+    with Cluster(core=core, engines=[engine_config(server)]) as running:
+        yield running

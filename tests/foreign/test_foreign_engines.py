@@ -1,0 +1,211 @@
+"""Programs on servers of other makers, by ServeCore and the openai engine."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.cluster import Cluster
+from tests.foreign.servers import MODEL, ForeignServer, Vllm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for day in range(3))
+COUNTING = "One, two, three, four, five, six, seven,"
+LONG = 1500  # tokens: long enough to be found at work
+HITS = "vllm:prefix_cache_hits_total"
+BY_LENGTH = {"logit_bias": {"2": -100}}  # the token that ends a text
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "large": {"type": "boolean"}},
+    "required": ["city", "large"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(300)
+    async with aiohttp.ClientSession(cluster.core_url, timeout=timeout) as session:
+        yield session
+
+
+def completion(prompt: str = COUNTING, **fields: Any) -> dict[str, Any]:
+    given = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    return given | fields
+
+
+async def answer(http: Any, body: Any, path: str = "/v1/completions") -> tuple[int, Any]:
+    async with http.post(path, json=body) as response:
+        return response.status, await response.json()
+
+
+async def text_of(http: Any, body: Any) -> str:
+    status, payload = await answer(http, body)
+    assert status == 200, payload
+    text: str = payload["choices"][0]["text"]
+    return text
+
+
+async def events(http: Any, body: Any) -> AsyncIterator[Any]:
+    async with http.post("/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+
+async def own_text(server: ForeignServer, body: Any) -> str:
+    """What the server answers without Parrot."""
+    async with aiohttp.ClientSession(server.url) as http:
+        return await text_of(http, body)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_example_programs_run_to_their_end(program: str, cluster: Cluster, tmp_path: Path) -> None:
+    document = tmp_path / "document.txt"
+    document.write_text(PARAGRAPHS)
+    shorter = {
+        "chain_summary.py": [str(document), "--max-chunks", "2"],
+        "map_reduce_summary.py": [str(document)],
+        "linux_terminal.py": ["pwd", "ls"],
+    }
+    command = [sys.executable, str(EXAMPLES / program), "--core", cluster.core_url]
+    ran = subprocess.run(
+        [*command, *shorter.get(program, [])], capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "---" in ran.stdout
+    assert "Traceback" not in ran.stderr
+
+
+async def test_the_text_is_the_servers_own(
+    http: aiohttp.ClientSession, server: ForeignServer
+) -> None:
+    """Whole, streamed, and beside others that the server gets at the same time."""
+    alone = await own_text(server, completion())
+    assert await text_of(http, completion()) == alone
+    deltas = [event["choices"][0]["text"] async for event in events(http, completion())]
+    assert len(deltas) > 5
+    assert "".join(deltas) == alone
+    together = await asyncio.gather(*(text_of(http, completion()) for _ in range(3)))
+    assert {text[:20] for text in together} == {alone[:20]}
+
+
+async def test_streams_at_the_same_time_are_all_complete(http: aiohttp.ClientSession) -> None:
+    """Not compared with what each gives alone: servers round otherwise with another cache."""
+
+    async def streamed(number: str) -> tuple[int, str]:
+        body = completion(f"{COUNTING} eight, the number after {number} is")
+        seen = [event["choices"][0] async for event in events(http, body | BY_LENGTH)]
+        return len(seen), seen[-1]["finish_reason"]
+
+    for num_chunks, reason in await asyncio.gather(*map(streamed, ("one", "two", "six"))):
+        assert num_chunks >= 20
+        assert reason == "length"
+
+
+async def test_usage_is_counted(http: aiohttp.ClientSession) -> None:
+    _, payload = await answer(http, completion())
+    usage = payload["usage"]
+    assert (usage["prompt_tokens"] > 5, usage["completion_tokens"]) == (True, 24)
+    asked = completion(stream_options={"include_usage": True})
+    last = [event async for event in events(http, asked)][-1]
+    assert last["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_stops_the_work(
+    http: aiohttp.ClientSession, server: ForeignServer, stream: bool
+) -> None:
+    body = completion(f"{COUNTING} {stream}", max_tokens=LONG) | BY_LENGTH
+    if stream:
+        async with aclosing(events(http, body)) as seen:
+            for _ in range(3):
+                await anext(seen)
+            assert await asyncio.to_thread(server.is_working)
+    else:
+        asking = asyncio.create_task(answer(http, body))
+        while not await asyncio.to_thread(server.is_working):
+            assert not asking.done()
+        asking.cancel()
+    await asyncio.to_thread(server.wait_until_idle)
+
+
+async def test_a_killed_server_gives_an_error_or_the_whole_text(
+    http: aiohttp.ClientSession, server: ForeignServer
+) -> None:
+    """Killed in the middle of an answer that is streamed while another one waits or runs, and
+    started again: both end, with an error or a text that goes on where it was broken off."""
+    begins = (await own_text(server, completion(max_tokens=100)))[:40]
+    body = completion(max_tokens=100) | BY_LENGTH
+    seen = events(http, body | {"stream_options": {"include_usage": True}})
+    streamed = [await anext(seen) for _ in range(12)]
+    asking = asyncio.create_task(answer(http, body))
+    server.end()
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    async with aclosing(seen), asyncio.timeout(300):
+        streamed += [event async for event in seen]
+        status, payload = await asking
+    await starting
+    failed = [event for event in streamed if "error" in event]
+    choices = [event["choices"][0] for event in streamed if event.get("choices")]
+    assert "".join(choice["text"] for choice in choices).startswith(begins)
+    if not failed:
+        assert choices[-1]["finish_reason"] == "length"
+        assert streamed[-1]["usage"]["completion_tokens"] == pytest.approx(100, abs=2)
+    assert status in (200, 502, 503), payload
+    if status == 200:
+        (choice,) = payload["choices"]
+        assert (choice["text"][:40], choice["finish_reason"]) == (begins, "length")
+    assert (await text_of(http, completion())).startswith(begins[:20])
+
+
+async def test_a_common_beginning_is_reported_as_cached(
+    http: aiohttp.ClientSession, server: ForeignServer
+) -> None:
+    beginning, cached, num_prompt = PARAGRAPHS + "\n\n", list[int](), 0
+    hits = server.metric(HITS) if isinstance(server, Vllm) else 0.0
+    for question in ("What did it learn?", "Who learned?", "When?"):
+        _, payload = await answer(http, completion(beginning + question, max_tokens=2))
+        cached.append(payload["usage"]["prompt_tokens_details"]["cached_tokens"])
+        num_prompt = payload["usage"]["prompt_tokens"]
+    if isinstance(server, Vllm):
+        assert all(tokens > 0.8 * num_prompt for tokens in cached[1:]), (cached, num_prompt)
+        assert server.metric(HITS) - hits >= sum(cached[1:])
+    else:
+        assert cached == [0, 0, 0], "it reports none"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "is_right"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            lambda text: set(json.loads(text)) == {"city", "large"},
+        ),
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"guided_regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, lambda text: text in ("a", "b")),
+    ],
+)
+async def test_constraints_are_kept_or_refused(
+    http: aiohttp.ClientSession, server: ForeignServer, constraint: Any, is_right: Any
+) -> None:
+    messages = [{"role": "user", "content": "Which city is the capital of France?"}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 48, "temperature": 0} | constraint
+    status, payload = await answer(http, body, "/v1/chat/completions")
+    if isinstance(server, Vllm):
+        assert status == 200, payload
+        assert is_right(payload["choices"][0]["message"]["content"]), payload
+    else:
+        assert (status, payload["error"]["code"]) == (400, "unsupported_field")
