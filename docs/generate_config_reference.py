@@ -55,7 +55,6 @@ REFUSED = {
         "max_tool_calls",
         "moderation",
         "prompt",
-        "top_logprobs",
     },
     "messages": {"container", "inference_geo", "mcp_servers", "speed"},
 }

@@ -1,5 +1,6 @@
 """Log probabilities of answers, as OpenAI's APIs show them."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.serve.prompts.test_transcript import HERMES
 from tests.serve.vendors.conftest import MODEL, Site, payloads, serve
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 def says(text: str, **fields: Any) -> Script:
@@ -190,3 +191,58 @@ async def test_an_identical_call_takes_them_with_the_result(site: Site) -> None:
     assert again["choices"] == first["choices"]
     await site.post(CHAT, asked | {"top_logprobs": 2})
     assert len(site.engine.requests) == 2
+
+
+def response(**fields: Any) -> dict[str, Any]:
+    include = {"include": ["message.output_text.logprobs"]}
+    return {"model": MODEL, "input": "Hi", "top_logprobs": 2} | include | fields
+
+
+def events(named: list[tuple[str | None, str]]) -> list[dict[str, Any]]:
+    return [json.loads(data) for _, data in named]
+
+
+async def test_a_response(site: Site) -> None:
+    text = "Grüße!"
+    site.engine.script = says(text)
+    want = [entry(byte, 2) for byte in text.encode()]
+    answer = await site.post(RESPONSES, response())
+    assert answer["top_logprobs"] == 2
+    assert answer["output"][0]["content"][0]["logprobs"] == want
+    found = events(await site.stream(RESPONSES, response(stream=True)))
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert [one for event in deltas for one in event["logprobs"]] == want
+    for event in deltas:
+        assert b"".join(bytes(e["bytes"]) for e in event["logprobs"]) == event["delta"].encode()
+    (done,) = [event for event in found if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == want
+    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == want
+
+
+async def test_a_response_in_the_background_and_what_continues_it(site: Site) -> None:
+    site.engine.script = says("ab")
+    made = await site.post(RESPONSES, response(background=True, stream=False, top_logprobs=0))
+    async with site.http.get(f"{RESPONSES}/{made['id']}?stream=true") as followed:
+        blocks = (await followed.text()).split("\n\n")
+    ended = json.loads([b for b in blocks if b.strip()][-1].split("data: ")[1])["response"]
+    want = [entry(byte, 0) for byte in b"ab"]
+    assert ended["output"][0]["content"][0]["logprobs"] == want
+    again = await site.post(RESPONSES, response(previous_response_id=made["id"]))
+    resent = {"model": MODEL, "input": [*again["output"], {"role": "user", "content": "x"}]}
+    (item,) = (await site.post(RESPONSES, resent))["output"]
+    assert item["content"][0]["logprobs"] == []
+    async with site.http.get(f"{RESPONSES}/{again['id']}/input_items") as listed:
+        assert listed.status == 200
+
+
+async def test_a_response_that_calls_has_those_of_its_text(core_config: CoreConfig) -> None:
+    text = 'So. <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    engine = fake_engine("e0", model=MODEL, chat_template=HERMES, script=says(text, steps=30))
+    tools = [{"type": "function", "name": "f", "parameters": {}}]
+    async with serve(core_config, engine) as site:
+        found = events(await site.stream(RESPONSES, response(tools=tools, stream=True)))
+    message, call = found[-1]["response"]["output"]
+    assert call["name"] == "f"
+    assert message["content"][0]["text"] == "So."
+    shown = "".join(e["token"] for e in message["content"][0]["logprobs"])
+    assert shown.strip() == "So."

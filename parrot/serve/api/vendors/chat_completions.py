@@ -19,7 +19,7 @@ from parrot.serve.api.vendors.openai_chat import (
 )
 from parrot.serve.api.vendors.openai_common import Json, chained, program_of, usage_of
 from parrot.serve.api.vendors.openai_errors import openai_error
-from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, Scored, entries_of
+from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, Entry, entries_of
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
@@ -83,11 +83,12 @@ class ChatCompletions:
         for i, value in enumerate(answers):
             answer = read_answer(turn.parser(may_call_many=may_call_many), value.content)
             self._turns.remember(turn, i, answer.message())
+            entries = await entries_of(await AnswerLogprobs(turn, i).rest())
             choices.append(
                 {
                     "index": i,
                     "message": _message(answer),
-                    "logprobs": _logprobs(await entries_of(turn, i)),
+                    "logprobs": _logprobs(entries if request.logprobs else None),
                     "finish_reason": _finish_reason(answer, value),
                 }
             )
@@ -110,10 +111,14 @@ class ChatCompletions:
             async with aclosing(stream_all([turn])) as deltas:
                 async for i, delta in deltas:
                     if isinstance(delta, str):
-                        chunks = streams[i].feed(delta, await logprobs[i].take(delta))
+                        chunks = streams[i].feed(
+                            delta, await entries_of(await logprobs[i].take(delta))
+                        )
                     else:
                         ended.append(delta)
-                        chunks = streams[i].finish(delta, await logprobs[i].rest())
+                        chunks = streams[i].finish(
+                            delta, await entries_of(await logprobs[i].rest())
+                        )
                     for chunk in chunks:
                         yield None, chunk
                     if isinstance(delta, VarGetResponse):
@@ -136,18 +141,18 @@ class _Stream:
         self._frame = frame
         self._index = index
         self._parser = parser
-        self._entries: list[Json] = []  # of tokens that no chunk has shown yet
+        self._entries: list[Entry] = []  # of tokens that no chunk has shown yet
 
-    def feed(self, text: str, scored: Sequence[Scored]) -> Iterator[Json]:
+    def feed(self, text: str, entries: Sequence[Entry]) -> Iterator[Json]:
         """Some more of the answer, and its tokens if their log probabilities are wanted."""
         if not self.has_begun:
             self.has_begun = True
             yield self._chunk({"role": "assistant", "content": ""})
-        self._entries += [one.entry() for one in scored]
+        self._entries += entries
         yield from self._deltas(self._parser.feed(text))
 
-    def finish(self, value: VarGetResponse, scored: Sequence[Scored]) -> Iterator[Json]:
-        yield from self.feed("", scored)
+    def finish(self, value: VarGetResponse, entries: Sequence[Entry]) -> Iterator[Json]:
+        yield from self.feed("", entries)
         yield from self._deltas(self._parser.finish())
         yield self._chunk({}, _finish_reason(self.answer, value))
 
@@ -171,7 +176,7 @@ class _Stream:
         return self._frame | {"choices": [choice]}
 
 
-def _logprobs(entries: list[Json] | orjson.Fragment | None) -> Json | None:
+def _logprobs(entries: list[Entry] | None) -> Json | None:
     return None if entries is None else {"content": entries, "refusal": None}
 
 

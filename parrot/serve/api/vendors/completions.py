@@ -166,7 +166,7 @@ class _Answers:
             for made in self._best(turn):
                 i, answer = len(choices), answers[turn_index * num_made + made]
                 scored = await AnswerLogprobs(turn, made).rest() if self._is_scored else []
-                logprobs = self._logprobs(i).part(scored) if self._is_scored else None
+                logprobs = await self._logprobs(i).part(scored) if self._is_scored else None
                 text = self._echo(i) + answer.content
                 choices.append(_choice(i, text, logprobs, answer.finish_reason))
         usage = usage_of(answers, num_made)
@@ -199,7 +199,7 @@ class _Answers:
                     else:
                         scored = await taken[i].take(delta)
                         text, finish_reason = echo + delta, None
-                    part = logprobs[i].part(scored) if self._is_scored and scored else None
+                    part = await logprobs[i].part(scored) if self._is_scored and scored else None
                     choice = _choice(i, text, part, finish_reason)
                     yield None, self._frame | {"choices": [choice]}
             if options is not None and options.include_usage:

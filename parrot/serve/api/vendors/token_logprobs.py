@@ -18,6 +18,7 @@ from parrot.serve.conversations.turn import Turn
 _SLICE = 64  # tokens that are written at once, within a few milliseconds
 
 Json = dict[str, Any]
+Entry = orjson.Fragment
 
 
 class Scored(NamedTuple):
@@ -27,10 +28,12 @@ class Scored(NamedTuple):
     logprob: float
     likely: Sequence[tuple[bytes, float]]
 
-    def entry(self) -> Json:
+    def entry(self) -> Entry:
         """The token as chat completions show it."""
         likely = [_entry(token, logprob) for token, logprob in self.likely]
-        return _entry(self.token, self.logprob) | {"top_logprobs": likely}
+        return orjson.Fragment(
+            orjson.dumps(_entry(self.token, self.logprob) | {"top_logprobs": likely})
+        )
 
 
 def scored_tokens(found: Logprobs, start: int, stop: int) -> Iterator[Scored]:
@@ -81,13 +84,14 @@ class AnswerLogprobs:
         return [scored async for scored in _in_slices(found, self._num_taken)]
 
 
-async def entries_of(turn: Turn, choice: int) -> orjson.Fragment | None:
-    """The tokens of a whole answer as chat completions show them; None if none are wanted."""
-    found = turn.logprobs(choice)
-    if found is None or found.tokens is None:
-        return None
-    entries = [orjson.dumps(scored.entry()) async for scored in _in_slices(found, 0)]
-    return orjson.Fragment(b"[" + b",".join(entries) + b"]")
+async def entries_of(scored: Sequence[Scored]) -> list[Entry]:
+    """The tokens as chat completions show them."""
+    entries: list[Entry] = []
+    for first in range(0, len(scored), _SLICE):
+        if first:
+            await asyncio.sleep(0)
+        entries += [one.entry() for one in scored[first : first + _SLICE]]
+    return entries
 
 
 class CompletionLogprobs:
@@ -98,23 +102,20 @@ class CompletionLogprobs:
         self._offset = offset
         self._held = b""  # the beginning of a character
 
-    def part(self, scored: Sequence[Scored]) -> Json:
+    async def part(self, scored: Sequence[Scored]) -> Json:
         """The next tokens."""
-        offsets: list[int] = []
-        for token, _, _ in scored:
-            offsets.append(self._offset)
-            text, self._held = _whole_characters(self._held + token)
+        part: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for number, one in enumerate(scored, 1):
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+            likely = {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
+            part["tokens"].append(_name(one.token))
+            part["token_logprobs"].append(one.logprob)
+            part["top_logprobs"].append(likely)
+            part["text_offset"].append(self._offset)
+            text, self._held = _whole_characters(self._held + one.token)
             self._offset += len(text)
-        likely = [
-            {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
-            for one in scored
-        ]
-        return {
-            "tokens": [_name(one.token) for one in scored],
-            "token_logprobs": [one.logprob for one in scored],
-            "top_logprobs": likely,
-            "text_offset": offsets,
-        }
+        return part
 
 
 async def _in_slices(found: Logprobs, start: int) -> AsyncIterator[Scored]:

@@ -12,7 +12,8 @@ from parrot.protocol.public import VarGetResponse
 from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import stream_all
 from parrot.serve.api.vendors.openai_common import Json
-from parrot.serve.api.vendors.responses.writer import Ended, Part, ResponseWriter
+from parrot.serve.api.vendors.responses.writer import Ended, Likelihoods, Part, ResponseWriter
+from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, entries_of
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.prompts.answers import AnswerParser, TextDelta
@@ -24,15 +25,24 @@ async def answer_parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]
     """An answer as it comes, beginning with an empty text. Raises its error. What is not done when
     this ends is cancelled."""
     has_begun = False
+    logprobs = AnswerLogprobs(turn, 0)
     async with aclosing(stream_all([turn])) as deltas:
         async for _, delta in deltas:
             if not has_begun:
                 has_begun = True
                 yield TextDelta("")
+            scored = await (logprobs.take(delta) if isinstance(delta, str) else logprobs.rest())
+            if scored:
+                yield Likelihoods(await entries_of(scored))
             for event in parser.feed(delta) if isinstance(delta, str) else parser.finish():
                 yield event
             if isinstance(delta, VarGetResponse):
                 yield Ended(delta, int(time.time()))
+
+
+async def likelihoods(turn: Turn) -> Likelihoods:
+    """How likely all tokens of an answer were that is there; empty unless that is wanted."""
+    return Likelihoods(await entries_of(await AnswerLogprobs(turn, 0).rest()))
 
 
 class Background:

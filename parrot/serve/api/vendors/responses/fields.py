@@ -110,6 +110,12 @@ class ResponseRequest(CommonFields):
     def is_kept(self) -> bool:
         return self.store is not False
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of how many likely tokens log probabilities are wanted; None: of no token."""
+        is_included = "message.output_text.logprobs" in (self.include or ())
+        return self.top_logprobs or (0 if is_included else None)
+
     def require_support(self) -> None:
         """Raise `UnsupportedField` naming a field that would change the answer."""
         for name in ("prompt", "conversation", "max_tool_calls", "moderation"):
@@ -119,9 +125,6 @@ class ResponseRequest(CommonFields):
             raise UnsupportedField("contexts are not compacted", param="context_management")
         if self.truncation == "auto":
             raise UnsupportedField("items are not left out", param="truncation")
-        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
-            name = "top_logprobs" if self.top_logprobs else "include"
-            raise UnsupportedField("log probabilities are not supported", param=name)
         if self.background and not self.is_kept:
             raise InvalidRequest("a background response must be stored", param="store")
 
@@ -131,6 +134,7 @@ class ResponseRequest(CommonFields):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "ignore_tokenizer_eos": self.ignore_eos,
+            "logprobs": self.num_logprobs,
         }
         given |= constraint(None if self.text is None else _format(self.text.format))
         return parse_payload(SamplingConfig, {k: v for k, v in given.items() if v is not None})
@@ -190,7 +194,7 @@ class ResponseRequest(CommonFields):
             "text": {"format": text or {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
             "tools": [{"strict": None} | t.model_dump(exclude_none=True) for t in self.tools or ()],
-            "top_logprobs": 0,
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,

@@ -17,7 +17,7 @@ from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import read_all
 from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import Json, program_of
-from parrot.serve.api.vendors.responses.background import Background, answer_parts
+from parrot.serve.api.vendors.responses.background import Background, answer_parts, likelihoods
 from parrot.serve.api.vendors.responses.fields import (
     CancelRequest,
     ListRequest,
@@ -169,7 +169,7 @@ class Responses:
     ) -> bytes:
         (value,) = await read_all([turn])
         ended = Ended(value, int(time.time()))
-        for part in (*parser.feed(value.content), *parser.finish(), ended):
+        for part in (await likelihoods(turn), *parser.feed(value.content), *parser.finish(), ended):
             for _ in writer.write(part):
                 pass
         self._end(turn, writer, record)

@@ -6,7 +6,7 @@ response.output_item.added
 response.output_item.done
 response.completed"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from parrot.protocol.errors import (
@@ -18,6 +18,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.public import TokenUsage, VarGetResponse
 from parrot.serve.api.vendors.openai_common import Json
+from parrot.serve.api.vendors.token_logprobs import Entry
 from parrot.serve.prompts.answers import Answer, TextDelta, ToolCall
 
 
@@ -28,7 +29,13 @@ class Ended(NamedTuple):
     at: int
 
 
-Part = TextDelta | ToolCall | Ended | ParrotError
+class Likelihoods(NamedTuple):
+    """How likely the next tokens of the answer's text were."""
+
+    entries: list[Entry]
+
+
+Part = TextDelta | ToolCall | Likelihoods | Ended | ParrotError
 """Some more of an answer, or its end."""
 
 
@@ -41,6 +48,8 @@ class ResponseWriter:
         self.answer = Answer()
         self._number = 0  # of the next event
         self._texts: list[str] | None = None  # of the message that is open
+        self._entries: list[Entry] = []  # of its tokens
+        self._new_entries: list[Entry] = []  # those that no event has shown
         self._namespaces = {
             function["name"]: tool["name"]
             for tool in frame["tools"]
@@ -65,8 +74,12 @@ class ResponseWriter:
         if isinstance(part, Ended):
             yield from self._finish(part)
             return
+        if isinstance(part, Likelihoods):
+            self._new_entries += part.entries
+            return
         self.answer.add(part)
         if isinstance(part, ToolCall):
+            self._new_entries.clear()  # its own tokens, which are no text
             yield from self._close_message()
             yield from self._call(part)
         elif part.text:
@@ -76,7 +89,14 @@ class ResponseWriter:
         yield from self._open_message()
         assert self._texts is not None
         self._texts.append(delta)
-        yield self._of_text("response.output_text.delta", delta=delta, logprobs=[])
+        yield self._of_text(
+            "response.output_text.delta", delta=delta, logprobs=self._take_entries()
+        )
+
+    def _take_entries(self) -> list[Entry]:
+        new, self._new_entries = self._new_entries, []
+        self._entries += new
+        return new
 
     def _open_message(self) -> Iterator[Json]:
         if self._texts is None:
@@ -87,11 +107,12 @@ class ResponseWriter:
     def _close_message(self, status: str = "completed") -> Iterator[Json]:
         if self._texts is None:
             return
-        text = "".join(self._texts)
-        yield self._of_text("response.output_text.done", text=text, logprobs=[])
-        yield self._of_text("response.content_part.done", part=_text_part(text))
+        self._take_entries()
+        text, entries, self._entries = "".join(self._texts), self._entries, []
+        yield self._of_text("response.output_text.done", text=text, logprobs=entries)
+        yield self._of_text("response.content_part.done", part=_text_part(text, entries))
         self._texts = None
-        yield from self._add_item(self._message([_text_part(text)], status))
+        yield from self._add_item(self._message([_text_part(text, entries)], status))
 
     def _call(self, call: ToolCall) -> Iterator[Json]:
         item: Json = {
@@ -169,8 +190,8 @@ class ResponseWriter:
         return {"type": kind, "sequence_number": number} | fields
 
 
-def _text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, entries: Sequence[Entry] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(entries)}
 
 
 def _code(error: ParrotError) -> str:
