@@ -53,6 +53,14 @@ class SchedulerConfig(ConfigModel):
         "that of freed contexts while nobody else needs its memory.",
     )
 
+    max_draft_tokens: int = Field(
+        32,
+        ge=0,
+        le=64,
+        description="Tokens of an output's draft in one step, at most; 0: nothing is drafted. Only "
+        "engines of type builtin draft.",
+    )
+
     background_share: float = Field(
         0.2,
         ge=0.0,

@@ -153,7 +153,7 @@ class RunnerService:
         self._require_ready()
         constraint = await self._constraint(request)
         wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream)
-        return replace(wanted, constraint=constraint)
+        return replace(wanted, constraint=constraint, drafts=request.drafts)
 
     async def _constraint(self, request: GenerateRequest) -> Constraint | None:
         """Waits for nothing if `prepare` has."""

@@ -10,6 +10,8 @@ from parrot.protocol.sampling import SamplingConfig, WireLogprobs
 
 NO_PARENT = -1
 MAX_CONTEXT_ID = 2**53  # exact in every JSON reader
+MAX_DRAFT_TEXTS = 16
+MAX_DRAFT_TOKENS = 131_072
 
 ContextId = Annotated[int, Field(ge=0, le=MAX_CONTEXT_ID)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -77,6 +79,24 @@ class FillResponse(InternalPayload):
     computed_tokens: int = Field(0, description="tokens whose KV this request computed")
 
 
+class DraftSources(InternalPayload):
+    """Text that an output may repeat. An engine that drafts verifies several of its tokens in one
+    step; what it generates is the same with any sources, and without."""
+
+    model_config = ConfigDict(frozen=True)
+
+    in_context: bool = Field(True, description="the context that is generated on")
+    texts: Annotated[tuple[TokenIds, ...], Field(max_length=MAX_DRAFT_TEXTS)] = Field(
+        (), description="other texts, of 131,072 tokens together at most"
+    )
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> "DraftSources":
+        if sum(map(len, self.texts)) > MAX_DRAFT_TOKENS:
+            raise ValueError(f"`texts` have more than {MAX_DRAFT_TOKENS} tokens")
+        return self
+
+
 class GenerateRequest(JobRequest):
     """Generate on a context. `fills` run first, in order, as if sent to /fill: one exchange for a
     whole completion. A piece without a `context_id` is for the request's context. The piece that
@@ -92,6 +112,9 @@ class GenerateRequest(JobRequest):
         [],
         description="the last tokens of the context, if they begin an output that is constrained: "
         "what is generated goes on behind them",
+    )
+    drafts: DraftSources = Field(
+        DraftSources(), description="where the engine may look for what comes next"
     )
 
     @model_validator(mode="before")
@@ -115,6 +138,8 @@ class Usage(InternalPayload):
     cached_tokens: int = Field(0, description="prompt tokens whose KV was already there")
     computed_tokens: int = Field(0, description="prompt tokens computed for this request")
     output_tokens: int = 0
+    drafted_tokens: int = Field(0, description="verified by steps that computed several at once")
+    accepted_tokens: int = Field(0, description="of these, that became output tokens")
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

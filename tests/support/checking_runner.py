@@ -13,8 +13,10 @@ from parrot.engine.core.plan import (
     StepPlan,
     StepResult,
     TokenScores,
+    sample_specs,
 )
-from parrot.protocol.errors import ModelNumerics, ParrotError
+from parrot.engine.runner.sampling import results
+from parrot.protocol.errors import ParrotError
 
 EMPTY = 0
 _LETTERS, _NUM_LETTERS = 97, 26
@@ -70,6 +72,7 @@ class CheckingRunner:
         self._nan_token = nan_token
         self._crash_token = crash_token
         self.plans: list[StepPlan] = []
+        self.num_drafts = 0
         self.violations: list[AssertionError] = []
 
     @property
@@ -83,8 +86,9 @@ class CheckingRunner:
         """The tokens of its context, up to what the step computes, which only the plan knows."""
         known = list(self._tokens_of(sequence.context_id)[: sequence.end])
         text = known[: sequence.start] + list(sequence.token_ids)
+        drafts = [] if sequence.sample is None else list(sequence.sample.drafts)
         assert len(text) == sequence.end, f"{sequence} begins beyond its context"
-        assert text == known or text == [*known, PENDING], f"{sequence} computes foreign tokens"
+        assert text in (known + drafts, [*known, PENDING]), f"{sequence} computes foreign tokens"
         return text
 
     def run_texts(self, plan: StepPlan, texts: Sequence[Sequence[int]]) -> StepResult:
@@ -139,20 +143,27 @@ class CheckingRunner:
         errors: dict[int, ParrotError] = {}
         scores: dict[int, TokenScores] = {}
         pooled: dict[int, StateSum] = {}
+        further: dict[int, Sequence[int]] = {}
         for sequence, text in pairs:
             if (pool := sequence.pool) is not None:
                 pooled[pool.job_id] = self._states(sequence, text)
             if (sample := sequence.sample) is None:
                 continue
-            assert sequence.end == sample.position, sequence
-            if self._nan_token in text:
-                errors[sample.job_id] = ModelNumerics("logits are not finite")
-            else:
-                token = tokens[sample.job_id] = self._choose(sample, text)
-                if (num_top := sample.sampling.logprobs) is not None:
-                    ids = [token, *range(num_top)]
-                    scores[sample.job_id] = TokenScores(ids, [-float(len(text))] * len(ids))
-        return StepResult(tokens, errors, scores=scores, pooled=pooled)
+            assert sequence.end == sample.position + len(sample.drafts), sequence
+            self.num_drafts += len(sample.drafts)
+            specs = sample_specs(sequence)
+            chosen = [self._sampled(spec, text[: spec.position]) for spec in specs]
+            result = results(specs, chosen)
+            tokens |= result.tokens
+            errors |= result.errors
+            further |= result.further
+            if (num_top := sample.sampling.logprobs) is not None and chosen[0] >= 0:
+                ids = [chosen[0], *range(num_top)]
+                scores[sample.job_id] = TokenScores(ids, [-float(len(text))] * len(ids))
+        return StepResult(tokens, errors, scores=scores, pooled=pooled, further=further)
+
+    def _sampled(self, sample: SampleSpec, text: Sequence[int]) -> int:
+        return -1 if self._nan_token in text else self._choose(sample, text)
 
     def _states(self, sequence: SequenceStep, text: Sequence[int]) -> States:
         assert sequence.pool is not None
@@ -164,7 +175,8 @@ class CheckingRunner:
     def _choose(self, sample: SampleSpec, text: Sequence[int]) -> int:
         token = self._next_token(text)
         if sample.sampling.adjusts_logits:
-            context, output = list(sample.context_ids), list(sample.output_ids)
+            context = [*sample.context_ids, *sample.drafts]
+            output = [*sample.output_ids, *sample.drafts]
             assert context == list(text), f"job {sample.job_id} is told of foreign tokens"
             assert output == context[len(context) - len(output) :], "its output is another's"
             token = _LETTERS + (token - _LETTERS + len(set(output))) % _NUM_LETTERS

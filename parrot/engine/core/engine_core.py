@@ -34,9 +34,10 @@ from parrot.engine.core.plan import (
     TokenScores,
 )
 from parrot.engine.core.requests import RequestTable
-from parrot.engine.core.scheduler import LocalScheduler, Step
+from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
 from parrot.engine.core.validation import RequestLimits
+from parrot.engine.drafts.drafter import Drafter
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import (
     EngineFailed,
@@ -53,7 +54,8 @@ _LATENCY_SMOOTHING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step on its way, whose tokens nobody has waited for."""
+    """A step on its way, whose tokens nobody has waited for. How many there will be is not known if
+    it has drafts: then they are waited for before the next step is planned."""
 
     launched: LaunchedStep
     step: Step
@@ -79,6 +81,8 @@ class EngineCore:
         hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
         self._tree = ContextTree(BlockPool(num_blocks, info.block_size), hasher)
         self._scheduler = LocalScheduler(config, self._tree)
+        max_draft = config.scheduler.max_draft_tokens if info.takes_drafts else 0
+        self._drafter = Drafter(max_draft, config.scheduler.max_batch_size) if max_draft else None
         self._totals = StepTotals()
         limits = RequestLimits(self.max_context_len, info.vocab_size)
         self.requests = RequestTable(
@@ -99,26 +103,75 @@ class EngineCore:
     def wait_until_due(self) -> None:
         """Return when the next step should be planned; requests that come later miss it."""
         if self._flight is not None:
+            if self._drafter is not None and not self._flight.step.num_drafts:
+                self._drafter.look([drafts for job in self._drafting() if (drafts := job.drafts)])
             self._flight.launched.wait_until_due()
 
     def step(self) -> bool:
         """Plan a step and run it; or, where the runner can, launch it and wait for the one before
         it. Returns False when there was nothing to do."""
         running, self._flight = self._flight, None
-        planned = self.plan()
+        if running is None or not self._lands_first(running):
+            return self._step_behind(running)
+        if self._land(running, None):
+            self._step_behind(None)
+            if self._drafter is not None and self._flight is not None:
+                self._drafter.turned(self._clock.now() - self._last_step_ended)
+        return True
+
+    def _step_behind(self, running: _Flight | None) -> bool:
+        """Make a step behind the one that is running, if one is."""
+        planned = self.plan({} if running is not None else self._drafts())
         launched = None if planned is None else self._launch(planned, running)
-        if running is not None:
-            result = self._runner.wait(running.launched)
-            if result is None:
-                self._give_up([running.step] if planned is None else [running.step, planned])
-                return True
-            self._take_tokens(running.step, result)
+        if running is not None and not self._land(running, planned):
+            return True
         if planned is not None and launched is not None:
             self._enter(planned, {})
             self._flight = _Flight(launched, planned)
         elif planned is not None:
             self._run_planned(planned)
         return planned is not None or running is not None
+
+    def _land(self, flight: _Flight, planned: Step | None) -> bool:
+        """Wait for a step, and take its tokens. False if it has failed, and with it what was
+        planned behind it."""
+        result = self._runner.wait(flight.launched)
+        if result is None:
+            self._give_up([flight.step] if planned is None else [flight.step, planned])
+            return False
+        self._take_tokens(flight.step, result)
+        return True
+
+    # -- drafts ------------------------------------------------------------------------------
+
+    def _lands_first(self, flight: _Flight) -> bool:
+        """Whether the next step can only be planned, or is better planned, when the tokens of this
+        one are known."""
+        if self._drafter is None or flight.step.num_drafts:
+            return flight.step.num_drafts > 0
+        jobs = [job for job in self._drafting() if job.awaits_token]
+        outputs = [drafts for job in jobs if (drafts := job.drafts)]
+        return any(self._drafter.choose(outputs, len(flight.step.jobs), num_pending=1))
+
+    def _drafting(self) -> list[Job]:
+        return [job for job in self._scheduler.decoding if job.drafts is not None]
+
+    def _drafts(self) -> dict[Job, tuple[int, ...]]:
+        """The drafts of the next step, of jobs whose tokens are all known."""
+        if self._drafter is None:
+            return {}
+        jobs = self._drafting()
+        outputs = [drafts for job in jobs if (drafts := job.drafts)]
+        self._drafter.look(outputs)
+        self._drafter.costs = self._costs.recent() or self._drafter.costs
+        lengths = self._drafter.choose(outputs, len(self._scheduler.decoding))
+        return {
+            job: drafts.take(length)
+            for job, drafts, length in zip(jobs, outputs, lengths, strict=True)
+            if length
+        }
+
+    # -- steps -------------------------------------------------------------------------------
 
     def _launch(self, step: Step, before: _Flight | None) -> LaunchedStep | None:
         """Launch a step, or return None if it must be run once the one before it has landed."""
@@ -144,7 +197,10 @@ class EngineCore:
     def _run_planned(self, step: Step) -> None:
         """Run a step that could not be launched, without what has ended since it was planned."""
         kept = [
-            (job, s._replace(token_ids=job.context.token_ids[s.start : s.end]))
+            (
+                job,
+                s if s.num_drafts else s._replace(token_ids=job.context.token_ids[s.start : s.end]),
+            )
             for job, s in zip(step.jobs, step.plan.sequences, strict=True)
             if not job.has_ended
         ]
@@ -152,18 +208,18 @@ class EngineCore:
         step = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
         self.deliver(step, self.run(step))
 
-    def plan(self) -> Step | None:
+    def plan(self, drafts: Drafts = NO_DRAFTS) -> Step | None:
         """Decide on the next step. If not None, `run` and `deliver` must follow."""
-        step = self._schedule()
+        step = self._schedule(drafts)
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
                 self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
-            step = step or self._schedule()  # something may have waited for them
+            step = step or self._schedule(drafts)  # something may have waited for them
         return step
 
-    def _schedule(self) -> Step | None:
+    def _schedule(self, drafts: Drafts) -> Step | None:
         self.requests.open_forks()
-        return self._scheduler.schedule(self._clock.now())
+        return self._scheduler.schedule(self._clock.now(), drafts)
 
     def run(self, step: Step) -> StepResult:
         """Raises `DeviceLost`, and nothing else."""
@@ -186,8 +242,8 @@ class EngineCore:
             if job.request.started_at is None:
                 job.request.start(began, self._totals)
             context = job.context
-            context.num_computed = sequence.end
-            if len(sequence.token_ids) > 1:
+            context.num_computed = sequence.end - sequence.num_drafts
+            if len(sequence.token_ids) > 1 + sequence.num_drafts:
                 self._tree.publish(context)  # what is generated is published in the end
             if job.pooling is not None:
                 job.pooling.num_taken = max(job.pooling.num_taken, sequence.end)
@@ -212,8 +268,10 @@ class EngineCore:
             if job.job_id in result.errors:
                 self.requests.fail_job(job, result.errors[job.job_id])
             elif job.job_id in result.tokens:
-                scores = result.scores.get(job.job_id)
-                self._take_token(job, result.tokens[job.job_id], scores, now)
+                tokens = (result.tokens[job.job_id], *result.further.get(job.job_id, ()))
+                if job.drafts is not None:
+                    job.drafts.count(sequence.num_drafts, len(tokens) - 1)
+                self._take_tokens_of(job, tokens, result.scores.get(job.job_id), now)
             else:
                 self.requests.fail_job(job, EngineFailed("the engine gave no token"))
 
@@ -260,21 +318,33 @@ class EngineCore:
     def _count_step(self, step: Step, elapsed_s: float) -> None:
         num_prompt_tokens = step.num_fill_tokens + step.num_background_tokens
         self._totals.add(len(step.jobs), num_prompt_tokens)
-        self._costs.count(step.plan.sequences, num_prompt_tokens, elapsed_s)
+        self._costs.count(step.plan.sequences, num_prompt_tokens + step.num_drafts, elapsed_s)
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.stepped(step, elapsed_s)
+        if self._drafter is not None:
+            self._drafter.stepped(elapsed_s, num_prompt_tokens, step.num_drafts)
 
-    def _take_token(self, job: Job, token_id: int, scores: TokenScores | None, now: float) -> None:
-        generation, request = job.generation, job.request
+    def _take_tokens_of(
+        self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float
+    ) -> None:
+        """Take a token, and what is right of a draft behind it: none behind the output's end.
+        Outputs with `scores` have no drafts."""
+        generation, request, context = job.generation, job.request, job.context
         assert generation is not None, f"job {job.job_id} does not generate"
-        try:
-            generation.push(token_id, scores)
-        except InvalidRequest as error:
-            self.requests.fail_all([request], error)
-            return
-        job.context.token_ids.append(token_id)
+        for number, token_id in enumerate(token_ids):
+            try:
+                generation.push(token_id, scores)
+            except InvalidRequest as error:
+                self.requests.fail_all([request], error)
+                return
+            context.token_ids.append(token_id)
+            context.num_computed += number > 0  # that of the token before: its draft was right
+            if generation.finish_reason is not None:
+                break
         if request.prompt_done_at is None:
             request.prompt_done_at = now
+            if self._drafter is not None:
+                job.begin_drafts()
         if request.wanted.stream and (chunk := generation.take_chunk()) is not None:
             self.requests.outbox.add(request.sink, chunk)
         if generation.finish_reason is not None:

@@ -9,10 +9,13 @@ from operator import attrgetter
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.output import Generation
-from parrot.engine.core.plan import PoolSpec, StateSum
+from parrot.engine.core.plan import PoolSpec, SampleSpec, SequenceStep, StateSum
+from parrot.engine.drafts.finder import DraftFinder
+from parrot.engine.drafts.output_drafts import OutputDrafts
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (
     NO_PARENT,
+    DraftSources,
     EmbedResponse,
     FillResponse,
     GenerateResponse,
@@ -59,7 +62,8 @@ class EngineRequest:
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
     background fill. `constraint`: the one of its `sampling`, at the output's beginning. `pooling`:
-    give an embedding of each piece, whose contexts are temporary."""
+    give an embedding of each piece, whose contexts are temporary. `drafts`: where to look for
+    drafts of its output."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -70,6 +74,7 @@ class EngineRequest:
     background_share: float = 1.0
     constraint: Constraint | None = None
     pooling: PoolingKind | None = None
+    drafts: DraftSources = field(default_factory=DraftSources)
 
 
 @dataclass(slots=True)
@@ -170,10 +175,13 @@ class RequestState:
         started = now if self.started_at is None else self.started_at
         prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
         before = totals if self.before is None else self.before
+        drafts = next((job.drafts for job in self.jobs if job.drafts is not None), None)
         return Usage.model_construct(
             cached_tokens=self.num_cached,
             computed_tokens=self.num_missing,
             output_tokens=num_output_tokens,
+            drafted_tokens=0 if drafts is None else drafts.num_drafted,
+            accepted_tokens=0 if drafts is None else drafts.num_accepted,
             queue_s=started - self.submitted_at,
             prefill_s=prompt_done - started,
             decode_s=now - prompt_done,
@@ -190,7 +198,8 @@ class Job:
     Jobs of one context run in order of arrival. The first of them is opened when its context's
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
     that the context has lost and a fork wants. `key` is its place among all jobs. `awaits_token`: a
-    step that samples for it, or gives the last states for its `pooling`, is on its way."""
+    step that samples for it, or gives the last states for its `pooling`, is on its way. `drafts`:
+    None if its output is not drafted."""
 
     job_id: int
     request: RequestState
@@ -207,10 +216,58 @@ class Job:
     has_ended: bool = False
     pooling: Pooling | None = None
     embedding: bytes = b""
+    drafts: OutputDrafts | None = None
 
     @property
     def is_background(self) -> bool:
         return self.priority >= BACKGROUND
+
+    def sequence(self, num_tokens: int, drafts: tuple[int, ...], block_size: int) -> SequenceStep:
+        """Its share of a step that computes so many of its missing tokens, and drafts if these are
+        all."""
+        context = self.context
+        start = context.num_computed
+        end = start + num_tokens
+        token_ids = context.token_ids[start:end]
+        sample = self._sample(drafts) if end == len(context.token_ids) else None
+        pool = None
+        if self.pooling is not None:
+            pool = self.pooling.spec(self.job_id, start, end, len(context.token_ids))
+        if drafts:
+            token_ids.extend(drafts)
+            end += len(drafts)
+        blocks = context.block_ids[: -(-end // block_size)]
+        return SequenceStep(context.context_id, token_ids, start, blocks, sample, pool)
+
+    def _sample(self, drafts: tuple[int, ...]) -> SampleSpec | None:
+        generation = self.generation
+        if generation is None:
+            return None
+        return SampleSpec(
+            self.job_id,
+            generation.sampling,
+            generation.seed,
+            len(self.context.token_ids),
+            generation.output_ids,
+            self.context.token_ids,
+            generation.constraint,
+            drafts,
+        )
+
+    def begin_drafts(self) -> None:
+        """Its output may be drafted from now on, unless its request says otherwise."""
+        sources, generation = self.request.wanted.drafts, self.generation
+        if generation is None or generation.logprobs is not None:
+            return
+        if not (sources.in_context or sources.texts):
+            return
+        self.drafts = OutputDrafts(
+            DraftFinder(sources.texts, in_context=sources.in_context),
+            self.context.token_ids,
+            generation.output_ids,
+            generation.max_tokens,
+            generation.constraint,
+        )
 
 
 _KEY = attrgetter("key")

@@ -53,7 +53,9 @@ class SampleSpec(NamedTuple):
     is in the batch. `output_ids` are the generated tokens and `context_ids` all tokens of the
     context, for penalties, as far as they are known: without the one that is `PENDING`. Both only
     grow while the job runs, and are views that the runner must not keep. `constraint`: which tokens
-    it may be, at the place behind `output_ids`."""
+    it may be, at the place behind `output_ids`.
+
+    `drafts` come behind both lists, as if they had been sampled before: see `sample_specs`."""
 
     job_id: int
     sampling: SamplingConfig
@@ -62,6 +64,7 @@ class SampleSpec(NamedTuple):
     output_ids: Sequence[int] = ()
     context_ids: Sequence[int] = ()
     constraint: Constraint | None = None
+    drafts: tuple[int, ...] = ()
 
 
 class PoolSpec(NamedTuple):
@@ -87,7 +90,8 @@ class StateSum(Protocol):
 class SequenceStep(NamedTuple):
     """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
 
-    `block_ids` covers [0, end); positions before `start` are already computed."""
+    `block_ids` covers [0, end); positions before `start` are already computed. The last tokens may
+    be drafts, those of its `sample`: each is right if it is the token that is sampled before it."""
 
     context_id: int
     token_ids: Sequence[int]
@@ -99,6 +103,39 @@ class SequenceStep(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def num_drafts(self) -> int:
+        return 0 if self.sample is None else len(self.sample.drafts)
+
+
+def sample_specs(sequence: SequenceStep) -> list[SampleSpec]:
+    """One for each token that a step is to sample for a sequence: after its last token that is no
+    draft, and after each draft. None of its tokens may be pending if it has drafts."""
+    spec = sequence.sample
+    if spec is None:
+        return []
+    if not spec.drafts:
+        return [spec]
+    count = len(spec.drafts) + 1
+    constraints: Sequence[Constraint | None] = [None] * count
+    if spec.constraint is not None:
+        constraints = spec.constraint.ahead(len(spec.output_ids), spec.drafts)
+    return [
+        spec._replace(position=spec.position + i, constraint=constraints[i], drafts=spec.drafts[:i])
+        for i in range(count)
+    ]
+
+
+def without_drafts(sequence: SequenceStep, block_size: int) -> SequenceStep:
+    count, spec = sequence.num_drafts, sequence.sample
+    if spec is None or not count:
+        return sequence
+    return sequence._replace(
+        token_ids=sequence.token_ids[:-count],
+        block_ids=sequence.block_ids[: -(-(sequence.end - count) // block_size)],
+        sample=spec._replace(drafts=()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +171,21 @@ class StepResult:
     """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
     were not finite is in `errors` instead. `broken`, by context id: why sequences could not be run
     at all. One bad sequence never spoils the others. `scores`: of the tokens of those that want
-    log probabilities. `pooled[job_id]`: for each sequence with a `pool`."""
+    log probabilities. `pooled[job_id]`: for each sequence with a `pool`. `further[job_id]`: the
+    tokens after that one, as many as there are right drafts."""
 
     tokens: dict[int, int]
     errors: dict[int, ParrotError]
     broken: dict[int, ParrotError] = field(default_factory=dict)
     scores: dict[int, TokenScores] = field(default_factory=dict)
     pooled: dict[int, StateSum] = field(default_factory=dict)
+    further: dict[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
-    be measured."""
+    be measured. `takes_drafts`: whether sequences may have drafts."""
 
     num_blocks: int
     block_size: int
@@ -155,6 +194,7 @@ class RunnerInfo:
     model_mem: float
     cache_mem: float
     costs: StepCosts | None = None
+    takes_drafts: bool = False
 
 
 class DeviceLost(Exception):

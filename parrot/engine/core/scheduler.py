@@ -11,31 +11,30 @@ happen one after the other, so KV that is on its way may be read, and blocks tha
 may be given away.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.jobs import POLICIES, Job, JobQueue
-from parrot.engine.core.plan import (
-    PENDING,
-    BlockCopy,
-    PoolSpec,
-    SampleSpec,
-    SequenceStep,
-    StepPlan,
-)
+from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
 from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
 
 
 class Share(NamedTuple):
-    """A job's part of a step."""
+    """A job's part of a step. Its `drafts` are not among its `num_tokens`."""
 
     num_tokens: int
     copies: tuple[BlockCopy, ...]
+    drafts: tuple[int, ...] = ()
+
+
+Drafts = Mapping[Job, tuple[int, ...]]
+NO_DRAFTS: Drafts = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Step:
     num_decodes: int
     num_fill_tokens: int
     num_background_tokens: int
+    num_drafts: int
     planned_at: float
 
 
@@ -87,6 +87,11 @@ class LocalScheduler:
     def num_admitted(self) -> int:
         queues = (self._queue, self._background)
         return len(self._decoding) + sum(job.is_admitted for queue in queues for job in queue)
+
+    @property
+    def decoding(self) -> JobQueue:
+        """The jobs that generate."""
+        return self._decoding
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
@@ -163,18 +168,19 @@ class LocalScheduler:
         first = next(iter(self._background), None)
         return limit if first is None else min(limit, first.request.wanted.background_share)
 
-    def schedule(self, now: float) -> Step | None:
-        """The next step, or None when no job can run."""
+    def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
+        """The next step, or None when no job can run. `drafts`: of jobs that generate and await no
+        token; taken as far as there is room for them that nobody else needs."""
         going_on = [job for job in self._decoding if job.awaits_token and _has_next(job)]
         for job in going_on:
             job.context.token_ids.append(PENDING)
         try:
-            return self._plan(now)
+            return self._plan(now, drafts)
         finally:
             for job in going_on:
                 job.context.token_ids.pop()
 
-    def _plan(self, now: float) -> Step | None:
+    def _plan(self, now: float, drafts: Drafts) -> Step | None:
         self._shares = {}
         self._begun_blocks.clear()
         self._tokens_left = self._limits.max_num_batched_tokens
@@ -201,6 +207,8 @@ class LocalScheduler:
             self._plan_background()
         if self._num_decodes and not num_fill_tokens:
             self._pace.planned(self._num_background_tokens)
+        for job, draft in drafts.items():
+            self._take_draft(job, draft)
         return self._build(num_fill_tokens, now) if self._shares else None
 
     def _fill_tokens_taken(self) -> int:
@@ -266,6 +274,31 @@ class LocalScheduler:
         self._context_tokens += end
         return True
 
+    def _take_draft(self, job: Job, draft: tuple[int, ...]) -> None:
+        """Verify as much of a draft as fits free blocks and the step's limits. What turns out wrong
+        is computed again over it."""
+        share, context = self._shares.get(job), job.context
+        if share is None or share.num_tokens != context.num_missing:
+            return
+        num_samples = len(self._shares) + sum(len(s.drafts) for s in self._shares.values())
+        known = len(context.token_ids)
+        room = len(context.block_ids) + self._tree.pool.num_free
+        limits = [
+            self._tokens_left,
+            self._limits.max_batch_size - num_samples,
+            room * self._tree.block_size - known,
+        ]
+        if self._limits.max_total_tokens is not None:
+            limits.append(self._limits.max_total_tokens - self._context_tokens)
+        draft = draft[: max(0, min(limits))]
+        if not draft:
+            return
+        copies = self._tree.reserve(context, known + len(draft))
+        assert copies == (), f"no room for a draft of {context}"
+        self._shares[job] = share._replace(drafts=draft)
+        self._tokens_left -= len(draft)
+        self._context_tokens += len(draft)
+
     def _make_room(self, job: Job, num_blocks: int) -> bool:
         """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""
         if job.is_background:
@@ -308,29 +341,18 @@ class LocalScheduler:
                     self._tree.truncate(job.context, num_kept)
 
     def _build(self, num_fill_tokens: int, now: float) -> Step:
-        sequences = []
-        copies: list[BlockCopy] = []
-        for job, share in self._shares.items():
-            context = job.context
-            start = context.num_computed
-            end = start + share.num_tokens
-            copies += share.copies
-            sequences.append(
-                SequenceStep(
-                    context.context_id,
-                    context.token_ids[start:end],
-                    start,
-                    context.block_ids[: -(-end // self._tree.block_size)],
-                    _sample_spec(job) if end == len(context.token_ids) else None,
-                    _pool_spec(job, start, end),
-                )
-            )
+        size = self._tree.block_size
+        shares = self._shares.items()
+        sequences = [job.sequence(share.num_tokens, share.drafts, size) for job, share in shares]
+        copies = [copy for share in self._shares.values() for copy in share.copies]
+        num_drafts = sum([len(share.drafts) for share in self._shares.values()])
         return Step(
             StepPlan(tuple(sequences), tuple(copies)),
             tuple(self._shares),
             self._num_decodes,
             num_fill_tokens,
             self._num_background_tokens,
+            num_drafts,
             now,
         )
 
@@ -355,25 +377,3 @@ class LocalScheduler:
 def _has_next(job: Job) -> bool:
     """Whether the token that the job awaits may be followed by another."""
     return job.generation is not None and job.generation.num_left > 1
-
-
-def _pool_spec(job: Job, start: int, end: int) -> PoolSpec | None:
-    """For a step that computes the positions [start, end) of its context."""
-    if job.pooling is None:
-        return None
-    return job.pooling.spec(job.job_id, start, end, len(job.context.token_ids))
-
-
-def _sample_spec(job: Job) -> SampleSpec | None:
-    generation = job.generation
-    if generation is None:
-        return None
-    return SampleSpec(
-        job.job_id,
-        generation.sampling,
-        generation.seed,
-        len(job.context.token_ids),
-        generation.output_ids,
-        job.context.token_ids,
-        generation.constraint,
-    )

@@ -34,6 +34,13 @@ class StepCostMeter:
         self._fit = StepCostFit()
         self._unique_kv = UniqueKv(info.block_size)
         self._num_steps = 0
+        self._recent: StepCosts | None = None
+
+    def recent(self) -> StepCosts | None:
+        """The costs as they were some steps ago, which takes no time; None before the first."""
+        if self._recent is None or self._num_steps % _SOLVE_EVERY == 0:
+            self._recent = self.costs()
+        return self._recent
 
     def count(
         self, sequences: Sequence[SequenceStep], num_prompt_tokens: int, seconds: float

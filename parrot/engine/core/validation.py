@@ -24,6 +24,8 @@ class RequestLimits:
         if sampling is not None and (sampling.logprobs or 0) > self.vocab_size:
             text = f"there are {self.vocab_size} tokens, not {sampling.logprobs}"
             raise InvalidRequest(text, param="logprobs")
+        for ids in request.drafts.texts:
+            self._check_token(max(ids, default=0), "drafts")
         lengths: dict[int, int] = {}
         creators: dict[int, Piece] = {}
         last = len(request.pieces) - 1

@@ -84,6 +84,40 @@ class Constraint:
                 self._is_stopped = self._matcher.is_stopped()
             self._num_taken += 1
 
+    def forced(self, place: int) -> list[int]:
+        """The tokens that come next whatever the model says, as the grammar's text is usually cut
+        into tokens; none if the token before `place` has not been taken yet, or one behind it."""
+        with self._lock:
+            if place != self._num_taken or self._error is not None or self._is_stopped:
+                return []
+            found: list[int] = self._matcher.compute_ff_tokens()
+        return found
+
+    def num_valid(self, place: int, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may stand at `place` and behind it, as far as it is known."""
+        with self._lock:
+            if place != self._num_taken or self._error is not None or self._is_stopped:
+                return 0
+            found: int = self._matcher.validate_tokens(list(token_ids))
+        return found
+
+    def ahead(self, place: int, token_ids: Sequence[int]) -> "list[Constraint]":
+        """This one, and copies that have taken the first, the first two... of these tokens, which
+        may stand at `place` and behind it."""
+        found = [self]
+        with self._lock:
+            assert place == self._num_taken, (place, self._num_taken)
+            matcher = self._matcher.deep_copy()
+        for taken, token_id in enumerate(token_ids, place + 1):
+            matcher.consume_token(token_id)
+            copy = Constraint(
+                matcher, self._field, self.vocabulary, may_end_early=self._may_end_early
+            )
+            copy._num_taken = taken
+            found.append(copy)
+            matcher = matcher.deep_copy()
+        return found
+
     def is_masked(self, place: int, before: int | None = None) -> bool:
         """Whether a mask says which tokens may stand at a place; if not, all may, since the output
         has ended. `before`: the token of the place before, which may have been taken already."""

@@ -8,6 +8,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -60,7 +61,19 @@ class AdjustedTokens:
             new = spec.output_ids[self._num_counted :]
             self._add(Counter(new) if len(new) > 1 else dict.fromkeys(new, 1))
             self._num_counted = len(spec.output_ids)
+        if spec.drafts:
+            return self._with_drafts(spec.drafts)
         return np.frombuffer(self._entries, dtype=np.int32)
+
+    def _with_drafts(self, drafts: Sequence[int]) -> IntArray:
+        """The entries as they would be behind these tokens."""
+        ahead = copy(self)
+        ahead._entries, ahead._place_of = self._entries[:], dict(self._place_of)
+        if self._marks_context:
+            ahead._add(dict.fromkeys(drafts, 0))
+        if self._counts_output:
+            ahead._add(Counter(drafts))
+        return np.frombuffer(ahead._entries, dtype=np.int32)
 
     def _add(self, counts: Mapping[int, int]) -> None:
         entries, place_of = self._entries, self._place_of

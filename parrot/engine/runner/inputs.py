@@ -12,7 +12,13 @@ import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import StepRows
-from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.plan import (
+    PENDING,
+    SampleSpec,
+    SequenceStep,
+    StepPlan,
+    sample_specs,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +38,8 @@ class StepInputs:
     become `changed_to`.
 
     `samples[i]` is for the logits of token `logit_rows[i]`: of every sequence's if all have one
-    token (None where none is asked for), else of those that sample; `sampled` are their contexts.
+    token (None where none is asked for), else of those that sample, for each of their drafts once
+    more; `sampled` are their contexts.
     Tokens `pending_at` are still `PENDING`: those that contexts `pending` get from the step
     before."""
 
@@ -91,7 +98,7 @@ class InputBuilder:
         step = StepRows(self._table[rows, :width], starts, q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         only_decodes = len(sequences) == int(q_lens.sum())
-        sampled = [i for i, s in enumerate(sequences) if only_decodes or s.sample is not None]
+        logit_rows, samples, sampled = _asked(sequences, ends, only_decodes)
         token_ids = _token_ids(sequences, only_decodes)
         waiting = np.flatnonzero(token_ids[ends - 1] == PENDING)
         return StepInputs(
@@ -101,9 +108,9 @@ class InputBuilder:
             token_ids=token_ids,
             positions=starts if only_decodes else step.positions,
             table_rows=rows if only_decodes else rows[step.requests],
-            logit_rows=ends[sampled] - 1,
-            samples=tuple(sequences[i].sample for i in sampled),
-            sampled=tuple(sequences[i].context_id for i in sampled),
+            logit_rows=logit_rows,
+            samples=samples,
+            sampled=sampled,
             pending_at=ends[waiting] - 1,
             pending=tuple(sequences[i].context_id for i in waiting.tolist()),
             changed_at=_concat([np.arange(at, at + len(to)) for at, to in changes]),
@@ -130,6 +137,23 @@ class InputBuilder:
         """Take the rows of contexts that this step does not run."""
         for context_id in [c for c in self._places if c not in wanted]:
             self._free.append(self._places.pop(context_id).row)
+
+
+def _asked(
+    sequences: Sequence[SequenceStep], ends: IntArray, only_decodes: bool
+) -> tuple[IntArray, tuple[SampleSpec | None, ...], tuple[int, ...]]:
+    """Rows with logits, what they are for, and their contexts."""
+    if only_decodes:
+        return ends - 1, tuple(s.sample for s in sequences), tuple(s.context_id for s in sequences)
+    rows: list[int] = []
+    samples: list[SampleSpec] = []
+    sampled: list[int] = []
+    for sequence, end in zip(sequences, ends.tolist(), strict=True):
+        specs = sample_specs(sequence)
+        rows += range(end - len(specs), end)
+        samples += specs
+        sampled += [sequence.context_id] * len(specs)
+    return np.array(rows, dtype=np.int32), tuple(samples), tuple(sampled)
 
 
 def _token_ids(sequences: Sequence[SequenceStep], only_decodes: bool) -> IntArray:

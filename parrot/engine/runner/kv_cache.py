@@ -133,4 +133,5 @@ def runner_info(
         vocab_size=spec.vocab_size,
         model_mem=model.num_bytes / MIB,
         cache_mem=cache.num_bytes / MIB,
+        takes_drafts=True,
     )

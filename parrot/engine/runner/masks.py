@@ -35,10 +35,14 @@ def masked_rows(
 ) -> list[MaskedRow]:
     """The rows with constraints. To be asked while no step's tokens are being entered."""
     return [
-        MaskedRow(row, spec, len(spec.output_ids) + (context_id is not None), context_id)
+        MaskedRow(row, spec, _place(spec) + (context_id is not None), context_id)
         for row, (spec, context_id) in enumerate(zip(specs, pending_of, strict=True))
         if spec is not None and spec.constraint is not None
     ]
+
+
+def _place(spec: SampleSpec) -> int:
+    return len(spec.output_ids) + len(spec.drafts)
 
 
 def masks_of(

@@ -46,20 +46,29 @@ def results(
     scored: Sequence[SampleSpec] = (),
     looked_up: npt.NDArray[np.int32] | None = None,
 ) -> StepResult:
-    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite. `looked_up`: what
+    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite. A job's specs follow
+    each other, each with a draft more: only tokens behind right ones count. `looked_up`: what
     `score_tokens` gives for those that are `scored`."""
     scores = {} if looked_up is None else scores_of(scored, looked_up)
-    if min(tokens) >= 0:
-        chosen = {s.job_id: t for s, t in zip(specs, tokens, strict=True)}
+    chosen = {spec.job_id: token for spec, token in zip(specs, tokens, strict=True)}
+    if len(chosen) == len(specs) and min(tokens) >= 0:
         return StepResult(chosen, {}, scores=scores)
-    chosen = {}
+    chosen.clear()
     errors: dict[int, ParrotError] = {}
+    further: dict[int, Sequence[int]] = {}
+    before: list[int] = []
     for spec, token in zip(specs, tokens, strict=True):
-        if token >= 0:
+        if spec.drafts:
+            if token >= 0 and len(before) == len(spec.drafts) and before[-1] == spec.drafts[-1]:
+                before.append(token)
+                further[spec.job_id] = before[1:]
+        elif token >= 0:
             chosen[spec.job_id] = token
+            before = [token]
         else:
             errors[spec.job_id] = ModelNumerics("the model's logits are not finite")
-    return StepResult(chosen, errors, scores=scores)
+            before = []
+    return StepResult(chosen, errors, scores=scores, further=further)
 
 
 def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
@@ -97,7 +106,8 @@ def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
     config = spec.sampling
     found: list[tuple[int, int, float]] = []
     if config.presence_penalty or config.frequency_penalty:
-        tokens, counts = np.unique(np.asarray(spec.output_ids, dtype=np.int64), return_counts=True)
+        output = np.array([*spec.output_ids, *spec.drafts], dtype=np.int64)
+        tokens, counts = np.unique(output, return_counts=True)
         penalties = config.presence_penalty + config.frequency_penalty * counts
         found += zip([row] * len(tokens), tokens.tolist(), (-penalties).tolist(), strict=True)
     if config.logit_bias:
@@ -110,7 +120,7 @@ def _penalize_repetition(logits: torch.Tensor, row: int, spec: SampleSpec) -> No
     penalty = spec.sampling.repetition_penalty
     if penalty in (0.0, 1.0) or not len(spec.context_ids):
         return
-    seen = np.unique(np.asarray(spec.context_ids, dtype=np.int64))
+    seen = np.unique(np.array([*spec.context_ids, *spec.drafts], dtype=np.int64))
     tokens = _tensor(seen[seen < logits.shape[1]], logits, torch.long)
     scores = logits[row, tokens]
     logits[row, tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)

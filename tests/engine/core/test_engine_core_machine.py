@@ -1,6 +1,7 @@
 """Random programs against the engine core: no deadlock, no foreign KV, no leak, one answer each."""
 
 from array import array
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
@@ -13,7 +14,7 @@ from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.sim.tokenizer import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.engine_api import NO_PARENT
+from parrot.protocol.engine_api import NO_PARENT, DraftSources
 from parrot.protocol.sampling import SamplingConfig
 from tests.engine.core.oracle import Asked, Oracle
 from tests.support.checking_runner import CheckingRunner, LaunchingRunner
@@ -29,9 +30,17 @@ def next_token(context_ids) -> int:
     return EOS_ID if value % 23 == 0 else 97 + value % 26
 
 
+def after_last_token(context_ids) -> int:
+    """The same after each letter, so that texts soon repeat themselves."""
+    value = hash((context_ids[-1], 7))
+    return EOS_ID if value % 23 == 0 else 97 + value % 26
+
+
 class EngineMachine(RuleBasedStateMachine):
     faults: ClassVar[dict[str, int]] = {}
     runner_type: ClassVar[type[CheckingRunner]] = CheckingRunner
+    model: ClassVar[Callable[[Sequence[int]], int]] = staticmethod(next_token)
+    takes_drafts: ClassVar[bool] = False
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -45,6 +54,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self, block_size, num_blocks, chunk, max_batch, max_batched, max_total, prefix_caching
     ):
+        if self.takes_drafts:
+            num_blocks, max_batch = num_blocks + 14, 3 * max_batch + 5
         config = SimConfig(
             fill_chunk_size=chunk,
             scheduler={
@@ -54,13 +65,14 @@ class EngineMachine(RuleBasedStateMachine):
                 "prefix_caching": prefix_caching,
             },
         )
-        info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0)
+        drafts = self.takes_drafts
+        info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0, takes_drafts=drafts)
         self.limits = (max_batch, max_batched)
-        self.runner = self.runner_type(info, self.tokens_of, next_token, **self.faults)
+        self.runner = self.runner_type(info, self.tokens_of, self.model, **self.faults)
         self.core = EngineCore(config, self.runner, LANGUAGE, ManualClock())
         max_len = self.core.max_context_len
         bad_tokens = tuple(self.faults.values())
-        self.oracle = Oracle(self.core._tree.get, next_token, max_len, bad_tokens)
+        self.oracle = Oracle(self.core._tree.get, self.model, max_len, bad_tokens)
         self.asked: list[Asked] = []
         self.next_context = 0
         self.live: list[int] = []
@@ -69,13 +81,22 @@ class EngineMachine(RuleBasedStateMachine):
     def tokens_of(self, context_id: int):
         return self.core._tree.get(context_id).token_ids
 
-    def submit(self, pieces, sampling=None, priority=0, stream=False) -> None:
+    def submit(self, pieces, sampling=None, priority=0, stream=False, drafts=()) -> None:
         asked = self.oracle.asks(pieces, sampling, priority)
         salt = self.salt
         self.asked.append(asked)
         number = len(self.asked)
         self.core.requests.submit(
-            EngineRequest(number, tuple(pieces), priority, sampling, stream, salt), asked
+            EngineRequest(
+                number,
+                tuple(pieces),
+                priority,
+                sampling,
+                stream,
+                salt,
+                drafts=DraftSources(texts=drafts),
+            ),
+            asked,
         )
         self.deliver()
         self.oracle.was_asked(asked)
@@ -127,8 +148,19 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def generate(self, data, num, priority, length, stop, stream):
         pieces = [self.draw_piece(data) for _ in range(num)]
+        length *= 1 + self.takes_drafts
         sampling = SamplingConfig(max_gen_length=length, stop_str=stop)
-        self.submit(pieces, sampling, priority, stream)
+        drafts = self.draw_drafts(data, list(pieces[-1].token_ids)) if self.takes_drafts else ()
+        self.submit(pieces, sampling, priority, stream, drafts)
+
+    def draw_drafts(self, data, text) -> tuple[list[int], ...]:
+        """What the model may say, with something else in the middle."""
+        text = text[-4:] or [97]
+        for _ in range(16):
+            text.append(self.model(text))
+        at = data.draw(st.integers(0, len(text)))
+        added = data.draw(st.lists(st.sampled_from([97, 98, 120, 121]), max_size=2))
+        return ([*text[:at], *added, *text[at:]],)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num=st.integers(1, 3))
@@ -155,6 +187,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step(self) -> bool:
         num_plans = len(self.runner.plans)
+        self.core.wait_until_due()
         ran = self.core.step()
         self.deliver()
         for plan in self.runner.plans[num_plans:]:
@@ -203,6 +236,27 @@ class FaultyOverlappingEngineMachine(FaultyEngineMachine):
     runner_type: ClassVar = LaunchingRunner
 
 
+class DraftingEngineMachine(EngineMachine):
+    """Steps verify drafts."""
+
+    model: ClassVar = staticmethod(after_last_token)
+    takes_drafts: ClassVar = True
+
+
+class FaultyDraftingEngineMachine(DraftingEngineMachine):
+    """The bad letters are seldom said, so mostly in drafts, which must not matter."""
+
+    faults: ClassVar = {"crash_token": 120, "nan_token": 121}
+
+
+class OverlappingDraftingEngineMachine(DraftingEngineMachine):
+    runner_type: ClassVar = LaunchingRunner
+
+
+class FaultyOverlappingDraftingEngineMachine(FaultyDraftingEngineMachine):
+    runner_type: ClassVar = LaunchingRunner
+
+
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=30,
@@ -217,3 +271,11 @@ TestOverlappingEngineMachine = OverlappingEngineMachine.TestCase
 TestOverlappingEngineMachine.settings = SETTINGS
 TestFaultyOverlappingEngineMachine = FaultyOverlappingEngineMachine.TestCase
 TestFaultyOverlappingEngineMachine.settings = SETTINGS
+TestDraftingEngineMachine = DraftingEngineMachine.TestCase
+TestDraftingEngineMachine.settings = SETTINGS
+TestFaultyDraftingEngineMachine = FaultyDraftingEngineMachine.TestCase
+TestFaultyDraftingEngineMachine.settings = SETTINGS
+TestOverlappingDraftingEngineMachine = OverlappingDraftingEngineMachine.TestCase
+TestOverlappingDraftingEngineMachine.settings = SETTINGS
+TestFaultyOverlappingDraftingEngineMachine = FaultyOverlappingDraftingEngineMachine.TestCase
+TestFaultyOverlappingDraftingEngineMachine.settings = SETTINGS

@@ -1,0 +1,65 @@
+"""The drafts of one output."""
+
+from array import array
+from collections.abc import Sequence
+
+from parrot.engine.drafts.finder import DraftFinder
+from parrot.engine.drafts.pace import Acceptance, Candidate
+from parrot.engine.grammar.constraint import Constraint
+
+_FORCED_RATE = 0.98  # of tokens that a grammar forces: their text may also be cut otherwise
+
+
+class OutputDrafts:
+    """Proposes what comes next, and counts what became of it. `context_ids` and `output_ids` grow
+    with each token."""
+
+    def __init__(
+        self,
+        finder: DraftFinder,
+        context_ids: "array[int]",
+        output_ids: Sequence[int],
+        max_output: int,
+        constraint: Constraint | None,
+    ) -> None:
+        self._finder = finder
+        self._context_ids = context_ids
+        self._output_ids = output_ids
+        self._max_output = max_output
+        self._constraint = constraint
+        self._acceptance = Acceptance()
+        self._ahead: list[int] = []
+        self._is_forced = False
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    def look(self, limit: int) -> None:
+        """Look for at most `limit` tokens behind the newest one."""
+        place = len(self._output_ids)
+        limit = min(limit, self._max_output - place - 1)
+        self._finder.follow(self._context_ids)
+        forced = [] if self._constraint is None else self._constraint.forced(place)
+        self._is_forced = bool(forced)
+        self._ahead = forced[:limit] if forced else self._finder.ahead(self._context_ids, limit)
+        if self._ahead and self._constraint is not None and not forced:
+            self._ahead = self._ahead[: self._constraint.num_valid(place, self._ahead)]
+
+    def candidate(self, num_pending: int = 0) -> Candidate:
+        """What was found, if the first `num_pending` of its tokens are not to be drafted, but known
+        by then."""
+        rate = _FORCED_RATE if self._is_forced else self._acceptance.rate
+        return Candidate(max(0, len(self._ahead) - num_pending), rate)
+
+    def take(self, length: int) -> tuple[int, ...]:
+        """The first tokens of what was found."""
+        return tuple(self._ahead[:length])
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """A step has come out, with this draft or without one."""
+        if not num_drafted:
+            self._acceptance.skip(1)
+            return
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if not self._is_forced:
+            self._acceptance.count(num_drafted, num_accepted)
