@@ -13,6 +13,7 @@ from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, R
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (
+    DraftSources,
     EmbedRequest,
     EmbedResponse,
     EngineInfo,
@@ -153,7 +154,7 @@ class RunnerService:
         self._require_ready()
         constraint = await self._constraint(request)
         wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream)
-        return replace(wanted, constraint=constraint, drafts=request.drafts)
+        return replace(wanted, constraint=constraint, drafts=request.drafts or DraftSources())
 
     async def _constraint(self, request: GenerateRequest) -> Constraint | None:
         """Waits for nothing if `prepare` has."""

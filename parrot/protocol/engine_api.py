@@ -113,8 +113,8 @@ class GenerateRequest(JobRequest):
         description="the last tokens of the context, if they begin an output that is constrained: "
         "what is generated goes on behind them",
     )
-    drafts: DraftSources = Field(
-        DraftSources(), description="where the engine may look for what comes next"
+    drafts: DraftSources | None = Field(
+        None, description="where the engine may look for what comes next; null: in the context"
     )
 
     @model_validator(mode="before")

@@ -85,6 +85,7 @@ class EngineClient:
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     """Give what `model_dump` would, ten to a hundred times faster: that visits every token id."""
     return dict(request) | {
+        "drafts": None if request.drafts is None else dict(request.drafts),
         "fills": [dict(fill) for fill in request.fills],
         "sampling_config": request.sampling_config.model_dump(mode="json", exclude_defaults=True),
     }

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 from pydantic import ValidationError
 
-from parrot.protocol.engine_api import FillPiece, FillRequest, GenerateRequest
+from parrot.protocol.engine_api import DraftSources, FillPiece, FillRequest, GenerateRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
@@ -40,6 +40,7 @@ class Recorder(HttpClient):
             ],
             sampling_config=SamplingConfig(temperature=0.0, stop_str="x", logit_bias={5: 1.0}),
             resumed_ids=[8, 9],
+            drafts=DraftSources(texts=([1, 2], [3]), in_context=False),
         ),
     ],
 )
@@ -54,6 +55,7 @@ def test_every_field_is_sent() -> None:
     assert set(GenerateRequest.model_fields) == {
         *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
+        "drafts",
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
     assert set(FillPiece.model_fields) == piece
