@@ -277,6 +277,48 @@ class SessionInfo(BaseModel):
     edges: list[GraphEdge]
 
 
+class SessionCounts(BaseModel):
+    """What the calls of a session came to until now."""
+
+    turns: int = Field(description="requests that made calls")
+    calls: int = Field(description="completions and native functions")
+    done: int
+    failed: int
+    cancelled: int
+    running: int = Field(description="or queued")
+    models: list[str] = Field(description="that ran them")
+    prompt_tokens: int
+    cached_tokens: int = Field(description="of the prompts', those whose KV was there")
+    output_tokens: int
+    prefix_breaks: int = Field(description="turns whose prompt left the one before it")
+
+
+class SessionSummary(SessionCounts):
+    session_id: int
+    kind: Literal["program", "conversation"] = Field(
+        description="`conversation`: its turns came by the API of OpenAI or Anthropic"
+    )
+    apps: list[str]
+    age_s: float
+    expires_in_s: float
+    cached_share: float | None = Field(description="of the prompt tokens; null: there are none")
+
+
+class SessionListRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    api_key: str | None = Field(None, max_length=4096)
+    limit: int = Field(100, ge=1, le=1000)
+    before: int | None = Field(None, description="only sessions that began before this one: its id")
+
+
+class SessionListResponse(BaseModel):
+    """The newest first."""
+
+    sessions: list[SessionSummary]
+    has_more: bool
+
+
 class ModelCard(BaseModel):
     """A model, with the fields that OpenAI's and Anthropic's clients read. `created`: when it was
     first served here, in Unix time."""

@@ -115,8 +115,17 @@ class ServeCore:
         return is_key(credential, self.config.api_keys)
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
-        session = self.sessions.authenticate(session_id, session_auth)
+        """`session_auth` may be the API key instead, where that shows whose session it is: one of
+        `api_keys`, or without those whatever the requests of a conversation had."""
+        session = self.sessions.find(session_id)
+        if session is None or not self._is_owner(session, session_auth):
+            session = self.sessions.authenticate(session_id, session_auth)
         return session_view(session, self.clock.now(), self.sessions.remaining_s(session))
+
+    def _is_owner(self, session: Session, api_key: str | None) -> bool:
+        keys = self.config.api_keys
+        is_known = is_key(api_key or "", keys) if keys else self.turns.has_session(session.id)
+        return is_known and tenant_of(api_key, keys) == session.tenant
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self.sessions.authenticate(session_id, session_auth)

@@ -1,18 +1,21 @@
 """What others may see: a program its session, anybody the engines."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from parrot.protocol.public import (
     CompletionInfo,
     EngineStatus,
     GraphEdge,
+    SessionCounts,
     SessionInfo,
+    SessionSummary,
     TokenUsage,
     VarGetResponse,
     VarInfo,
 )
 from parrot.serve.execution.fleet import EngineView
-from parrot.serve.graph.nodes import Completion, RunStats, Task, Timeline
+from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, Task, Timeline
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.sessions import Session
 
@@ -30,6 +33,42 @@ def session_view(session: Session, now: float, expires_in_s: float) -> SessionIn
         vars=variables_view(session),
         calls=[task_view(task, session.created_at) for task in tasks],
         edges=[edge for task in tasks for edge in _edges(task)],
+    )
+
+
+def session_counts(session: Session) -> SessionCounts:
+    tasks = [task for call in session.graph.calls.values() for task in call.tasks]
+    states = Counter(task.state for task in tasks)
+    stats = [task.stats for task in tasks if isinstance(task, Completion)]
+    left = {task.request_id for task in tasks if task.options.remark}
+    return SessionCounts(
+        turns=len(session.graph.calls),
+        calls=len(tasks),
+        done=states[CompletionState.DONE],
+        failed=states[CompletionState.FAILED],
+        cancelled=states[CompletionState.CANCELLED],
+        running=states[CompletionState.QUEUED] + states[CompletionState.RUNNING],
+        models=sorted({s.model for s in stats if s.model is not None}),
+        prompt_tokens=sum(s.cached_tokens + s.computed_tokens for s in stats),
+        cached_tokens=sum(s.cached_tokens for s in stats),
+        output_tokens=sum(s.output_tokens for s in stats),
+        prefix_breaks=len(left),
+    )
+
+
+def session_summary(
+    session: Session, now: float, expires_in_s: float, *, is_conversation: bool
+) -> SessionSummary:
+    counts = session_counts(session)
+    prompt = counts.prompt_tokens
+    return SessionSummary(
+        **dict(counts),
+        session_id=session.id,
+        kind="conversation" if is_conversation else "program",
+        apps=list(session.apps),
+        age_s=now - session.created_at,
+        expires_in_s=expires_in_s,
+        cached_share=counts.cached_tokens / prompt if prompt else None,
     )
 
 

@@ -21,6 +21,7 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.protocol.server import bearer_token
+from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.views import value_view
@@ -179,6 +180,15 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             core.create_session,
             "Begin a session",
             errors=(401, 429, 503),
+            bearer="api_key",
+            body=SMALL_BODY,
+        ),
+        Endpoint(
+            "GET",
+            "/v1/sessions",
+            SessionList(core).read,
+            "The live sessions of an API key (Bearer), the newest first",
+            errors=(401, 503),
             bearer="api_key",
             body=SMALL_BODY,
         ),

@@ -65,6 +65,7 @@ class Turns:
         self._reads = Reads(timers, clock)
         self._doctor = PrefixDoctor(repair, on_break)
         self.check_integrity = self._sessions.check_integrity
+        self.has_session = self._sessions.is_live
         self._aliases = aliases
         self._find_tokenizer = find_tokenizer
         self._require_room = require_room

@@ -4,7 +4,6 @@ A row is small and says nothing that changes by itself, as an age does, so that 
 only when something has happened."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -14,7 +13,6 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import (
     Completion,
-    CompletionState,
     Piece,
     Task,
     TextPiece,
@@ -24,12 +22,11 @@ from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.page.topic import Rows
 from parrot.serve.page.visitors import Visitor
 from parrot.serve.sessions import Session
-from parrot.serve.views import engine_view, task_view
+from parrot.serve.views import engine_view, session_counts, task_view
 
 _PIECE_CHARS = 4096
 _MAX_CHARS = 2**20  # of one value that is shown
 _MAX_CAUSES = 16
-_RUNNING = (CompletionState.QUEUED, CompletionState.RUNNING)
 
 Row = dict[str, Any]
 
@@ -101,28 +98,12 @@ class PageRows:
         known = self._sessions.get(session.id)
         if known is not None and known[0] == basis:
             return known[1]
-        row = self._head(session) | _counts(session)
+        row = self._head(session) | session_counts(session).model_dump()
         self._sessions = {
             s.id: self._sessions[s.id] for s in self._core.sessions if s.id in self._sessions
         }
         self._sessions[session.id] = basis, row
         return row
-
-
-def _counts(session: Session) -> Row:
-    tasks = [task for call in session.graph.calls.values() for task in call.tasks]
-    states = Counter(task.state for task in tasks)
-    stats = [task.stats for task in tasks if isinstance(task, Completion)]
-    return {
-        "calls": len(tasks),
-        "done": states[CompletionState.DONE],
-        "failed": states[CompletionState.FAILED],
-        "cancelled": states[CompletionState.CANCELLED],
-        "running": sum(states[state] for state in _RUNNING),
-        "prompt_tokens": sum(s.cached_tokens + s.computed_tokens for s in stats),
-        "cached_tokens": sum(s.cached_tokens for s in stats),
-        "output_tokens": sum(s.output_tokens for s in stats),
-    }
 
 
 def _engine_row(engine: EngineView) -> Row:
