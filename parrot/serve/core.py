@@ -198,5 +198,5 @@ class ServeCore:
         self._dispatcher.release_session(session.id)
         self.sessions.remove(session)
         self._metrics.session_ended(self.clock.now() - session.created_at)
-        if not self.turns.forget(session):
-            self._observers.tell(lambda one: one.session_ended(session))
+        self.turns.forget(session)
+        self._observers.tell(lambda one: one.session_ended(session))

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from parrot.protocol.public import (
     SemanticCallRequest,
     VarGetRequest,
 )
+from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.trace import CHUNK_CHARS
+from parrot.serve.conversations.turn import TurnRequest
 from parrot.serve.recorder import TraceFile
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
@@ -222,3 +225,44 @@ def test_percentiles_interpolate():
     assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
     assert percentile([5.0], 99) == 5.0
     assert percentile([], 99) == 0.0
+
+
+def test_conversations_without_sessions_are_replayed_as_they_went() -> None:
+    """Two programs that resend their histories, one of which goes away in the middle of a turn."""
+    trace = Trace()
+
+    async def converse(cluster: SimCluster, name: str, num_turns: int) -> None:
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+        for number in range(num_turns):
+            messages.append({"role": "user", "content": f"{name} asks {number}. " * 20})
+            sampling = SamplingConfig(temperature=0.0, max_gen_length=30 + number)
+            request = TurnRequest("tenant", "sim", list(messages), [sampling], program=name)
+            turn = cluster.core.turns.submit(request)
+            answer = (await turn.read(0)).content
+            messages.append({"role": "assistant", "content": answer})
+            cluster.core.turns.remember(turn, 0, messages[-1])
+            await asyncio.sleep(0.3)
+        turn = cluster.core.turns.submit(replace(request, prompt=[*messages, messages[1]]))
+        stream = turn.stream(0)
+        await anext(stream)
+        await stream.aclose()
+        turn.cancel()
+
+    async def record() -> None:
+        async with SimCluster(trace=trace.add) as cluster:
+            await cluster.add_engine(ENGINE.model_copy(update={"model": "sim"}))
+            await asyncio.gather(converse(cluster, "a", 4), converse(cluster, "b", 6))
+
+    run_virtual(record())
+    replayed = Replay(engine=ENGINE).run(trace)
+    assert len(trace.sessions) == len(replayed.sessions) == 2
+    for then, now in zip(trace.sessions, replayed.sessions, strict=True):
+        assert [call.state for call in then.calls] == [call.state for call in now.calls]
+        assert [call.state for call in now.calls][-2:] == ["done", "cancelled"]
+        for before, after in zip(then.calls[:-1], now.calls[:-1], strict=True):
+            tokens = before.cached_tokens + before.computed_tokens
+            assert after.cached_tokens + after.computed_tokens == tokens
+            assert after.cached_tokens == pytest.approx(before.cached_tokens, abs=CHUNK_CHARS)
+            assert after.output_tokens == before.output_tokens
+        assert all(call.cached_tokens > 2 * call.computed_tokens for call in now.calls[1:-1])
+        assert now.jct_s == pytest.approx(then.jct_s, rel=0.02)

@@ -9,7 +9,7 @@ So a program that speaks a chat API submits its whole graph, and no text goes th
 from collections.abc import Callable, Sequence
 
 from parrot.protocol.errors import InvalidRequest, NotFound
-from parrot.serve.conversations.observed import ObservedChains
+from parrot.serve.conversations.observed import ObservedTurns
 from parrot.serve.conversations.sessions import ProgramSessions
 from parrot.serve.conversations.turn import Chain, Turn, TurnRequest
 from parrot.serve.graph.build import Prompt
@@ -23,7 +23,6 @@ from parrot.serve.prompts.conversation import (
 )
 from parrot.serve.prompts.placeholders import mark_places, put_variables
 from parrot.serve.quotas import num_bytes
-from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 
@@ -31,22 +30,19 @@ _TOKEN_BYTES = 40  # of a token that a program chose itself
 
 
 class Chains:
-    """Submits chained turns. Those in sessions that programs began themselves are seen by observers
-    as semantic calls and reads."""
+    """Submits chained turns."""
 
     def __init__(
         self,
         registry: SessionRegistry,
         programs: ProgramSessions,
-        reads: Reads,
-        observed: ObservedChains,
+        observed: ObservedTurns,
         clock: Clock,
         find_tokenizer: FindTokenizer,
         require_room: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._programs = programs
-        self._reads = reads
         self._observed = observed
         self._clock = clock
         self._find_tokenizer = find_tokenizer
@@ -85,10 +81,7 @@ class Chains:
         )
         session.account.add(**usage)
         is_own = self._programs.is_live(session.id)
-        if not is_own:
-            for completion in completions:
-                is_bound = output is not None
-                self._observed.submitted(session, request_id, completion, is_bound=is_bound)
+        self._observed.submitted(session, completions, is_bound=output is not None)
         if chain.is_deferred:
             self._begin(session, completions, chain)
         return Turn(
@@ -97,7 +90,7 @@ class Chains:
             completions,
             "",
             None,
-            self._reads if is_own else self._observed.reads,
+            self._observed.reads,
             request.criteria,
             make_parser,
             "chained",
@@ -120,7 +113,7 @@ class Chains:
 
     def _begin(self, session: Session, completions: Sequence[Completion], chain: Chain) -> None:
         """Nobody reads it yet: it runs when what the program holds does, or at once as wanted."""
-        self._reads.wake_soon(session)
+        self._observed.reads.wake_soon(session)
         if chain.criteria is None:
             return
         deadline = None if chain.deadline is None else self._clock.now() + chain.deadline

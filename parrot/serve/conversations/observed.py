@@ -1,4 +1,4 @@
-"""Chained turns as observers see them: as semantic calls, and reads of their outputs."""
+"""Turns as observers see them: as semantic calls, and reads of their outputs."""
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -10,6 +10,7 @@ from parrot.protocol.public import (
     ParameterInfo,
     ReadOptions,
     SemanticCallRequest,
+    SessionCreateRequest,
 )
 from parrot.protocol.template import placeholder
 from parrot.serve.graph.nodes import Completion, Piece, TextPiece
@@ -21,19 +22,30 @@ from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue
 
 
-class ObservedChains:
-    """Tells observers of what is submitted, and by `reads` of what is read."""
+class ObservedTurns:
+    """Tells observers of the sessions that are begun for programs, of what is submitted, and by
+    `reads` of what is read."""
 
     def __init__(self, observers: Observers, timers: TimerQueue, clock: Clock) -> None:
         self.reads = ObservedReads(timers, clock, observers)
         self._observers = observers
 
+    def began(self, session: Session) -> None:
+        """A session that its program knows nothing of."""
+        request = SessionCreateRequest(on_demand=True)
+        self._observers.tell(lambda one: one.session_created(session, request))
+
     def submitted(
-        self, session: Session, request_id: int, completion: Completion, *, is_bound: bool
+        self, session: Session, completions: Sequence[Completion], *, is_bound: bool = False
     ) -> None:
-        """`is_bound`: the request named the variable of its output."""
-        call, response = _as_call(session, request_id, completion, is_bound=is_bound)
-        self._observers.tell(lambda one: one.call_submitted(session, call, response))
+        """`is_bound`: the request named the variable of the output."""
+        for completion in completions:
+            self._submitted(session, completion, is_bound)
+
+    def _submitted(self, session: Session, completion: Completion, is_bound: bool) -> None:
+        self._observers.tell(
+            lambda one: one.call_submitted(session, *_as_call(session, completion, is_bound))
+        )
 
 
 class ObservedReads(Reads):
@@ -59,7 +71,7 @@ class ObservedReads(Reads):
 
 
 def _as_call(
-    session: Session, request_id: int, completion: Completion, *, is_bound: bool
+    session: Session, completion: Completion, is_bound: bool
 ) -> tuple[SemanticCallRequest, CallResponse]:
     """The completion as a call that was submitted with its texts as values: a text in a template
     might be taken for a placeholder."""
@@ -100,8 +112,9 @@ def _as_call(
         models=list(completion.options.models),
         cache_prefix=completion.options.cache_prefix,
         on_demand=not completion.is_held,
+        successor_of=None if completion.previous is None else completion.previous.request_id,
     )
-    return call, CallResponse(request_id=request_id, param_info=described)
+    return call, CallResponse(request_id=completion.request_id, param_info=described)
 
 
 def _merged(fill: Sequence[Piece]) -> Iterator[Piece]:

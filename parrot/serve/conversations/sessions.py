@@ -21,11 +21,13 @@ class ProgramSessions:
         self,
         registry: SessionRegistry,
         clock: Clock,
+        on_begun: Callable[[Session], None],
         end: EndSession,
     ) -> None:
-        """`end` includes `forget`."""
+        """`on_begun` is told of every session. `end` includes `forget`."""
         self._registry = registry
         self._clock = clock
+        self._on_begun = on_begun
         self._end = end
         self._programs: LruDict[int, Program] = LruDict()  # by session id
         self._by_name: dict[Program, int] = {}
@@ -60,12 +62,11 @@ class ProgramSessions:
                 return session
         return self._begin_with_room((tenant, name), usage)
 
-    def forget(self, session: Session) -> bool:
-        """The session has ended. Returns whether it was one of these."""
+    def forget(self, session: Session) -> None:
+        """The session has ended, which may be one of these."""
         program = self._programs.pop(session.id)
         if program is not None and self._by_name.get(program) == session.id:
             del self._by_name[program]
-        return program is not None
 
     def check_integrity(self) -> None:
         for session_id in self._programs:
@@ -80,6 +81,7 @@ class ProgramSessions:
             session = None
             try:
                 session = self._registry.create(tenant, apps, on_demand=True)
+                self._on_begun(session)
                 session.account.require(**usage)
             except QuotaExceeded as error:
                 if session is not None:

@@ -21,7 +21,7 @@ from parrot.serve.conversations.doctor import (
     Reason,
 )
 from parrot.serve.conversations.endings import Endings, history_keys
-from parrot.serve.conversations.observed import ObservedChains
+from parrot.serve.conversations.observed import ObservedTurns
 from parrot.serve.conversations.sessions import EndSession, ProgramSessions
 from parrot.serve.conversations.turn import PromptSource, Turn, TurnRequest
 from parrot.serve.graph.build import Prompt as CallPrompt
@@ -37,7 +37,6 @@ from parrot.serve.prompts.conversation import (
     prompt_tokens,
     text_of_tokens,
 )
-from parrot.serve.readers import Reads
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue
@@ -61,8 +60,8 @@ class Turns:
         """`end_session` includes `forget`. `require_room` raises `QueueFull` for a tenant.
         `aliases`: from other names of models to those that engines serve.
         `on_break` is told why prompts left a prefix."""
-        self._sessions = ProgramSessions(sessions, clock, end_session)
-        self._reads = Reads(timers, clock)
+        self._observed = ObservedTurns(observers, timers, clock)
+        self._sessions = ProgramSessions(sessions, clock, self._observed.began, end_session)
         self._doctor = PrefixDoctor(repair, on_break)
         self.check_integrity = self._sessions.check_integrity
         self.has_session = self._sessions.is_live
@@ -72,8 +71,7 @@ class Turns:
         self._chains = Chains(
             sessions,
             self._sessions,
-            self._reads,
-            ObservedChains(observers, timers, clock),
+            self._observed,
             clock,
             find_tokenizer,
             require_room,
@@ -120,6 +118,7 @@ class Turns:
             CallPrompt(tuple(fill), samplings, options, previous)
         )
         session.account.add(**usage)
+        self._observed.submitted(session, completions)
         prefix = "new" if ending is None else "continued"
         return Turn(
             session,
@@ -127,7 +126,7 @@ class Turns:
             completions,
             text,
             keys[-1],
-            self._reads,
+            self._observed.reads,
             request.criteria,
             make_parser,
             prefix if left is None else left.summary,
@@ -166,10 +165,10 @@ class Turns:
             self._endings.put(turn, completion, message)
             self._doctor.remember_answer(completion.options.tenant, turn.session.id, message)
 
-    def forget(self, session: Session) -> bool:
-        """A session has ended. Returns whether it was one of a program that began none itself."""
+    def forget(self, session: Session) -> None:
+        """A session has ended."""
         self._doctor.forget(session.id)
-        return self._sessions.forget(session)
+        self._sessions.forget(session)
 
 
 def _prompt(request: TurnRequest, text: str) -> Prompt:

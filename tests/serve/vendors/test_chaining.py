@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from parrot.protocol.engine_api import RegisterRequest
-from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, ReadBegan, ReadEnded
+from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, ReadBegan, ReadEnded, SessionBegan
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -297,7 +297,7 @@ async def recorded(events: list[AnyTraceEvent]) -> AsyncIterator[Site]:
         yield Site(core, engine, http)
 
 
-async def test_the_recorder_sees_calls_and_reads_of_sessions_that_programs_began() -> None:
+async def test_the_recorder_sees_calls_and_reads_in_all_sessions() -> None:
     events: list[AnyTraceEvent] = []
     async with recorded(events) as site:
         scope = await begin(site)
@@ -305,7 +305,10 @@ async def test_the_recorder_sees_calls_and_reads_of_sessions_that_programs_began
         await site.post(CHAT, chat("a {{x}} b", inputs={"x": first}, **scope))
         own = chat("x", defer=True) | {"prompt_cache_key": "own"}
         await site.post(CHAT, own)
-    one, two = [event for event in events if isinstance(event, CallSubmitted)]
+    one, two, own_call = [event for event in events if isinstance(event, CallSubmitted)]
+    assert one.session_id == two.session_id != own_call.session_id
+    sessions = [event.session_id for event in events if isinstance(event, SessionBegan)]
+    assert sessions == [two.session_id, own_call.session_id]
     assert [len(one.parameters), len(two.parameters)] == [2, 4]
     assert one.parameters[-1].var_id == two.parameters[1].var_id == first
     assert two.parameters[1].was_bound
