@@ -38,6 +38,7 @@ class FakeOpenAI:
     stop_reason: str | int | None = None
     cached_tokens: int | None = None
     counts_in_streams: bool = True
+    end_token: str = "<end>"
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -127,6 +128,7 @@ class FakeOpenAI:
                 "stop_reason": self.stop_reason,
                 **content,
             }
+            choice |= _logprobs(body, [*words, self.end_token], is_chat)
             return JSONResponse({"choices": [choice], "usage": self._usage(body, len(words))})
         finally:
             self.num_open -= 1
@@ -158,9 +160,11 @@ class FakeOpenAI:
                 if at and self.hold is not None:
                     await self.hold.wait()
                 choice = {"delta": {"content": word}} if is_chat else {"text": word}
-                end = {"finish_reason": finish if at == len(words) - 1 else None}
-                if at == len(words) - 1:
+                is_last = at == len(words) - 1
+                end: dict[str, Any] = {"finish_reason": finish if is_last else None}
+                if is_last:
                     end["stop_reason"] = self.stop_reason
+                end |= _logprobs(body, [word, self.end_token] if is_last else [word], is_chat)
                 yield b": keep-alive\n\n" + _event({"choices": [{**choice, **end}]})
             asked = (body.get("stream_options") or {}).get("include_usage")
             if asked and self.counts_in_streams:
@@ -171,6 +175,35 @@ class FakeOpenAI:
             raise
         finally:
             self.num_open -= 1
+
+
+def _logprobs(body: Mapping[str, Any], words: list[str], is_chat: bool) -> dict[str, Any]:
+    """A word's log probability is minus its length; likely are words that begin as it does."""
+    wanted = body.get("top_logprobs", 0) if is_chat else body.get("logprobs")
+    if not body.get("logprobs"):
+        return {}
+    rows = [[(word[: i + 1], -1.0 - i) for i in range(min(wanted, len(word)))] for word in words]
+    if not is_chat:
+        named = {
+            "tokens": words,
+            "token_logprobs": [-float(len(word)) for word in words],
+            "top_logprobs": [dict(reversed(row)) for row in rows],
+            "text_offset": [0] * len(words),
+        }
+        return {"logprobs": named}
+    entries = [
+        {
+            "token": word,
+            "logprob": -float(len(word)),
+            "bytes": None,
+            "top_logprobs": [
+                {"token": "?", "bytes": list(text.encode()), "logprob": value}
+                for text, value in row
+            ],
+        }
+        for word, row in zip(words, rows, strict=True)
+    ]
+    return {"logprobs": {"content": entries}}
 
 
 def _event(payload: Any) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.contexts import TextContext, TextContexts
 from parrot.engine.openai.jobs import Job, PriorityGate
+from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import WireUsage
@@ -266,19 +267,22 @@ class OpenAIService:
         texts: list[str] = []
         reason, counted = FinishReason.STOP, None
         stop_string: str | None = None
+        logprobs = AnswerLogprobs(sampling.logprobs)
         ask = self._upstream.stream if stream else self._upstream.complete
         async with aclosing(ask(context.text(), sampling)) as chunks:
             async for chunk in chunks:
                 reason = chunk.finish_reason or reason
                 stop_string = chunk.stop_string or stop_string
                 counted = chunk.usage or counted
+                logprobs.add(chunk.logprobs)
                 if not chunk.text:
                     continue
                 if stream and not texts:
                     first_text = self._clock.now()
                 texts.append(chunk.text)
                 self._contexts.append(context, chunk.text)
-                job.chunks.put_nowait(StreamChunk(ids=[], text=chunk.text))
+                told = logprobs.part()
+                job.chunks.put_nowait(StreamChunk(ids=[], text=chunk.text, logprobs=told))
         if counted is None and stream:
             num_prompt = math.ceil((len(context) - sum(map(len, texts))) / _CHARS_PER_TOKEN)
             counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))
@@ -291,11 +295,12 @@ class OpenAIService:
             decode_s=self._clock.now() - first_text,
         )
         return GenerateResponse(
-            generated_text="".join(texts),
+            generated_text=(text := "".join(texts)),
             generated_ids=[],
             finish_reason=reason,
             stop_string=stop_string,
             usage=usage,
+            logprobs=logprobs.of_text(text),
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import EngineFailed, InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
@@ -19,7 +20,13 @@ from parrot.protocol.sampling import SamplingConfig
 DONE = b"[DONE]"
 
 _SAME_NAMES = frozenset({"top_p", "presence_penalty", "frequency_penalty", "seed"})
-_STANDARD = _SAME_NAMES | {"temperature", "max_gen_length", "stop_str", "logit_bias"}
+_STANDARD = _SAME_NAMES | {
+    "temperature",
+    "max_gen_length",
+    "stop_str",
+    "logit_bias",
+    "logprobs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ def request_body(
         target.length_field: sampling.max_gen_length,
         **dialect.neutral,
         **_sampling_fields(dialect, sampling),
+        **logprob_fields(sampling, is_chat=target.is_chat),
     }
     if target.is_chat:
         body["messages"] = [{"role": "user", "content": prompt}]
@@ -152,6 +160,7 @@ class _Choice(BaseModel):
     message: _Message | None = None
     delta: _Message | None = None
     finish_reason: str | None = None
+    logprobs: ChoiceLogprobs | None = None
     stop_reason: str | int | None = None  # vLLM's: the stop string or token that ended the text
 
 
@@ -183,6 +192,10 @@ class Answer(BaseModel):
         choice = self.choices[0]
         message = choice.message or choice.delta
         return choice.text or (message and message.content) or ""
+
+    @property
+    def logprobs(self) -> ChoiceLogprobs | None:
+        return self.choices[0].logprobs if self.choices else None
 
     @property
     def stop_string(self) -> str | None:

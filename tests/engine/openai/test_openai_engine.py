@@ -10,6 +10,7 @@ import stamina
 
 from parrot.cluster.ports import free_port
 from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.logprobs import AnswerLogprobs, ChoiceLogprobs
 from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import (
     FillPiece,
@@ -33,6 +34,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError
+from tests.support import fake_openai
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI, Fault
 
@@ -320,7 +322,6 @@ async def test_a_standard_server_gets_no_extras(start: Start) -> None:
         "regex": "a",
         "grammar": 'start: "a"',
         "choices": ("a",),
-        "logprobs": 1,
         "length_penalty": 0.5,
         "best_of": 2,
     }
@@ -654,3 +655,53 @@ async def test_closing_fails_what_is_unfinished(start: Start, fake: FakeOpenAI) 
     with pytest.raises(Unavailable, match="shutting down"):
         await task
     assert not service.is_ready()
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+@pytest.mark.parametrize(("num_top", "fields"), [(0, (True, 1)), (3, (True, 3))])
+async def test_log_probabilities_are_passed_on(
+    start: Start, fake: FakeOpenAI, endpoint: str, num_top: int, fields: tuple[Any, Any]
+) -> None:
+    """Without the token that ended the text; where the server tells of fewer likely ones than were
+    asked for, the rest is empty."""
+    service = await start(api_endpoint=endpoint)
+    fake.reply = "a bcd"
+    whole = await service.generate(ask(1, "x", logprobs=num_top))
+    assert fake.bodies[0]["logprobs"] == fields[endpoint == "completion"]
+    assert fake.bodies[0].get("top_logprobs") == (num_top or None if endpoint == "chat" else None)
+    found = whole.logprobs
+    assert (len(found), found.width) == (2, 1 + num_top)
+    tokens = [None if i < 0 else found.tokens[i] for i in found.ids]
+    likely = [[b"a", b"a ", None], [b"b", b"bc", b"bcd"]]
+    want = [[word, *likely[i][:num_top]] for i, word in enumerate((b"a ", b"bcd"))]
+    assert tokens == [token for row in want for token in row]
+    assert list(found.values[:: found.width]) == [-2.0, -3.0]
+    *chunks, last = [e async for e in service.generate_stream(ask(2, "x", logprobs=num_top))]
+    assert last.logprobs == found
+    shown = [c.logprobs.tokens[i] for c in chunks for i in c.logprobs.ids[:: found.width]]
+    assert shown == [b"a ", b"bcd", b"<end>"]
+    assert (await service.generate(ask(3, "x"))).logprobs is None
+
+
+def test_names_of_parts_of_characters_and_what_cannot_be_said() -> None:
+    answer = AnswerLogprobs(1)
+    given = {
+        "tokens": [r"bytes:\xe2\x82", r"bytes:\xac", "bytes:x"],
+        "token_logprobs": [-1.0, None, -2.0],
+        "top_logprobs": [{"a": None, "b": -3.0}, None, {}],
+    }
+    answer.add(ChoiceLogprobs.model_validate(given))
+    found = answer.of_text("€bytes:x and more")
+    assert found is not None
+    assert found.tokens is not None
+    assert [found.tokens[i] for i in found.ids[::2]] == [b"\xe2\x82", b"\xac", b"bytes:x"]
+    assert list(found.values[::2]) == [-1.0, -9999.0, -2.0]
+    assert found.tokens[found.ids[1]] == b"b"
+
+
+async def test_a_server_without_log_probabilities_gives_none(
+    start: Start, fake: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_openai, "_logprobs", lambda *_: {"logprobs": None})
+    found = (await (await start()).generate(ask(1, "x", logprobs=2))).logprobs
+    assert found is None

@@ -246,3 +246,15 @@ async def test_a_response_that_calls_has_those_of_its_text(core_config: CoreConf
     assert message["content"][0]["text"] == "So."
     shown = "".join(e["token"] for e in message["content"][0]["logprobs"])
     assert shown.strip() == "So."
+
+
+async def test_an_engine_of_text_says_what_its_tokens_are(core_config: CoreConfig) -> None:
+    engine = fake_engine("e0", model=MODEL, text=True, script=says("ab€"))
+    async with serve(core_config, engine) as site:
+        (choice,) = (await site.post(CHAT, chat(top_logprobs=1)))["choices"]
+        chunks = payloads(await site.stream(CHAT, chat(stream=True, top_logprobs=1)))
+    want = [entry(byte, 1) for byte in "ab€".encode()]
+    assert choice["logprobs"]["content"] == want
+    assert [
+        e for c in chunks for e in (c["choices"][0]["logprobs"] or {}).get("content", ())
+    ] == want

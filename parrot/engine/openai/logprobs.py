@@ -1,0 +1,122 @@
+"""Log probabilities as OpenAI's two endpoints tell them. What exactly they are of, the server
+decides."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from parrot.protocol.sampling import Logprobs, SamplingConfig
+
+_NEVER = -9999.0  # OpenAI's log probability of a token that is too unlikely to tell
+_BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
+
+_Scored = tuple[bytes, float | None]
+
+
+class _Likely(BaseModel):
+    token: str
+    logprob: float | None = None
+    bytes: list[int] | None = None
+
+    def scored(self) -> _Scored:
+        try:
+            exact = None if self.bytes is None else bytes(self.bytes)
+        except ValueError:
+            exact = None
+        return self.token.encode() if exact is None else exact, self.logprob
+
+
+class _Entry(_Likely):
+    top_logprobs: list[_Likely] | None = None
+
+
+class ChoiceLogprobs(BaseModel):
+    """`content`: of chats. The rest: of completions."""
+
+    content: list[_Entry] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+def logprob_fields(sampling: SamplingConfig, *, is_chat: bool) -> dict[str, Any]:
+    """The fields that ask for them. Some servers take 0 for no."""
+    if sampling.logprobs is None:
+        return {}
+    if not is_chat:
+        return {"logprobs": max(1, sampling.logprobs)}
+    top = {"top_logprobs": sampling.logprobs} if sampling.logprobs else {}
+    return {"logprobs": True, **top}
+
+
+class AnswerLogprobs:
+    """Those of one answer as it comes; `part` has what no chunk has told yet."""
+
+    def __init__(self, num_top: int | None) -> None:
+        self._width = 1 + (num_top or 0)
+        self._told = 0
+        self.whole = None if num_top is None else self._empty()
+
+    def add(self, given: ChoiceLogprobs | None) -> None:
+        """Nothing happens if none are wanted."""
+        if self.whole is None or given is None:
+            return
+        for chosen, likely in _rows(given):
+            ordered = sorted(likely, key=lambda one: -_value(one[1]))[: self._width - 1]
+            row = [chosen, *ordered]
+            missing = self._width - len(row)
+            table = self.whole.tokens
+            assert isinstance(table, list), "the table is the server's own"
+            ids = range(len(table), len(table) + len(row))
+            table += [token for token, _ in row]
+            values = [_value(logprob) for _, logprob in row]
+            self.whole.add([*ids, *[-1] * missing], [*values, *[_NEVER] * missing])
+
+    def part(self) -> Logprobs | None:
+        if not self.whole:
+            return None
+        told, self._told = self._told, len(self.whole)
+        part = self._empty()
+        part.extend(self.whole.part(told))
+        return part
+
+    def of_text(self, text: str) -> Logprobs | None:
+        """The whole, without tokens at the end that are no part of the text: what ended it. None if
+        the server told nothing."""
+        found, ends = self.whole, text.encode()
+        if not found:
+            return None
+        tokens = [found.tokens[i] if found.tokens else b"" for i in found.ids[:: self._width]]
+        size, num = sum(map(len, tokens)), len(tokens)
+        while num and size - len(tokens[num - 1]) >= len(ends):
+            if tokens[num - 1] and ends.endswith(tokens[num - 1]):
+                break  # the server has stripped white space elsewhere
+            num -= 1
+            size -= len(tokens[num])
+        return found.part(0, num)
+
+    def _empty(self) -> Logprobs:
+        return Logprobs(self._width, tokens=list[bytes]())
+
+
+def _rows(given: ChoiceLogprobs) -> Iterator[tuple[_Scored, Sequence[_Scored]]]:
+    """A token, and the likely ones in its place."""
+    for entry in given.content or ():
+        yield entry.scored(), [one.scored() for one in entry.top_logprobs or ()]
+    tokens, values = given.tokens or [], given.token_logprobs or []
+    likely: Iterable[dict[str, float | None] | None] = given.top_logprobs or [None] * len(tokens)
+    for token, value, others in zip(tokens, values, likely, strict=False):
+        named = [(_bytes(text), logprob) for text, logprob in (others or {}).items()]
+        yield (_bytes(token), value), named
+
+
+def _bytes(token: str) -> bytes:
+    """A token as completions name it; one that is a part of a character by its bytes."""
+    found = _BYTES.fullmatch(token)
+    return token.encode() if found is None else bytes.fromhex(found[1].replace("\\x", ""))
+
+
+def _value(logprob: float | None) -> float:
+    return _NEVER if logprob is None else logprob
