@@ -84,6 +84,23 @@ def responses():
     assert call["args"] == {"city": "Paris"}
 
 
+@feature("log probabilities")
+def log_probabilities():
+    model = chat.bind(logprobs=True, top_logprobs=2)
+    answer = model.invoke(CAPITAL)
+    told = answer.response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in told) == answer.text
+    assert all(len(entry["top_logprobs"]) == 2 for entry in told)
+    whole = None
+    for chunk in model.stream(CAPITAL):
+        whole = chunk if whole is None else whole + chunk
+    streamed = whole.response_metadata["logprobs"]["content"]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in told]
+    completing = OpenAI(base_url=f"{URL}/v1", max_tokens=9, temperature=0, logprobs=2, **ACCESS)
+    ((generation,),) = completing.generate([CAPITAL]).generations
+    assert "".join(generation.generation_info["logprobs"]["tokens"]) == generation.text
+
+
 @feature("errors")
 def errors():
     wrong = ChatOpenAI(base_url=f"{URL}/v1", **ACCESS | {"model": "nope"})

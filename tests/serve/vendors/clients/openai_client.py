@@ -135,6 +135,61 @@ def completions():
     )
 
 
+@feature("prompts of tokens")
+def prompts_of_tokens():
+    answer = client.completions.create(model=MODEL, prompt=[10, 11, 12], max_tokens=4)
+    assert answer.usage.prompt_tokens == 3
+    answer = client.completions.create(model=MODEL, prompt=[[10, 11], [12]], max_tokens=4)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.usage.prompt_tokens == 3
+    raises(
+        openai.BadRequestError,
+        lambda: client.completions.create(model=MODEL, prompt=[2**30]),
+        "vocabulary",
+    )
+
+
+@feature("best of many")
+def best_of_many():
+    answer = client.completions.create(model=MODEL, prompt=CAPITAL, n=2, best_of=4, max_tokens=9)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in answer.choices)
+
+
+@feature("log probabilities")
+def log_probabilities():
+    asked = {"logprobs": True, "top_logprobs": 2}
+    (choice,) = chat(user(CAPITAL), **asked).choices
+    entries = choice.logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries) == choice.message.content.encode()
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in entries)
+    told = []
+    for chunk in chat(user(CAPITAL), stream=True, **asked):
+        if chunk.choices[0].logprobs:
+            told += [entry.token for entry in chunk.choices[0].logprobs.content]
+    assert told == [entry.token for entry in entries]
+    given = {"model": MODEL, "prompt": CAPITAL, "temperature": 0, "max_tokens": 9, "logprobs": 3}
+    (choice,) = client.completions.create(**given).choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text
+    assert found.text_offset[0] == 0
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset)
+    assert all(len(likely) in (3, 4) for likely in found.top_logprobs)
+    parts = [c.choices[0].logprobs for c in client.completions.create(stream=True, **given)]
+    assert [token for part in parts if part for token in part.tokens] == found.tokens
+    include = ["message.output_text.logprobs"]
+    brief = {"model": MODEL, "input": CAPITAL, "temperature": 0, "max_output_tokens": 40}
+    answer = client.responses.create(**brief, include=include, top_logprobs=2)
+    (part,) = answer.output[0].content
+    assert "".join(entry.token for entry in part.logprobs) == answer.output_text
+    with client.responses.stream(**brief, include=include, top_logprobs=2) as stream:
+        deltas = [event for event in stream if event.type == "response.output_text.delta"]
+        assert [one.token for event in deltas for one in event.logprobs] == [
+            entry.token for entry in part.logprobs
+        ]
+        assert stream.get_final_response().output[0].content[0].logprobs == part.logprobs
+
+
 @feature("responses")
 def responses():
     def ask(**fields):
