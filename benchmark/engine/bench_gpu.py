@@ -57,14 +57,19 @@ WARM_STEPS, STEPS = 10, 60
 LOAD_TIMEOUT_S = 240.0
 
 
-def config_of(model: str, *, shares: bool = True) -> BuiltinConfig:
+def config_of(model: str, *, shares: bool = True, kv: str = "auto") -> BuiltinConfig:
     return BuiltinConfig.model_validate(
         {
             "model": model,
             "device": "cuda",
             "dtype": "bfloat16",
             "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
-            "instance": {"load_format": "dummy", "max_seq_len": 16384, "shared_prefix": shares},
+            "instance": {
+                "load_format": "dummy",
+                "max_seq_len": 16384,
+                "shared_prefix": shares,
+                "kv_cache_dtype": kv,
+            },
         }
     )
 
@@ -73,8 +78,14 @@ def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
     """The runner with random KV in its pool, which contexts of `decode` begin with."""
     runner, tokenizer = load_runner(config)
     assert isinstance(runner, CudaRunner)
-    for layer in range(runner._cache.pool.shape[0]):
-        runner._cache.pool[layer].normal_()
+    cache = runner._cache
+    for layer in cache.pool:
+        if cache.exponents is None:
+            layer.normal_()
+        else:
+            layer.random_(0, 256).bitwise_and_(0xBF)  # numbers up to 1.9, of both signs
+    if cache.exponents is not None:
+        cache.exponents.fill_(127)
     return runner, tokenizer
 
 
@@ -143,9 +154,9 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
     return {"seconds": best, "tokens_per_s": tokens / best, "steps": core.runtime_info().num_steps}
 
 
-def bench_model(model: str, parts: list[str], shares: bool) -> Iterator[Row]:
-    config = config_of(model, shares=shares)
-    shape = Shape.of(model)
+def bench_model(config: BuiltinConfig, parts: list[str]) -> Iterator[Row]:
+    model = config.model
+    shape = Shape.of(model, quantised=config.instance.kv_cache_dtype == "fp8")
     began = time.perf_counter()
     loaded, tokenizer = load_cuda(config)
     yield {"case": "load", "seconds": time.perf_counter() - began}
@@ -167,11 +178,11 @@ def bench_model(model: str, parts: list[str], shares: bool) -> Iterator[Row]:
         yield {"case": "256, no HTTP"} | bench_256(config, loaded, tokenizer)
 
 
-async def bench_http(model: str, shares: bool, report: Report) -> None:
+async def bench_http(model: str, shares: bool, kv: str, report: Report) -> None:
     """A server in a process of its own."""
     with tempfile.TemporaryDirectory(prefix=f"{model}_") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))
-        config = config_of(folder, shares=shares)
+        config = config_of(folder, shares=shares, kv=kv)
         engine = config.model_dump(mode="json", exclude={"engine_name", "port"})
         began = time.perf_counter()
         cluster = Cluster(engines=[engine], with_core=False, ready_timeout_s=LOAD_TIMEOUT_S)
@@ -186,18 +197,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-sharing", dest="shares", action="store_false")
+    parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     for model in LONG_MODELS:
         KNOWN_SHAPES[model]["max_position_embeddings"] = 16384
     for model in args.models:
-        config = config_of(model, shares=args.shares).model_dump(mode="json")
-        report.uses(model, {"config": config, "shape": KNOWN_SHAPES[model]})
+        config = config_of(model, shares=args.shares, kv=args.kv)
+        settings = {"config": config.model_dump(mode="json"), "shape": KNOWN_SHAPES[model]}
+        report.uses(model, settings)
         if "http" in args.parts:
-            asyncio.run(bench_http(model, args.shares, report))
+            asyncio.run(bench_http(model, args.shares, args.kv, report))
         if set(args.parts) - {"http"}:
-            for row in bench_model(model, args.parts, args.shares):
+            for row in bench_model(config, args.parts):
                 report.add("rows", {"model": model} | row)
             gc.collect()
             torch.cuda.empty_cache()

@@ -39,6 +39,7 @@ class Decode:
 
 
 PLAIN = tuple(Decode(f"decode B={batch} ctx 2k", batch, 2048) for batch in (1, 8, 64))
+LONG = tuple(Decode(f"decode B={batch} ctx 8k", batch, 8192) for batch in (1, 8, 64))
 # Prompts of 5835 to 7100 tokens whose first 5107 are common, in the middle of their outputs.
 COPILOT = tuple(Decode(f"copilot B={batch}", batch, 728, 1632, 5107) for batch in (8, 16, 32, 64))
 ROOTS4 = Decode("roots4 B=64", 64, 728, 1632, 5107, 4)
@@ -47,7 +48,7 @@ AGENTS = tuple(Decode(f"agents B={batch}", batch, 300, shared=7000) for batch in
 CROWD = Decode("25 at 2200", 25, 2200)
 DECODES = {
     "qwen3-0.6b": PLAIN,
-    "llama-3.1-8b": PLAIN,
+    "llama-3.1-8b": (*PLAIN, *LONG),
     "llama-2-7b": (*PLAIN, *COPILOT, ROOTS4),
     "llama-2-13b": (*PLAIN[:2], CROWD, *AGENTS),
 }
@@ -71,14 +72,15 @@ class Shape:
     q_width: int
 
     @classmethod
-    def of(cls, model: str) -> "Shape":
+    def of(cls, model: str, *, quantised: bool = False) -> "Shape":
         spec = spec_from_config(KNOWN_SHAPES[model], model)
         sizes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
         embed = sizes[f"{spec.names.embed}.weight"]
         head = 0 if spec.tie_embeddings else embed
+        row_bytes = spec.head_dim + 1 if quantised else 2 * spec.head_dim
         return cls(
             weight_bytes=2 * (sum(sizes.values()) - head),
-            token_bytes=4 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
+            token_bytes=2 * spec.num_layers * spec.num_kv_heads * row_bytes,
             layer_weights=sum(sizes.values()) - embed - head,
             num_layers=spec.num_layers,
             q_width=spec.num_heads * spec.head_dim,

@@ -31,9 +31,12 @@ def _found(model: str, key: str) -> Sequence[float]:
 
 
 def _key(case: str) -> str:
-    """`decode B=8 ctx 2k` is called decode_b8_ms there, `prefill 2048` prefill_2048_ms."""
+    """`decode B=8 ctx 2k` is called decode_b8_ms there, `prefill 2048` prefill_2048_ms. Other
+    contexts were not measured."""
     kind, _, size = case.partition(" ")
     if kind == "prefill":
         return f"prefill_{size}_ms"
-    batch = size.partition(" ")[0].removeprefix("B=")
+    batch, _, context = size.removeprefix("B=").partition(" ")
+    if kind == "decode" and context != "ctx 2k":
+        return ""
     return f"{kind}_b{batch}_ms" if kind == "decode" else f"{kind}_b{batch}_ms_per_step"

@@ -9,7 +9,9 @@ import torch
 from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from benchmark.kernels.timing import time_graph
 from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.attention.tree_attention import (
+    KernelConfig,
     PlanBuffers,
     TreeAttention,
 )
@@ -92,18 +94,31 @@ def fill_step(
     tables = np.concatenate((tables, tables[:, :1]), axis=1)
     counts = [np.full(sequences, n, dtype=np.int32) for n in (start, tokens)]
     positions = torch.arange(start, start + tokens, dtype=torch.int32).repeat(sequences)
-    size = (sequences * width, shape.num_kv_heads, page, shape.head_dim)
-    layer = KVView(normal(*size), normal(*size), torch.from_numpy(tables).cuda(), positions.cuda())
+    places = torch.from_numpy(tables).cuda(), positions.cuda()
+    layer = random_kv(sequences * width, shape, *places)
     q = normal(sequences * tokens, shape.num_heads, shape.head_dim)
     return StepRows(tables, *counts), layer, q
+
+
+def random_kv(
+    pages: int, shape: AttentionShape, tables: torch.Tensor, positions: torch.Tensor
+) -> KVView:
+    """One layer's KV, quantised if the shape says so."""
+    size = (pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    if shape.number_bytes == 2:
+        return KVView(normal(*size), normal(*size), tables, positions)
+    (k, k_exponents), (v, v_exponents) = (quantise(normal(*size)) for _ in "kv")
+    return KVView(k, v, tables, positions, k_exponents, v_exponents)
 
 
 def normal(*size: int, std: float = 1.0) -> torch.Tensor:
     return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(std=std)
 
 
-def prepared(work: WorkList, shape: AttentionShape) -> tuple[TreeAttention, PlanBuffers]:
-    return TreeAttention(shape, work.num_slots, DEVICE), PlanBuffers(work, DEVICE)
+def prepared(
+    work: WorkList, shape: AttentionShape, config: KernelConfig | None = None
+) -> tuple[TreeAttention, PlanBuffers]:
+    return TreeAttention(shape, work.num_slots, DEVICE, config), PlanBuffers(work, DEVICE)
 
 
 class Bench:
@@ -112,21 +127,18 @@ class Bench:
     def __init__(self, work: Workload, shape: AttentionShape, *, pools: int = 3) -> None:
         self.work, self.shape = work, shape
         self.step, pages = step_rows(work, shape.page_size)
-        size = (pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
         tables = torch.from_numpy(self.step.tables).cuda()
         positions = torch.from_numpy(self.step.starts).cuda()
-        self.layers = [
-            KVView(normal(*size), normal(*size), tables, positions) for _ in range(pools)
-        ]
+        self.layers = [random_kv(pages, shape, tables, positions) for _ in range(pools)]
         self.q = normal(work.batch, shape.num_heads, shape.head_dim)
         self.out = torch.empty_like(self.q)
 
     def plan(self, gate: GateConfig | None) -> WorkList:
         return plan_work(self.step, self.shape, gate, SplitConfig())
 
-    def time_us(self, work: WorkList) -> float:
+    def time_us(self, work: WorkList, config: KernelConfig | None = None) -> float:
         """Microseconds of one layer, over the pools in turn."""
-        attention, plan = prepared(work, self.shape)
+        attention, plan = prepared(work, self.shape, config)
 
         def run() -> None:
             for _ in range(4):
@@ -148,10 +160,11 @@ class Bench:
     def _answer(self, layer: KVView, row: int) -> torch.Tensor:
         length = int(self.step.starts[row]) + 1
         pages = torch.from_numpy(self.step.tables[row]).cuda()[: -(-length // self.shape.page_size)]
-        k, v = (
-            cache[pages].transpose(1, 2).flatten(0, 1)[:length].double()
-            for cache in (layer.k, layer.v)
-        )
+        k, v = layer.k[pages], layer.v[pages]
+        if layer.k_exponents is not None and layer.v_exponents is not None:
+            k = dequantise(k, layer.k_exponents[pages], torch.float32)
+            v = dequantise(v, layer.v_exponents[pages], torch.float32)
+        k, v = (x.transpose(1, 2).flatten(0, 1)[:length].double() for x in (k, v))
         q = self.q[row].double().view(self.shape.num_kv_heads, self.shape.group, -1)
         scores = torch.einsum("hgd,shd->hgs", q, k) * self.shape.head_dim**-0.5
         return torch.einsum("hgs,shd->hgd", scores.softmax(-1), v).flatten(0, 1)

@@ -57,8 +57,10 @@ POOLS = 2
 MAX_POOL_BYTES = 40 * 2**30  # a case that needs more is left out
 
 
-def shape_of(kv_heads: int, heads: int = 32, dim: int = 128) -> AttentionShape:
-    return AttentionShape(heads, kv_heads, dim, PAGE)
+def shape_of(
+    kv_heads: int, heads: int = 32, dim: int = 128, number_bytes: int = 2
+) -> AttentionShape:
+    return AttentionShape(heads, kv_heads, dim, PAGE, number_bytes)
 
 
 def time_case(work: Workload, shape: AttentionShape) -> Row:
@@ -114,6 +116,36 @@ def bench_trees() -> Rows:
     }
     for name, (work, heads, kv_heads) in cases.items():
         yield {"case": name, **time_case(work, shape_of(kv_heads, heads))}
+
+
+def bench_quantised() -> Rows:
+    """KV in bfloat16 and in e4m3."""
+    cases = {
+        f"B={batch}, {length // 1024}k": (Workload(batch, (), length), 8)
+        for batch, length in itertools.product((1, 8, 64), (2048, 8192))
+    } | {
+        "B=64, 2k, 32 kv heads": (Workload(64, (), 2048), 32),
+        "B=128, 100-1900": (Workload(128, (), 1000, 900), 8),
+        "B=64, 6144 shared + 500": (Workload(64, ((64, 6144),), 500), 8),
+        "copilot, B=64, 32 kv heads": (Workload(64, ((64, 5120),), 1180), 32),
+        "roots4, B=64, 32 kv heads": (Workload(64, ((16, 5120),), 1180), 32),
+    }
+    for name, (work, kv_heads) in cases.items():
+        plain, quantised = (time_case(work, shape_of(kv_heads, 32, 128, n)) for n in (2, 1))
+        row: Row = {"case": name, "kv_heads": kv_heads, "bfloat16_us": plain["us"]}
+        yield row | quantised | {"speedup": plain["us"] / quantised["us"]}
+    for tokens, start in ((2048, 0), (2048, 6144)):
+        times = {}
+        for number_bytes in (2, 1):
+            shape = shape_of(8, 32, 128, number_bytes)
+            step, layer, q = fill_step(tokens, start, 1, shape)
+            attention, plan = prepared(plan_work(step, shape, None, SplitConfig()), shape)
+            out = torch.empty_like(q)
+            call = partial(attention.run, q, layer, plan, out)
+            times[number_bytes] = time_graph(call, replays=10)
+        row = {"case": f"fill of {tokens} after {start}", "kv_heads": 8}
+        row |= {"bfloat16_us": times[2], "us": times[1]}
+        yield row | {"speedup": times[2] / times[1]}
 
 
 def bench_gate() -> Rows:
@@ -271,6 +303,7 @@ def bench_grid_trees() -> Rows:
 PARTS = {
     "cells": bench_cells,
     "trees": bench_trees,
+    "quantised": bench_quantised,
     "gate": bench_gate,
     "fills": bench_fills,
     "fused": bench_fused,

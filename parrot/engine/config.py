@@ -88,7 +88,9 @@ class BuiltinInstance(ConfigModel):
     """`num_kv_cache_blocks` null: as many as free memory allows. `block_size` null: 64 for the
     Triton kernels, else 16. `attn_func` auto: triton on CUDA devices, torch on CPUs.
     `max_seq_len` null: the model's. `num_threads` (CPU only) null: chosen by the engine.
-    `shared_prefix`: a prefix that sequences of one step have in common is read once for all."""
+    `shared_prefix`: a prefix that sequences of one step have in common is read once for all.
+    `kv_cache_dtype` auto: the model's type; fp8: a byte for each number, so that twice as many
+    tokens fit as with bfloat16, and outputs are other ones (docs/kernels.md)."""
 
     num_kv_cache_blocks: PositiveInt | None = None
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -98,6 +100,7 @@ class BuiltinInstance(ConfigModel):
     num_threads: PositiveInt | None = None
     shared_prefix: bool = True
     pooling: PoolingKind = _POOLING
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     @model_validator(mode="before")
     @classmethod

@@ -179,16 +179,43 @@ async def test_embeddings_beside_calls(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
-def test_graphs_change_nothing(make_runner: MakeRunner, family: str) -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_graphs_change_nothing(make_runner: MakeRunner, family: str, quantised: bool) -> None:
     outputs = []
     for use_graphs in (True, False):
-        driver = Driver(make_runner(family, use_graphs=use_graphs))
+        driver = Driver(make_runner(family, use_graphs=use_graphs, quantised=quantised))
         contexts = [driver.context(p) for p in random_prompts(5, 64, 100, 65, 1)]
         first = driver.generate(contexts, 70)  # past the age at which a plan is made again
         driver.release(contexts[1])
         rest = driver.generate(contexts[:2] + contexts[3:], 10)
         outputs.append((first, rest))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_quantised_kv_gives_the_tokens_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], make_runner: MakeRunner, family: str
+) -> None:
+    """Or, where a rounding made another code of a number, one whose logit is nearly the best."""
+    prompts = random_prompts(3, 70, 130)
+    driver = Driver(make_runner(family, quantised=True))
+    outputs = driver.generate([driver.context(p) for p in prompts], 20)
+    model = load_decoder(open_checkpoint(str(folders[family])), torch.float32, torch.device("cpu"))
+    exact = Driver(cpu.ModelRunner(model, 64, 16, quantised=True))
+    seen: list[torch.Tensor] = []
+
+    def watched(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
+        seen.append(logits.clone())
+        return sample(logits, specs)
+
+    monkeypatch.setattr(cpu, "sample", watched)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for length, token in enumerate(output):
+            context = exact.context(prompt + output[:length])
+            exact.step([(context, len(context.tokens))])
+            exact.release(context)
+            logits = seen[-1][0]
+            assert float(logits.max() - logits[token]) < 0.02 * float(logits.std())
 
 
 def test_sharing_changes_nothing(make_runner: MakeRunner) -> None:

@@ -13,7 +13,7 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.launch import KVView, NewKV
+from parrot.engine.kernels.launch import NewKV
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,6 @@ class Run:
         work = plan_work(case.step, shape, gate, split or SplitConfig(min_span=(64,) * 3))
         self.case = case
         self.plan = PlanBuffers(work, device, capacity)
-        self.kv = KVView(case.k_cache, case.v_cache, case.tables, case.positions)
         self.attention = TreeAttention(shape, self.plan.capacity.slots, device)
         self.attention.partial_out.fill_(float("nan"))
         self.attention.partial_lse.fill_(float("nan"))
@@ -61,7 +60,7 @@ class Run:
 
     def launch(self) -> None:
         new = NewKV(self.case.k_new, self.case.v_new)
-        self.attention.run(self.case.q, self.kv, self.plan, self.out, new)
+        self.attention.run(self.case.q, self.case.kv, self.plan, self.out, new)
 
     def check(self) -> torch.Tensor:
         torch.cuda.synchronize()
@@ -69,6 +68,7 @@ class Run:
         return self.out.clone()
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("requests", [DECODES, MIXED, CROWD], ids=["decodes", "mixed", "crowd"])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "page"),
@@ -83,10 +83,10 @@ class Run:
     ],
 )
 def test_against_float64(
-    requests: list[Request], group: int, kv_heads: int, dim: int, page: int
+    requests: list[Request], group: int, kv_heads: int, dim: int, page: int, quantised: bool
 ) -> None:
     shape = AttentionShape(group * kv_heads, kv_heads, dim, page)
-    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
     outputs = []
     for _ in range(2):
         run = Run(case, shape)
@@ -95,28 +95,33 @@ def test_against_float64(
     assert torch.equal(outputs[0], outputs[1])
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("page", [16, 64])
-def test_other_precisions(dtype: torch.dtype, page: int) -> None:
+def test_other_precisions(dtype: torch.dtype, page: int, quantised: bool) -> None:
     shape = AttentionShape(4, 1, 64, page)
-    run = Run(make_case(DECODES, shape, dtype=dtype, device="cuda"), shape)
+    run = Run(make_case(DECODES, shape, dtype=dtype, device="cuda", quantised=quantised), shape)
     run.launch()
     run.check()
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("key_scale", [0.0, 30.0])
-def test_equal_scores_and_dominant_keys(key_scale: float) -> None:
+def test_equal_scores_and_dominant_keys(key_scale: float, quantised: bool) -> None:
     shape = AttentionShape(8, 2, 128, 64)
-    case = make_case(MIXED, shape, dtype=torch.bfloat16, device="cuda", key_scale=key_scale)
+    case = make_case(
+        MIXED, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised, key_scale=key_scale
+    )
     run = Run(case, shape)
     run.launch()
     torch.cuda.synchronize()
     assert relative_error(run.out, case.expected) < 5e-3
 
 
-def test_shared_and_unshared_plans_agree() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_shared_and_unshared_plans_agree(quantised: bool) -> None:
     shape = AttentionShape(8, 2, 128, 64)
-    case = make_case(CROWD, shape, dtype=torch.bfloat16, device="cuda")
+    case = make_case(CROWD, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
     runs = [Run(case, shape), Run(case, shape, gate=None)]
     for run in runs:
         run.launch()
@@ -126,9 +131,10 @@ def test_shared_and_unshared_plans_agree() -> None:
     assert relative_error(runs[0].out, runs[1].out.double().cpu()) < 5e-3
 
 
-def test_a_graph_replays_another_plan_in_the_same_buffers() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_graph_replays_another_plan_in_the_same_buffers(quantised: bool) -> None:
     shape = AttentionShape(8, 2, 128, 64)
-    first = make_case(DECODES, shape, dtype=torch.bfloat16, device="cuda")
+    first = make_case(DECODES, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
     # The same batch, shared and split otherwise, in room for either plan.
     split = SplitConfig(min_span=(128,) * 3)
     plans = [plan_work(first.step, shape, g, s) for g, s in ((SHARE_ALL, split), (None, split))]
@@ -147,10 +153,11 @@ def test_a_graph_replays_another_plan_in_the_same_buffers() -> None:
         run.check()
 
 
-def test_a_plan_outlives_the_growth_of_its_sequences() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_plan_outlives_the_growth_of_its_sequences(quantised: bool) -> None:
     shape = AttentionShape(4, 1, 128, 64)
     requests = [Request((SYSTEM,), 70 + i) for i in range(6)]
-    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
     earlier = dataclasses.replace(case.step, starts=case.step.starts - 60)
     work = plan_work(earlier, shape, SHARE_ALL, SplitConfig())
     run = Run(case, shape, split=SplitConfig(), capacity=Capacity.of(work))
@@ -160,25 +167,27 @@ def test_a_plan_outlives_the_growth_of_its_sequences() -> None:
     assert relative_error(run.out, case.expected) < 5e-3
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.slow
-def test_a_large_step_of_decodes_and_fills() -> None:
+def test_a_large_step_of_decodes_and_fills(quantised: bool) -> None:
     shape = AttentionShape(32, 8, 128, 64)
     random = np.random.default_rng(0)
     requests = [
         Request((("a", 2048), (f"b{i % 3}", 500)), int(random.integers(0, 200))) for i in range(48)
     ]
     requests += [Request((("a", 2048),), 10, 700), Request((), 0, 1000)]
-    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
     run = Run(case, shape, gate=GateConfig(), split=SplitConfig())
     run.launch()
     run.check()
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("group", "kv_heads", "dim"), [(4, 2, 128), (1, 4, 64), (3, 3, 64)])
-def test_dense_beginnings_of_fills(group: int, kv_heads: int, dim: int) -> None:
+def test_dense_beginnings_of_fills(group: int, kv_heads: int, dim: int, quantised: bool) -> None:
     shape = AttentionShape(group * kv_heads, kv_heads, dim, 64)
     requests = [*MIXED, Request((), 0, 1500), Request((), 0, 1024)]
-    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda")
+    case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
     split = SplitConfig(min_span=(64,) * 3, dense=512, dense_min=1024)
     runs = [Run(case, shape, split=split) for _ in range(2)]
     for one in runs:

@@ -6,6 +6,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import (
     HeadNorm,
@@ -78,6 +79,40 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) ->
     )
     assert torch.equal(v_cache.cpu()[pages, :, slots].double(), v_in)
     assert int((~torch.isnan(k_cache)).sum()) == tokens * kv_heads * dim
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("keep_k", [False, True])
+def test_a_quantised_cache_gets_the_bits_that_torch_would_write(
+    heads: int, kv_heads: int, dim: int, keep_k: bool
+) -> None:
+    page, tokens = 64, 130
+    shape = AttentionShape(heads, kv_heads, dim, page, 1)
+    qkv = normal(tokens, (heads + 2 * kv_heads) * dim)
+    qkv *= torch.logspace(-12, 12, tokens, device="cuda")[:, None].to(torch.bfloat16)
+    qkv[5, heads * dim + 7] = float("nan")
+    qkv[9, -3] = float("inf")
+    positions = torch.randperm(500)[:tokens].to(torch.int32).cuda()
+    table_rows = (torch.arange(tokens, dtype=torch.int32) % 3).cuda()
+    tables = torch.randperm(30).view(3, 10).to(torch.int32).cuda()
+    cos_sin = torch.rand(512, dim, device="cuda")
+    plain = torch.full((2, 30, kv_heads, page, dim), 7.0, dtype=torch.bfloat16, device="cuda")
+    codes, exponents = quantise(plain)
+    views = [KVView(*plain, tables, positions), KVView(*codes, tables, positions, *exponents)]
+    (q, new), (same_q, kept) = (
+        rope_and_store(qkv.clone(), view, table_rows, cos_sin, shape, keep_k=keep_k)
+        for view in views
+    )
+    assert torch.equal(q.nan_to_num(), same_q.nan_to_num())
+    expected = quantise(plain)
+    assert torch.equal(exponents, expected[1])
+    finite = exponents < 255
+    assert int((~finite).sum()) == 2
+    assert torch.equal(codes[finite], expected[0][finite])
+    if keep_k:
+        for ours, theirs in zip((new.k, new.v), (kept.k, kept.v), strict=True):
+            expected_numbers = dequantise(*quantise(ours), torch.bfloat16)
+            assert torch.equal(theirs.nan_to_num(), expected_numbers.nan_to_num())
 
 
 @pytest.mark.parametrize("size", [1536, 3072, 14336])

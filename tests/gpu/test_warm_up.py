@@ -34,14 +34,16 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 16])
+@pytest.mark.parametrize(("kv_heads", "quantised"), [(4, False), (16, False), (4, True)])
 def test_nothing_is_compiled_after_warm_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_heads: int, quantised: bool
 ) -> None:
     """Prompts of any length alone, together and beside decodes; forks; all ways to sample."""
     folder = make_tiny_model(tmp_path, overrides=SIZES | {"num_key_value_heads": kv_heads})
     model = load_decoder(open_checkpoint(str(folder)), torch.bfloat16, torch.device("cuda"))
-    runner = CudaRunner(model, 4000, 64, CudaOptions(max_rows=64, max_tokens=8192))
+    runner = CudaRunner(
+        model, 4000, 64, CudaOptions(max_rows=64, max_tokens=8192, quantised=quantised)
+    )
     runner.warm_up()
     compiled: list[str] = []
 

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig, IntArray
+from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.attention.work_list import StepRows
 from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.launch import KVView
 
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 """A gate to which partial results and launches cost nothing."""
@@ -43,6 +45,13 @@ class Case:
     tables: torch.Tensor
     positions: torch.Tensor
     expected: torch.Tensor = field(repr=False)
+    k_exponents: torch.Tensor | None = None
+    v_exponents: torch.Tensor | None = None
+
+    @property
+    def kv(self) -> KVView:
+        caches = (self.k_cache, self.v_cache, self.tables, self.positions)
+        return KVView(*caches, self.k_exponents, self.v_exponents)
 
 
 PageKey = tuple[object, int]
@@ -57,15 +66,25 @@ def make_case(
     seed: int = 0,
     device: str = "cpu",
     key_scale: float = 1.0,
+    quantised: bool = False,
 ) -> Case:
     """Lay the requests out in randomly placed pages; everything unused in the pool is NaN.
 
     A prefix's unaligned tail is copied into each request's own pages, as the engine does.
-    `key_scale` stretches the scores."""
+    `key_scale` stretches the scores. `quantised`: so are the caches, and the expected output is
+    that of what they hold."""
     generator = torch.Generator().manual_seed(seed)
     sequences = _sequences(requests, shape, generator, dtype, key_scale)
+    if quantised:
+        sequences = [
+            (dequantise(*quantise(k), dtype), dequantise(*quantise(v), dtype)) for k, v in sequences
+        ]
     page_keys = [_page_keys(i, request, shape.page_size) for i, request in enumerate(requests)]
     tables, k_cache, v_cache = _lay_out(sequences, page_keys, shape, generator)
+    k_exponents = v_exponents = None
+    if quantised:
+        (k_cache, k_exponents), (v_cache, v_exponents) = quantise(k_cache), quantise(v_cache)
+        k_exponents, v_exponents = k_exponents.to(device), v_exponents.to(device)
     starts = np.array([r.start for r in requests], dtype=np.int32)
     q_lens = np.array([r.new for r in requests], dtype=np.int32)
     positions = np.concatenate([np.arange(r.start, r.start + r.new) for r in requests])
@@ -84,6 +103,8 @@ def make_case(
         tables=torch.from_numpy(tables).to(device),
         positions=torch.from_numpy(positions.astype(np.int32)).to(device),
         expected=torch.cat(answers),
+        k_exponents=k_exponents,
+        v_exponents=v_exponents,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
 from parrot.engine.attention.work_list import (
     KV_END,
     KV_FIRST,
@@ -95,12 +96,12 @@ class TorchPlan:
 class TorchAttention:
     """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]."""
 
-    def __init__(self, pool: torch.Tensor, num_heads: int) -> None:
-        _, _, num_kv_heads, _, block_size, head_dim = pool.shape
+    def __init__(self, pool: PooledKV, num_heads: int) -> None:
+        _, _, num_kv_heads, _, block_size, head_dim = pool.numbers.shape
         self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size)
         self._pool = pool
-        self._device = pool.device
-        self._gathered = torch.empty(0, dtype=pool.dtype, device=self._device)
+        self._device = pool.numbers.device
+        self._gathered = torch.empty(0, dtype=pool.numbers.dtype, device=self._device)
 
     def plan(self, work: WorkList, step: StepRows) -> TorchPlan:
         size = self.shape.page_size
@@ -120,11 +121,13 @@ class TorchAttention:
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TorchPlan
     ) -> torch.Tensor:
-        pool = self._pool[layer]
-        slots: torch.Tensor = pool.flatten(2, 3)
-        slots[0].index_copy_(1, plan.slots, k.transpose(0, 1))
-        slots[1].index_copy_(1, plan.slots, v.transpose(0, 1))
-        partials = [self._run_call(call, q, pool) for call in plan.calls]
+        new: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (k, v)
+        if self._pool.exponents is not None:
+            new, exponents = quantise(torch.stack((k, v)))
+            k, v = dequantise(new, exponents, k.dtype)
+            _store(self._pool.exponents[layer], plan, exponents)
+        _store(self._pool.numbers[layer], plan, new)
+        partials = [self._run_call(call, q, layer) for call in plan.calls]
         for first, count in plan.dense:
             partials.append(self._run_dense(*(x[first : first + count] for x in (q, k, v))))
         if plan.merge is None:
@@ -194,19 +197,31 @@ class TorchAttention:
         parts[absent] = len(owner)
         return _Merge(self._tensor(first), self._tensor(many), self._tensor(parts))
 
-    def _run_call(self, call: _Call, q: torch.Tensor, pool: torch.Tensor) -> Partial:
+    def _run_call(self, call: _Call, q: torch.Tensor, layer: int) -> Partial:
         n, rows, (heads, d) = call.num_items, call.num_rows, q.shape[1:]
         kv_heads, group = self.shape.num_kv_heads, self.shape.group
         picked = q if call.rows is None else q.index_select(0, call.rows)
         picked = picked.view(n, rows, kv_heads, group, d).transpose(1, 2)
-        k, v = self._read(call, pool).transpose(1, 2)
+        k, v = self._read(call, layer).transpose(1, 2)
         out, lse = attend(picked.reshape(n, kv_heads, rows * group, d), k, v, mask=call.mask)
         out = out.view(n, kv_heads, rows, group, d).transpose(1, 2)
         lse = lse.view(n, kv_heads, rows, group).transpose(1, 2)
         return out.reshape(n * rows, heads, d), lse.reshape(n * rows, heads)
 
-    def _read(self, call: _Call, pool: torch.Tensor) -> torch.Tensor:
+    def _read(self, call: _Call, layer: int) -> torch.Tensor:
         """The KV of a call [2, kv_heads, items, length, d], valid until the next read."""
+        numbers = self._read_numbers(call, self._pool.numbers[layer])
+        if self._pool.exponents is None:
+            return numbers
+        exponents = self._pool.exponents[layer]
+        if call.blocks is None:
+            exponents = exponents[:, :, call.first_block : call.first_block + call.num_blocks]
+        else:
+            exponents = exponents.index_select(2, call.blocks)
+        exponents = exponents.reshape(*numbers.shape[:3], -1)[..., : call.length]
+        return dequantise(numbers, exponents, self._pool.dtype)
+
+    def _read_numbers(self, call: _Call, pool: torch.Tensor) -> torch.Tensor:
         n, num_blocks = call.num_items, call.num_blocks
         _, kv_heads, _, block_size, d = pool.shape
         if call.blocks is None:
@@ -228,6 +243,12 @@ class TorchAttention:
         keys, values = (x.transpose(0, 1).unsqueeze(1).expand(shape) for x in (k, v))
         out, lse = attend(queries, keys, values, is_causal=True)
         return out.reshape(heads, rows, d).transpose(0, 1), lse.reshape(heads, rows).T
+
+
+def _store(pool: torch.Tensor, plan: TorchPlan, new: Sequence[torch.Tensor] | torch.Tensor) -> None:
+    """Write `new` [2, rows, kv_heads, ...] to a layer of a pool."""
+    for slots, rows in zip(pool.flatten(2, 3), new, strict=True):
+        slots.index_copy_(1, plan.slots, rows.transpose(0, 1))
 
 
 def _rows(items: LongArray, work: WorkList, members: LongArray) -> LongArray:

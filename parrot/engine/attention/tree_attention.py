@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,10 @@ from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig, WorkList
 from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, merge_partials
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
+from parrot.engine.kernels.quantised_kernels import (
+    attend_quantised_items,
+    attend_quantised_tiles,
+)
 
 _HOPPER = 9
 _DENSE_TOKENS = 1024
@@ -23,11 +27,13 @@ _MERGE_SLOTS = 8
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """The compilation of one kernel. `block_keys` must divide the page size for tiles, and should
-    for items: a tile of keys that spans pages gathers its rows."""
+    for items: a tile of keys that spans pages gathers its rows. `max_registers` of a thread; None:
+    as many as it takes."""
 
     block_keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,16 @@ class KernelConfig:
 
     def evenness_counts(self, programs: int) -> bool:
         return 1.0 < programs / self.deep_resident < self.deep_rounds
+
+
+_FOR_QUANTISED = KernelConfig(
+    deep=TileConfig(64, 4, 3, max_registers=128), light=TileConfig(32, 4, 4), deep_resident=528
+)
+
+
+def config_for(shape: AttentionShape) -> KernelConfig:
+    """The tiles that suit the numbers of a pool."""
+    return _FOR_QUANTISED if shape.number_bytes == 1 else KernelConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +175,7 @@ class TreeAttention:
         upcast: bool = False,
     ) -> None:
         self.shape = shape
-        self.config = config or KernelConfig()
+        self.config = config or config_for(shape)
         self.upcast = upcast
         self._scale = shape.head_dim**-0.5
         is_cuda = device.type == "cuda"
@@ -213,8 +229,7 @@ class TreeAttention:
     def _check(self, step: _Step) -> None:
         shape, kv, plan = self.shape, step.kv, step.plan
         assert kv.k.shape[1:] == (shape.num_kv_heads, shape.page_size, shape.head_dim), kv.k.shape
-        assert kv.k.is_contiguous()
-        assert kv.v.is_contiguous()
+        kv.check()
         assert kv.tables.stride(1) == 1
         assert step.q.stride()[1:] == (shape.head_dim, 1), step.q.stride()
         assert step.out.is_contiguous()
@@ -225,6 +240,8 @@ class TreeAttention:
     def _wide(self, step: _Step, items: torch.Tensor, *, own: bool) -> None:
         tile, rows = self.config.wide, step.plan.work.tile_rows
         if self.shape.page_size % tile.block_keys:
+            if step.kv.is_quantised:
+                tile = replace(tile, num_warps=8)
             self._items(step, items, rows, tile)
         else:
             self._tiles(step, items, rows, tile, own=own)
@@ -246,6 +263,19 @@ class TreeAttention:
 
     def _items(self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig) -> None:
         shape, kv = self.shape, step.kv
+        if kv.is_quantised:
+            attend_quantised_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+                step.q,
+                kv.k.view(torch.int16),
+                kv.v.view(torch.int16),
+                kv.k_exponents,
+                kv.v_exponents,
+                *self._arguments(step, items),
+                kv.tables.stride(0),
+                **early_launch(step.early),
+                **self._constants(rows, tile),
+            )
+            return
         attend_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
             step.q,
             kv.k,
@@ -269,17 +299,23 @@ class TreeAttention:
             TensorDescriptor.from_tensor(cache.view(-1, shape.head_dim), block)
             for cache in (kv.k, kv.v)
         )
-        attend_tiles[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+        kernel, exponents = attend_tiles, []
+        if kv.is_quantised:
+            kernel, exponents = attend_quantised_tiles, [kv.k_exponents, kv.v_exponents]
+        kernel[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
             step.q,
             k_rows,
             v_rows,
+            *exponents,
             *self._arguments(step, items),
             kv.tables.stride(0),
             OWN=own,
             **self._constants(rows, tile),
         )
 
-    def _constants(self, rows: int, tile: TileConfig) -> dict[str, int]:
+    def _constants(self, rows: int, tile: TileConfig) -> dict[str, int | None]:
+        gathers = self.shape.page_size % tile.block_keys > 0  # which takes registers
+        limited = tile.max_registers is not None and not gathers
         return {
             "G": self.shape.group,
             "H": self.shape.num_heads,
@@ -290,6 +326,7 @@ class TreeAttention:
             "STAGES": tile.num_stages,
             "UPCAST": self.upcast,
             "num_warps": tile.num_warps,
+            **({"maxnreg": tile.max_registers} if limited else {}),
         }
 
     def _merge(self, step: _Step) -> None:

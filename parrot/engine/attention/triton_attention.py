@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
 from parrot.engine.attention.tree_attention import PlanBuffers, TreeAttention, dense_attention
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV
@@ -22,18 +23,22 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """Attention over memory [layers, 2, blocks, kv_heads, block_size, head_dim].
+    """Attention over a pool [layers, 2, blocks, kv_heads, block_size, head_dim].
 
     The last block of the memory belongs to no context: padding writes there."""
 
     def __init__(
-        self, memory: torch.Tensor, num_heads: int, max_slots: int, *, upcast: bool = False
+        self, pool: PooledKV, num_heads: int, max_slots: int, *, upcast: bool = False
     ) -> None:
+        memory, exponents = pool.numbers, pool.exponents
         _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
-        self.shape = AttentionShape(num_heads, kv_heads, head_dim, self._block_size)
-        self._memory = memory
+        self.is_quantised = exponents is not None
+        size = 1 if self.is_quantised else 2
+        self.shape = AttentionShape(num_heads, kv_heads, head_dim, self._block_size, size)
+        self._pool = pool
         self._spare_block = num_blocks - 1
         self._layers = [(layer[0], layer[1]) for layer in memory]
+        self._exponents = [(None, None)] * len(memory) if exponents is None else exponents
         self.device = memory.device
         self._upcast = upcast
         self._kernels = self._make_kernels(max_slots)
@@ -44,7 +49,7 @@ class TritonAttention:
 
     def sibling(self, max_slots: int) -> "TritonAttention":
         """Attention over the same memory, with partial results of its own."""
-        return TritonAttention(self._memory, self.shape.num_heads, max_slots)
+        return TritonAttention(self._pool, self.shape.num_heads, max_slots)
 
     def ensure_slots(self, num_slots: int) -> None:
         """Make room for a plan's partial results. Captured graphs keep using the old room, so
@@ -56,8 +61,8 @@ class TritonAttention:
         return TreeAttention(self.shape, max_slots, self.device, upcast=self._upcast)
 
     def view(self, layer: int, plan: TritonPlan) -> KVView:
-        k, v = self._layers[layer]
-        return KVView(k, v, plan.tables, plan.positions)
+        (k, v), (k_exponents, v_exponents) = self._layers[layer], self._exponents[layer]
+        return KVView(k, v, plan.tables, plan.positions, k_exponents, v_exponents)
 
     def attend(
         self,
@@ -84,7 +89,7 @@ class TritonAttention:
         shape = self.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         size = (num_tokens, sum(heads), shape.head_dim)
-        qkv = torch.zeros(size, dtype=self._layers[0][0].dtype, device=self.device)
+        qkv = torch.zeros(size, dtype=self._pool.dtype, device=self.device)
         q, k, v = torch.split(qkv, heads, dim=1)
         dense_attention(q, k, v)
 
@@ -94,7 +99,15 @@ class TritonAttention:
         rows, positions = plan.table_rows.long(), plan.positions.long()
         blocks = plan.tables[rows.clamp(min=0), positions // self._block_size].long()
         blocks = torch.where(rows < 0, self._spare_block, blocks)
-        keys, values = self._layers[layer]
-        keys[blocks, :, positions % self._block_size] = k
-        values[blocks, :, positions % self._block_size] = v
+        slots = positions % self._block_size
+        exponents = self._pool.exponents
+        if exponents is not None:
+            codes, powers = quantise(torch.stack((k, v)))
+            k, v = dequantise(codes, powers, k.dtype)
+            for target, power in zip(exponents[layer], powers, strict=True):
+                target[blocks, :, slots] = power
+        for target, new in zip(
+            self._layers[layer], (k, v) if exponents is None else codes, strict=True
+        ):
+            target[blocks, :, slots] = new
         return self.attend(layer, q, NewKV(k, v), plan)

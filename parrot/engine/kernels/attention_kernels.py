@@ -11,13 +11,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Finite stand-ins for minus infinity. A masked score lies far under the running maximum's start,
 # so a row with no visible key sums to zero instead of NaN.
-_NO_SCORE = tl.constexpr(-1.0e30)
-_NO_MAXIMUM = tl.constexpr(-1.0e20)
-_NO_POSITION = tl.constexpr(1 << 30)
+NO_SCORE = tl.constexpr(-1.0e30)
+NO_MAXIMUM = tl.constexpr(-1.0e20)
+NO_POSITION = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _load_item(item):
+def load_item(item):
     """The columns of an item (`work_list`) but for the last."""
     return (
         tl.load(item),
@@ -30,14 +30,14 @@ def _load_item(item):
 
 
 @triton.jit
-def _row_slots(slot_of, slot_first, member, live, q_count):
+def row_slots(slot_of, slot_first, member, live, q_count):
     """The partial-result slot of each row; loaded early, so that the store need not wait."""
     is_partial = live & (member < tl.where(slot_first < 0, 0, q_count))
     return tl.load(slot_of + slot_first + member, mask=is_partial, other=0)
 
 
 @triton.jit
-def _row_tokens(token_order, q_first, own, member, live, q_count):
+def row_tokens(token_order, q_first, own, member, live, q_count):
     """The row of q of each tile row: consecutive for an own span, listed for a shared one."""
     is_listed = live & (member < tl.where(own, 0, q_count))
     listed = tl.load(token_order + q_first + member, mask=is_listed, other=0)
@@ -45,7 +45,7 @@ def _row_tokens(token_order, q_first, own, member, live, q_count):
 
 
 @triton.jit
-def _load_rows(q_ptr, token, head, live, offs_d, stride_q, D: tl.constexpr, UPCAST: tl.constexpr):
+def load_rows(q_ptr, token, head, live, offs_d, stride_q, D: tl.constexpr, UPCAST: tl.constexpr):
     offset = token.to(tl.int64) * stride_q + head * D
     q = tl.load(q_ptr + offset[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
     if UPCAST:
@@ -58,7 +58,7 @@ def _attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MA
     """One step of online softmax in base 2, over a tile of keys."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
-        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, _NO_SCORE)
+        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, NO_SCORE)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
@@ -68,7 +68,7 @@ def _attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MA
 
 
 @triton.jit
-def _store_partials(
+def store_partials(
     acc,
     maximum,
     total,
@@ -82,7 +82,7 @@ def _store_partials(
     D: tl.constexpr,
 ):
     safe_total = tl.where(total > 0.0, total, 1.0)
-    lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), _NO_SCORE)
+    lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), NO_SCORE)
     row = slot.to(tl.int64) * H + head
     partial_at = partial_out + row[:, None] * D + offs_d[None, :]
     tl.store(partial_at, acc / safe_total[:, None], mask=live[:, None])
@@ -90,7 +90,7 @@ def _store_partials(
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     acc,
     maximum,
     total,
@@ -113,12 +113,12 @@ def _store_rows(
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_at, result, mask=live[:, None])
     else:
-        _store_partials(acc, maximum, total, slot, head, live, offs_d,
+        store_partials(acc, maximum, total, slot, head, live, offs_d,
                         partial_out, partial_lse, H, D)  # fmt: skip
 
 
 @triton.jit
-def _page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
+def page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
     """Pages of the tile of keys at `first`: one id, or one per key where a tile spans pages."""
     if PAGE % BN == 0:
         pages = tl.load(table + first // PAGE)
@@ -199,7 +199,7 @@ def attend_items(
     DEPENDENT: the kernel before, which wrote q and the newest KV, may still run."""
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
-    q_first, q_count, table_row, kv_first, kv_end, slot_first = _load_item(item)
+    q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
     own = tl.load(item + 6) != 0
     if q_count == 0:  # padding of a captured grid
         if DEPENDENT:
@@ -212,27 +212,27 @@ def attend_items(
     member = offs_m // G
     head = kv_head * G + offs_m % G
     live = (member < q_count) & (offs_m < (BM // G) * G)
-    token = _row_tokens(token_order, q_first, own, member, live, q_count)
-    position = tl.load(positions + q_first, mask=own, other=_NO_POSITION)
+    token = row_tokens(token_order, q_first, own, member, live, q_count)
+    position = tl.load(positions + q_first, mask=own, other=NO_POSITION)
     row_end = tl.minimum(kv_end, position + 1 + member)
     end = tl.minimum(kv_end, position + q_count)
-    slot = _row_slots(slot_of, slot_first, member, live, q_count)
-    pages = _page_ids(table, kv_first, offs_n, PAGE, BN)
+    slot = row_slots(slot_of, slot_first, member, live, q_count)
+    pages = page_ids(table, kv_first, offs_n, PAGE, BN)
     if DEPENDENT:
         gdc_wait()
-    q = _load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
+    q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     keys = k_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
     values = v_ptr + kv_head.to(tl.int64) * STRIDE_HEAD
 
     acc = tl.zeros([BM, D], dtype=tl.float32)
-    maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
+    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
     total = tl.zeros([BM], dtype=tl.float32)
     whole = kv_first
     if not ALL_MASKED:
         shortest = tl.minimum(kv_end, position + 1)
         whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
         for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
-            next_pages = _page_ids(table, first + BN, offs_n, PAGE, BN)
+            next_pages = page_ids(table, first + BN, offs_n, PAGE, BN)
             k = _load_keys(keys, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
                            PAGE, BN, False, UPCAST)  # fmt: skip
             v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
@@ -242,7 +242,7 @@ def attend_items(
             )
             pages = next_pages
     for first in tl.range(whole, end, BN, num_stages=STAGES):
-        next_pages = _page_ids(table, first + BN, offs_n, PAGE, BN)
+        next_pages = page_ids(table, first + BN, offs_n, PAGE, BN)
         k = _load_keys(keys, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
                        PAGE, BN, True, UPCAST)  # fmt: skip
         v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
@@ -253,7 +253,7 @@ def attend_items(
         pages = next_pages
     if DEPENDENT:
         gdc_launch_dependents()
-    _store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
+    store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
                 out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def attend_tiles(
     tiles need the causal mask; else all rows see all keys, which end with a page."""
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
-    q_first, q_count, table_row, kv_first, kv_end, slot_first = _load_item(item)
+    q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
     if q_count == 0:  # padding of a captured grid
         return
     table = tables + table_row * stride_table
@@ -302,10 +302,10 @@ def attend_tiles(
     head = kv_head * G + offs_m % G
     live = (member < q_count) & (offs_m < (BM // G) * G)
     page = tl.load(table + kv_first // PAGE)
-    token = _row_tokens(token_order, q_first, OWN, member, live, q_count)
-    q = _load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
+    token = row_tokens(token_order, q_first, OWN, member, live, q_count)
+    q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     acc = tl.zeros([BM, D], dtype=tl.float32)
-    maximum = tl.zeros([BM], dtype=tl.float32) + _NO_MAXIMUM
+    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
     total = tl.zeros([BM], dtype=tl.float32)
     row_end = kv_end + member * 0
     whole = kv_end
@@ -342,12 +342,12 @@ def attend_tiles(
             acc, maximum, total = _attend(
                 q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
             )
-    slot = _row_slots(slot_of, slot_first, member, live, q_count)
+    slot = row_slots(slot_of, slot_first, member, live, q_count)
     if OWN:
-        _store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
+        store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
                     out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
     else:
-        _store_partials(acc, maximum, total, slot, head, live, offs_d,
+        store_partials(acc, maximum, total, slot, head, live, offs_d,
                         partial_out, partial_lse, H, D)  # fmt: skip
 
 
@@ -376,13 +376,13 @@ def merge_partials(
         return
     offs_d = tl.arange(0, D)
     acc = tl.zeros([D], dtype=tl.float32)
-    maximum = tl.full([], _NO_MAXIMUM, dtype=tl.float32)
+    maximum = tl.full([], NO_MAXIMUM, dtype=tl.float32)
     total = tl.full([], 0.0, dtype=tl.float32)
     for first in tl.range(start, end, SLOTS):
         slot = first + tl.arange(0, SLOTS)
         live = slot < end
         row = slot.to(tl.int64) * H + head
-        lse = tl.load(partial_lse + row, mask=live, other=_NO_SCORE)
+        lse = tl.load(partial_lse + row, mask=live, other=NO_SCORE)
         part = tl.load(
             partial_out + row[:, None] * D + offs_d[None, :], mask=live[:, None], other=0.0
         )

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's attention. `page_size` tokens per page; KV in 2-byte numbers."""
+    """One layer's attention. `page_size` tokens per page; KV in numbers of `number_bytes`: of one
+    byte they have one exponent more for each token and head."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
+    number_bytes: int = 2
 
     @property
     def group(self) -> int:
@@ -19,7 +21,8 @@ class AttentionShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        return 4 * self.num_kv_heads * self.head_dim
+        exponent = 1 if self.number_bytes == 1 else 0
+        return 2 * self.num_kv_heads * (self.number_bytes * self.head_dim + exponent)
 
     @property
     def partial_token_bytes(self) -> int:

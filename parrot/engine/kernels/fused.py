@@ -71,7 +71,8 @@ def rope_and_store(
     keep_k: bool = False,
 ) -> tuple[torch.Tensor, NewKV]:
     """Rotate q in place and write k and v to the cache; returns q, a view [tokens, heads, dim], and
-    views of the new k (rotated in place only if it is to be kept) and v.
+    views of the new k (rotated in place only if it is to be kept) and v; if it is kept and the
+    cache quantised, both are what the cache has.
 
     qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous
     kv          the layer's cache, block tables and the tokens' positions
@@ -80,8 +81,7 @@ def rope_and_store(
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
     assert qkv.shape[1] == num_heads * shape.head_dim, (qkv.shape, shape)
     assert qkv.stride(1) == 1
-    assert kv.k.is_contiguous()
-    assert kv.v.is_contiguous()
+    kv.check()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
     rope_and_store_kernel[(len(qkv), triton.cdiv(num_heads, _ROPE_HEADS))](
@@ -94,6 +94,8 @@ def rope_and_store(
         None if norm is None else norm.k_weight,
         kv.k,
         kv.v,
+        kv.k_exponents,
+        kv.v_exponents,
         0.0 if norm is None else norm.eps,
         qkv.stride(0),
         kv.k.stride(0),
@@ -105,6 +107,7 @@ def rope_and_store(
         HEADS=_ROPE_HEADS,
         WITH_NORM=norm is not None,
         KEEP_K=keep_k,
+        QUANTISED=kv.is_quantised,
         num_warps=2,
         **early_launch(starts_early(qkv.device)),
     )

@@ -5,6 +5,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from parrot.engine.kernels.e4m3_kernels import (
+    bits_of,
+    codes_of,
+    exponent_of,
+    inverse_of,
+    numbers_of,
+    power_of,
+)
+
 
 @triton.jit
 def add_rms_norm_kernel(
@@ -48,6 +57,8 @@ def rope_and_store_kernel(
     k_weight,
     k_cache,
     v_cache,
+    k_exponents,
+    v_exponents,
     eps,
     stride_qkv,
     stride_page,
@@ -59,11 +70,14 @@ def rope_and_store_kernel(
     HEADS: tl.constexpr,
     WITH_NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
+    QUANTISED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token, block of HEADS heads): normalise each head of q and k if asked, rotate it by
     the token's position, then q back in place, k and v to the token's place in its page. KEEP_K: k
-    back in place too. DEPENDENT: the kernel before may still run, which wrote qkv.
+    back in place too. QUANTISED: the pages get codes and exponents (`e4m3_kernels`), and KEEP_K
+    puts back the numbers that these stand for, of k and v. DEPENDENT: the kernel before may still
+    run, which wrote qkv.
 
     Rotated are the halves of a head, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     token = tl.program_id(0).to(tl.int64)
@@ -97,15 +111,37 @@ def rope_and_store_kernel(
     kind = qkv_ptr.dtype.element_ty
     r1 = (y1 * cos - y2 * sin).to(kind)
     r2 = (y2 * cos + y1 * sin).to(kind)
-    to_qkv = inside & (head < H + HKV if KEEP_K else head < H)[:, None]
-    tl.store(at, r1, mask=to_qkv)
-    tl.store(at + D // 2, r2, mask=to_qkv)
     kv_head = tl.where(is_v, head - H - HKV, head - H)
     place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE).to(tl.int64) * D
+    is_k = (head >= H) & (head < H + HKV)
+    if QUANTISED:
+        n1 = tl.where(is_v[:, None], x1, r1).to(tl.float32)
+        n2 = tl.where(is_v[:, None], x2, r2).to(tl.float32)
+        exponent = exponent_of(tl.max(tl.maximum(bits_of(n1), bits_of(n2)), 1))
+        inverse = inverse_of(exponent)[:, None]
+        x1 = codes_of(n1 * inverse)
+        x2 = codes_of(n2 * inverse)
+        row = page.to(tl.int64) * (HKV * PAGE) + kv_head * PAGE + position % PAGE
+        tl.store(k_exponents + row, exponent.to(tl.uint8), mask=is_k)
+        tl.store(v_exponents + row, exponent.to(tl.uint8), mask=is_v & (head < H + 2 * HKV))
+        if KEEP_K:
+            power = power_of(exponent)[:, None]
+            is_q = (head < H)[:, None]
+            r1 = tl.where(is_q, r1, (numbers_of(x1, True) * power).to(kind))
+            r2 = tl.where(is_q, r2, (numbers_of(x2, True) * power).to(kind))
+        k1 = x1
+        k2 = x2
+    else:
+        k1 = r1
+        k2 = r2
+    NUM_BACK: tl.constexpr = H + (HKV if KEEP_K else 0) + (HKV if KEEP_K and QUANTISED else 0)
+    to_qkv = inside & (head < NUM_BACK)[:, None]
+    tl.store(at, r1, mask=to_qkv)
+    tl.store(at + D // 2, r2, mask=to_qkv)
     k_at = k_cache + place[:, None] + half[None, :]
-    to_k = inside & ((head >= H) & (head < H + HKV))[:, None]
-    tl.store(k_at, r1, mask=to_k)
-    tl.store(k_at + D // 2, r2, mask=to_k)
+    to_k = inside & is_k[:, None]
+    tl.store(k_at, k1, mask=to_k)
+    tl.store(k_at + D // 2, k2, mask=to_k)
     v_at = v_cache + place[:, None] + half[None, :]
     to_v = inside & is_v[:, None]
     tl.store(v_at, x1, mask=to_v)

@@ -29,18 +29,36 @@ class KVView:
     k, v       [pages, kv_heads, page_size, head_dim], contiguous; this step's KV is in
     tables     int32 [requests, pages], rows contiguous; one entry more than a request's pages
                is read, so the last column holds any valid page id and is never used
-    positions  int32 [tokens]"""
+    positions  int32 [tokens]
+
+    Quantised KV (`attention.quantised`) are uint8 codes, with k_exponents and v_exponents uint8
+    [pages, kv_heads, page_size], contiguous."""
 
     k: torch.Tensor
     v: torch.Tensor
     tables: torch.Tensor
     positions: torch.Tensor
+    k_exponents: torch.Tensor | None = None
+    v_exponents: torch.Tensor | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.k_exponents is not None
+
+    def check(self) -> None:
+        """Assert what kernels rely on."""
+        for pages, exponents in ((self.k, self.k_exponents), (self.v, self.v_exponents)):
+            assert pages.is_contiguous()
+            assert (pages.dtype == torch.uint8) == (exponents is not None), pages.dtype
+            if exponents is not None:
+                assert exponents.shape == pages.shape[:-1], exponents.shape
+                assert exponents.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class NewKV:
-    """This step's keys and values as they were computed, [tokens, kv_heads, head_dim] each, for
-    attention that does not go through pages."""
+    """This step's keys and values [tokens, kv_heads, head_dim], for attention that does not go
+    through pages: as they were computed, or as the pages have them where these are quantised."""
 
     k: torch.Tensor
     v: torch.Tensor

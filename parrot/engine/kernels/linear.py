@@ -87,8 +87,8 @@ def few_rows_qkv(
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     assert weight.shape == (num_out, size), (weight.shape, shape)
     assert weight.is_contiguous()
-    assert kv.k.is_contiguous()
-    assert kv.v.is_contiguous()
+    kv.check()
+    assert not kv.is_quantised, "an exponent needs a whole head, and programs have parts"
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
     assert can_rotate(shape, num_rows)

@@ -242,7 +242,8 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, self._cos_sin, shape)
         new = None
-        if layer.head_norm is None and can_rotate(shape, len(_rows(x))):
+        fits = can_rotate(shape, len(_rows(x))) and not attention.is_quantised
+        if layer.head_norm is None and fits:
             q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
         else:
             keep_k = bool(plan.buffers.work.dense)

@@ -21,7 +21,8 @@ from parrot.engine.runner.sampling import sample
 class ModelRunner:
     """`Runner` over a decoder and its KV pool.
 
-    `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences."""
+    `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
+    `quantised`: keep KV in e4m3."""
 
     def __init__(
         self,
@@ -32,13 +33,14 @@ class ModelRunner:
         *,
         max_rows: int = 256,
         gate: GateConfig | None = None,
+        quantised: bool = False,
     ) -> None:
         spec = model.spec
-        layout = KVLayout.of(spec, block_size, model.dtype)
+        layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
         self._info = runner_info(model, self._cache, num_blocks, max_seq_len)
-        self._attention = TorchAttention(self._cache.pool, spec.num_heads)
+        self._attention = TorchAttention(self._cache.pooled, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
@@ -86,7 +88,8 @@ class ModelRunner:
         for num_tokens in (min(16, self._info.block_size), 1):
             step = SequenceStep(0, [0] * num_tokens, 0, [0], None)
             self.run(StepPlan((step,)))
-        self._cache.pool[:, :, :, 0] = 0
+        for tensor in self._cache.block_tensors:
+            tensor[:, :, :, 0] = 0
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).long().to(self._model.device)

@@ -28,7 +28,7 @@ from parrot.protocol.errors import OutOfMemory
 class CudaOptions:
     """`max_rows`: sequences in a step. `max_tokens`: tokens in a step. `gate` None: read no prefix
     once for several sequences. `overlap`: steps may be launched ahead. `upcast`: compute attention
-    in float32."""
+    in float32. `quantised`: keep KV in e4m3."""
 
     max_rows: int = 256
     max_tokens: int = 2048
@@ -37,6 +37,7 @@ class CudaOptions:
     use_graphs: bool = True
     overlap: bool = True
     upcast: bool = False
+    quantised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class CudaRunner:
     ) -> None:
         options = options or CudaOptions()
         spec, device = model.spec, model.device
-        layout = KVLayout.of(spec, block_size, model.dtype)
+        layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
         self._info = runner_info(model, self._cache, num_blocks, options.max_seq_len)
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
@@ -101,9 +102,9 @@ class CudaRunner:
         self._overlap = options.overlap
         self._inputs = InputBuilder(max_rows, -(-max_seq_len // block_size), block_size)
         self._draws = DrawBuilder(max_rows)
-        memory, layer_weights = self._cache.pool.transpose(2, 3), spec.num_layer_weights
+        layer_weights = spec.num_layer_weights
         self._attention = WatchedAttention(
-            memory, spec.num_heads, layer_weights, upcast=options.upcast
+            self._cache.pooled, spec.num_heads, layer_weights, upcast=options.upcast
         )
         shape = self._attention.shape
         split = split_for(shape, model.dtype, device)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from parrot.engine.attention.tree_attention import Capacity, KernelConfig, PlanBuffers
+from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, config_for
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
@@ -82,7 +82,7 @@ class Rooms:
         self._tile_tokens = max(1, split.tile_rows // shape.group)
         # Splitting aims for so many programs, and each item is one per KV head.
         self._kv_heads = shape.num_kv_heads
-        self._config = KernelConfig()
+        self._config = config_for(shape)
         self._extra = -(-int(split.num_sms * split.waves[0]) // shape.num_kv_heads)
 
     def largest(self, size: StepSize) -> Capacity:

@@ -1,6 +1,7 @@
 """The KV of all contexts: one pool of blocks.
 
     pool [layers, 2 (k, v), kv_heads, blocks, block_size, head_dim]
+    exponents [layers, 2, kv_heads, blocks, block_size], if it is quantised (`attention.quantised`)
 
 One head of one block is contiguous, and so is one head of a run of neighbouring blocks: on a CPU a
 span whose blocks happen to be neighbours is used in place, and gathering any others is one copy of
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
+from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.core.plan import BlockCopy, RunnerInfo
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec
@@ -35,22 +37,27 @@ _DEVICE_SHARE_OF_FREE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of the KV that a model keeps."""
+    """The shape of the KV that a model keeps. `dtype`: what attention reads, also if the pool is
+    quantised."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    quantised: bool = False
 
     @classmethod
-    def of(cls, spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> "KVLayout":
-        return cls(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype)
+    def of(
+        cls, spec: DecoderSpec, block_size: int, dtype: torch.dtype, *, quantised: bool = False
+    ) -> "KVLayout":
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size)
+        return cls(*shape, dtype, quantised)
 
     @property
     def block_bytes(self) -> int:
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
+        rows = self.num_layers * 2 * self.num_kv_heads * self.block_size
+        return rows * (self.head_dim + 1 if self.quantised else self.head_dim * self.dtype.itemsize)
 
 
 def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
@@ -87,21 +94,34 @@ class KVCache:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        outer, inner = (layout.num_layers, 2), (layout.block_size, layout.head_dim)
-        middle = (layout.num_kv_heads, num_blocks)
-        memory = torch.zeros(
-            (*outer, *(reversed(middle) if paged else middle), *inner),
-            dtype=layout.dtype,
-            device=device,
-        )
-        self.pool = memory.transpose(2, 3) if paged else memory
-        self._clears = not paged
+        self._device = device
+        self._paged = paged
+        dtype = torch.uint8 if layout.quantised else layout.dtype
+        self.pool = self._allocate((layout.block_size, layout.head_dim), dtype)
+        self.exponents: torch.Tensor | None = None
+        if layout.quantised:
+            self.exponents = self._allocate((layout.block_size,), torch.uint8)
+
+    def _allocate(self, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        layout, middle = self.layout, (self.layout.num_kv_heads, self.num_blocks)
+        shape = (layout.num_layers, 2, *(reversed(middle) if self._paged else middle), *block)
+        memory = torch.zeros(shape, dtype=dtype, device=self._device)
+        return memory.transpose(2, 3) if self._paged else memory
+
+    @property
+    def pooled(self) -> PooledKV:
+        """The pool in the order of its memory, for attention."""
+        numbers, exponents = self.pool, self.exponents
+        if self._paged:
+            numbers = numbers.transpose(2, 3)
+            exponents = None if exponents is None else exponents.transpose(2, 3)
+        return PooledKV(numbers, exponents, self.layout.dtype)
 
     @property
     def block_tensors(self) -> tuple[torch.Tensor, ...]:
         """Tensors [layers, 2, kv_heads, blocks, block_size, ...]: block b is `t[:, :, :, b]`.
         With `paged`, `t[l, i, :, b]` is contiguous."""
-        return (self.pool,)
+        return (self.pool,) if self.exponents is None else (self.pool, self.exponents)
 
     @property
     def num_bytes(self) -> int:
@@ -113,9 +133,9 @@ class KVCache:
             for tensor in self.block_tensors:
                 source, target = tensor[:, :, :, copy.source], tensor[:, :, :, copy.target]
                 target[:, :, :, : copy.num_tokens] = source[:, :, :, : copy.num_tokens]
-                if self._clears:
+                if not self._paged:
                     target[:, :, :, copy.num_tokens :] = 0
-        if self._clears and fresh_blocks is not None and len(fresh_blocks):
+        if not self._paged and fresh_blocks is not None and len(fresh_blocks):
             blocks = torch.from_numpy(fresh_blocks).long().to(self.pool.device)
             for tensor in self.block_tensors:
                 tensor.index_fill_(3, blocks, 0)

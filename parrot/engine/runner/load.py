@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _BLOCK_SIZE = 16
 _KERNEL_BLOCK_SIZE = 64
 _MIN_HEAD_DIM = 16
+_E4M3 = (8, 9)
 
 
 def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
@@ -54,10 +55,11 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
         logger.warning(
             "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
         )
-    use_triton = device.type == "cuda" and _use_triton(instance, spec)
+    use_triton = device.type == "cuda" and _use_triton(instance, spec, device)
     model = load_decoder(checkpoint, resolve_dtype(config.dtype, device), device)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
-    layout = KVLayout.of(spec, block_size, model.dtype)
+    quantised = instance.kv_cache_dtype == "fp8"
+    layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
     num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
     runner: ModelRunner | CudaRunner
     if use_triton:
@@ -70,6 +72,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             instance.max_seq_len,
             max_rows=config.scheduler.max_batch_size,
             gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
+            quantised=quantised,
         )
     runner.warm_up()
     logger.info(
@@ -83,7 +86,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     return runner, tokenizer
 
 
-def _use_triton(instance: BuiltinInstance, spec: DecoderSpec) -> bool:
+def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.device) -> bool:
     """Whether the kernels can run this model; raises `ConfigError` if they must and cannot."""
     if instance.attn_func == "torch":
         return False
@@ -95,6 +98,8 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec) -> bool:
         reasons.append(f"the kernels have no heads of size {spec.head_dim}")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
+    if instance.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _E4M3:
+        reasons.append("`instance.kv_cache_dtype` fp8 needs compute capability 8.9 or later")
     if reasons and instance.attn_func == "triton":
         raise ConfigError(f"`instance.attn_func`: triton cannot be used: {'; '.join(reasons)}")
     if reasons:
@@ -117,6 +122,7 @@ def _make_cuda_runner(
         max_tokens=limits.max_num_batched_tokens,
         max_seq_len=config.instance.max_seq_len,
         gate=GateConfig() if config.instance.shared_prefix else None,
+        quantised=config.instance.kv_cache_dtype == "fp8",
     )
     return CudaRunner(model, num_blocks, block_size, options)
 

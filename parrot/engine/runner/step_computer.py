@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
+from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
@@ -58,14 +59,12 @@ class WatchedAttention(TritonAttention):
     """`due` is passed when the device has come to one of a step's last layers, early enough for
     the host to plan the next step and launch the first of its kernels meanwhile."""
 
-    def __init__(
-        self, memory: torch.Tensor, num_heads: int, layer_weights: int, *, upcast: bool
-    ) -> None:
-        super().__init__(memory, num_heads, 1, upcast=upcast)
-        self._num_layers = len(memory)
+    def __init__(self, pool: PooledKV, num_heads: int, layer_weights: int, *, upcast: bool) -> None:
+        super().__init__(pool, num_heads, 1, upcast=upcast)
+        self._num_layers = len(pool.numbers)
         self._lead_tokens = _LEAD_S * MATRIX_RATE / (2 * layer_weights)
         self._due_layer = 0
-        self.due = Mark(memory.device)
+        self.due = Mark(pool.numbers.device)
 
     def expect(self, num_tokens: int) -> None:
         """Choose the layer for a step of `num_tokens`. A step that begins its last layer is nearly

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import KernelConfig
+from parrot.engine.attention.tree_attention import config_for
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.graphs import StepSize
@@ -33,7 +33,7 @@ class SyntheticPlans:
         plans = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
         for q_lens in ([1], [1, short]):
             few = self._plan(q_lens, short)
-            enough = KernelConfig().deep_resident // self.shape.num_kv_heads + 1
+            enough = config_for(self.shape).deep_resident // self.shape.num_kv_heads + 1
             plans += [few, replace(few, narrow=np.repeat(few.narrow, enough, axis=0))]
         return plans
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.torch_attention import (
     WHOLE_SPANS,
     TorchAttention,
@@ -36,7 +37,7 @@ def run(
     blocks = case.step.tables[case.step.requests, case.step.positions // shape.page_size]
     pool[:, :, blocks, case.step.positions % shape.page_size] = 0.0  # the step writes them
     pool = torch.stack((torch.full_like(pool, float("nan")), pool))
-    backend = TorchAttention(pool, shape.num_heads)
+    backend = TorchAttention(PooledKV.plain(pool), shape.num_heads)
     work = plan_work(case.step, shape, gate, split)
     plan = backend.plan(work, case.step)
     out = backend.run(1, case.q, case.k_new, case.v_new, plan)
@@ -120,7 +121,7 @@ def test_the_new_kv_is_written_to_its_layer_and_its_slots_only() -> None:
     shape = AttentionShape(2, 2, 8, BLOCK)
     case = make_case([Request((), 4, 2)], shape, dtype=torch.float32, seed=5)
     pool = torch.zeros(2, 2, 2, len(case.k_cache), BLOCK, 8)
-    backend = TorchAttention(pool, 2)
+    backend = TorchAttention(PooledKV.plain(pool), 2)
     work = plan_work(case.step, shape, None, WHOLE_SPANS)
     backend.run(0, case.q, case.k_new, case.v_new, backend.plan(work, case.step))
     written = pool[0, :, :, case.tables[0, 1], :2].clone()

@@ -17,7 +17,7 @@ from parrot.engine.attention.tree_attention import (
 from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.launch import KVView, NewKV
+from parrot.engine.kernels.launch import NewKV
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 pytestmark = pytest.mark.skipif(
@@ -55,14 +55,13 @@ def run(
     )
     plan = PlanBuffers(work, CPU, capacity)
     attention = TreeAttention(shape, work.num_slots + spare, CPU, config, upcast=True)
-    kv = KVView(case.k_cache, case.v_cache, case.tables, case.positions)
     results = []
     new = NewKV(case.k_new, case.v_new)
     for _ in range(2):
         attention.partial_out.fill_(float("nan"))
         attention.partial_lse.fill_(float("nan"))
         out = torch.full_like(case.q, float("nan"))
-        results.append(attention.run(case.q, kv, plan, out, new, only_last=only_last))
+        results.append(attention.run(case.q, case.kv, plan, out, new, only_last=only_last))
     first, second = results  # what is left alone stays NaN
     assert torch.equal(first.nan_to_num(1e9), second.nan_to_num(1e9))
     return first
@@ -72,6 +71,7 @@ def check(case: Case, out: torch.Tensor, tolerance: float = 1e-5) -> None:
     assert relative_error(out, case.expected) < tolerance
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "page"),
     [
@@ -83,14 +83,17 @@ def check(case: Case, out: torch.Tensor, tolerance: float = 1e-5) -> None:
         (3, 3, 64, 16),
     ],
 )
-def test_decodes_under_a_tree(group: int, kv_heads: int, dim: int, page: int) -> None:
+def test_decodes_under_a_tree(
+    group: int, kv_heads: int, dim: int, page: int, quantised: bool
+) -> None:
     shape = AttentionShape(group * kv_heads, kv_heads, dim, page)
-    case = make_case(MIXED, shape, dtype=torch.float32)
+    case = make_case(MIXED, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("group", "page"), [(1, 16), (3, 64), (4, 64)])
-def test_fills_with_cached_prefixes_beside_decodes(group: int, page: int) -> None:
+def test_fills_with_cached_prefixes_beside_decodes(group: int, page: int, quantised: bool) -> None:
     shape = AttentionShape(group, 1, 64, page)
     requests = [
         Request((SYSTEM,), 7, 9),
@@ -98,12 +101,13 @@ def test_fills_with_cached_prefixes_beside_decodes(group: int, page: int) -> Non
         Request((SYSTEM, APP), 1, 33),
         Request((), 0, 70),
     ]
-    case = make_case(requests, shape, dtype=torch.float32)
+    case = make_case(requests, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("only_last", [False, True])
-def test_dense_beginnings_of_fills(only_last: bool) -> None:
+def test_dense_beginnings_of_fills(only_last: bool, quantised: bool) -> None:
     shape = AttentionShape(4, 2, 64, 64)
     requests = [
         Request((SYSTEM,), 7),
@@ -111,47 +115,54 @@ def test_dense_beginnings_of_fills(only_last: bool) -> None:
         Request((SYSTEM,), 1, 64),
         Request((), 0, 64),
     ]
-    case = make_case(requests, shape, dtype=torch.float32)
+    case = make_case(requests, shape, dtype=torch.float32, quantised=quantised)
     split = SplitConfig(num_sms=8, min_span=(64,) * 3, dense=32, dense_min=64)
     out = run(case, shape, split=split, only_last=only_last)
     rows = torch.tensor([0, 70, 134, 198]) if only_last else slice(None)
     assert relative_error(out[rows], case.expected[rows]) < 1e-5
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 129])
-def test_lengths_around_the_page(length: int) -> None:
+def test_lengths_around_the_page(length: int, quantised: bool) -> None:
     shape = AttentionShape(2, 1, 64, 64)
     requests = [Request((), length - 1), Request((("p", length),), 0), Request((("p", length),), 3)]
-    case = make_case(requests, shape, dtype=torch.float32)
+    case = make_case(requests, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("min_span", [64, 128, 10**6])
-def test_any_number_of_splits_gives_the_same_answer(min_span: int) -> None:
+def test_any_number_of_splits_gives_the_same_answer(min_span: int, quantised: bool) -> None:
     shape = AttentionShape(4, 1, 64, 16)
-    case = make_case([Request((), 300), Request((), 129)], shape, dtype=torch.float32)
+    case = make_case(
+        [Request((), 300), Request((), 129)], shape, dtype=torch.float32, quantised=quantised
+    )
     check(case, run(case, shape, split=SplitConfig(num_sms=100, min_span=(min_span,) * 3)))
 
 
-def test_shared_and_unshared_plans_agree() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_shared_and_unshared_plans_agree(quantised: bool) -> None:
     shape = AttentionShape(4, 1, 64, 16)
-    case = make_case(MIXED, shape, dtype=torch.float32)
+    case = make_case(MIXED, shape, dtype=torch.float32, quantised=quantised)
     shared = run(case, shape)
     alone = run(case, shape, gate=None)
     assert relative_error(shared, alone.double()) < 1e-6
 
 
-def test_many_sharers_fill_several_tiles() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_many_sharers_fill_several_tiles(quantised: bool) -> None:
     shape = AttentionShape(4, 1, 64, 64)
     requests = [Request((("x", 130),), 1 + i) for i in range(18)]
-    case = make_case(requests, shape, dtype=torch.float32)
+    case = make_case(requests, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("key_scale", [0.0, 30.0])
-def test_equal_scores_and_dominant_keys(key_scale: float) -> None:
+def test_equal_scores_and_dominant_keys(key_scale: float, quantised: bool) -> None:
     shape = AttentionShape(2, 1, 64, 16)
-    case = make_case(MIXED, shape, dtype=torch.float32, key_scale=key_scale)
+    case = make_case(MIXED, shape, dtype=torch.float32, quantised=quantised, key_scale=key_scale)
     check(case, run(case, shape))
 
 
@@ -161,30 +172,33 @@ def test_half_precision_storage() -> None:
     check(case, run(case, shape), tolerance=1e-3)
 
 
-def test_a_plan_outlives_the_growth_of_its_sequences() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_plan_outlives_the_growth_of_its_sequences(quantised: bool) -> None:
     shape = AttentionShape(2, 1, 64, 16)
     # Planned eight tokens earlier, run on the step as it is now.
     grown = [r if r.own >= 8 else Request(r.path, r.own + 8) for r in MIXED]
-    now = make_case(grown, shape, dtype=torch.float32)
+    now = make_case(grown, shape, dtype=torch.float32, quantised=quantised)
     earlier = StepRows(now.step.tables, now.step.starts - 8, now.step.q_lens)
     work = plan_work(earlier, shape, SHARE_ALL, SPLITS)
     plan = PlanBuffers(work, CPU)
     attention = TreeAttention(shape, work.num_slots, CPU, upcast=True)
     out = torch.full_like(now.q, float("nan"))
-    attention.run(now.q, KVView(now.k_cache, now.v_cache, now.tables, now.positions), plan, out)
+    attention.run(now.q, now.kv, plan, out)
     assert relative_error(out, now.expected) < 1e-5
 
 
-def test_a_smaller_plan_in_larger_buffers() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_smaller_plan_in_larger_buffers(quantised: bool) -> None:
     shape = AttentionShape(2, 1, 64, 16)
-    case = make_case(MIXED, shape, dtype=torch.float32)
+    case = make_case(MIXED, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape, spare=5))
 
 
-def test_tiles_of_keys_that_span_pages_and_tiles_smaller_than_a_page() -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_tiles_of_keys_that_span_pages_and_tiles_smaller_than_a_page(quantised: bool) -> None:
     for page, keys in ((16, 64), (64, 32), (128, 64)):
         shape = AttentionShape(2, 1, 64, page)
-        case = make_case(MIXED, shape, dtype=torch.float32)
+        case = make_case(MIXED, shape, dtype=torch.float32, quantised=quantised)
         narrow = TileConfig(keys, 4, 2)
         check(case, run(case, shape, config=KernelConfig(deep=narrow, light=narrow)))
 
@@ -199,8 +213,7 @@ def test_a_query_that_is_a_slice_of_a_wider_row() -> None:
     plan = PlanBuffers(work, CPU)
     out = torch.full((len(wide), 2, 64), float("nan"))
     attention = TreeAttention(shape, work.num_slots, CPU, upcast=True)
-    kv = KVView(case.k_cache, case.v_cache, case.tables, case.positions)
-    assert relative_error(attention.run(case.q, kv, plan, out), case.expected) < 1e-5
+    assert relative_error(attention.run(case.q, case.kv, plan, out), case.expected) < 1e-5
 
 
 def test_too_small_buffers_are_refused() -> None:

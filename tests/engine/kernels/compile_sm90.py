@@ -81,10 +81,17 @@ def attention_variant(
     dim: int = 128,
     all_masked: bool | None = None,
     max_registers: int | None = None,
+    quantised: bool = False,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
+    from parrot.engine.kernels.quantised_kernels import (
+        attend_quantised_items,
+        attend_quantised_tiles,
+    )
 
     pointers = dict(ATTENTION_POINTERS)
+    if quantised:
+        pointers |= dict.fromkeys(("k_exponents_ptr", "v_exponents_ptr"), "*u8")
     types = {"scale_log2": "fp32", "stride_q": "i32", "stride_table": "i32"}
     divisible = {*pointers, "stride_q"}
     constants = {
@@ -98,8 +105,13 @@ def attention_variant(
         "UPCAST": False,
     }
     if tiles:
-        types |= dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<bf16[{keys},{dim}]>")
+        kind = "u8" if quantised else "bf16"
+        types |= dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<{kind}[{keys},{dim}]>")
         constants["OWN"] = own
+    elif quantised:
+        pointers |= {"k_ptr": "*i16", "v_ptr": "*i16"}
+        divisible |= {"k_ptr", "v_ptr"}
+        constants["DEPENDENT"] = True
     else:
         pointers |= {"k_ptr": "*bf16", "v_ptr": "*bf16"}
         types["stride_page"] = "i32"
@@ -110,8 +122,9 @@ def attention_variant(
             "ALL_MASKED": rows == 16 if all_masked is None else all_masked,
             "DEPENDENT": True,
         }
+    kernels = (attend_quantised_items, attend_quantised_tiles)
     return compile_kernel(
-        attend_tiles if tiles else attend_items,
+        (kernels if quantised else (attend_items, attend_tiles))[tiles],
         {**pointers, **types},
         constants,
         divisible=tuple(divisible),
@@ -153,7 +166,7 @@ def norm_variant(*, size: int = 4096, warps: int = 4) -> dict[str, Any]:
 
 
 def rope_variant(
-    *, with_norm: bool = False, keep_k: bool = False, warps: int = 2
+    *, with_norm: bool = False, keep_k: bool = False, quantised: bool = False, warps: int = 2
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
 
@@ -168,6 +181,12 @@ def rope_variant(
     }
     constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8}
     constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k, "DEPENDENT": True}
+    constants |= {"QUANTISED": quantised}
+    exponents = ("k_exponents", "v_exponents")
+    if quantised:
+        pointers |= dict.fromkeys(("k_cache", "v_cache", *exponents), "*u8")
+    else:
+        constants |= dict.fromkeys(exponents)
     if with_norm:
         pointers |= {"q_weight": "*bf16", "k_weight": "*bf16"}
     else:

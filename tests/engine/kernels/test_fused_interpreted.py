@@ -6,6 +6,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import (
@@ -95,6 +96,51 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool, ke
     written = ~torch.isnan(k_cache)
     assert int(written.sum()) == 4 * kv_heads * dim
     assert torch.equal(written, ~torch.isnan(v_cache))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (8, 8, 32)])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("keep_k", [False, True])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_a_quantised_cache_gets_the_bits_that_torch_would_write(
+    heads: int, kv_heads: int, dim: int, with_norm: bool, keep_k: bool
+) -> None:
+    page, tokens = 16, 6
+    shape = AttentionShape(heads, kv_heads, dim, page, 1)
+    generator = torch.Generator().manual_seed(heads)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator)
+    qkv *= torch.logspace(-12, 12, tokens)[:, None, None]  # a scale for each token
+    qkv[3, -1] = 0.0
+    qkv[5, heads, 7] = float("nan")
+    qkv[5, -1, 3] = float("inf")
+    positions = torch.tensor([0, 15, 16, 40, 3, 41], dtype=torch.int32)
+    table_rows = torch.tensor([0, 0, 1, 1, -1, 1], dtype=torch.int32)
+    tables = torch.tensor([[4, 1, 0, 0], [2, 5, 3, 0]], dtype=torch.int32)
+    cos_sin = torch.rand(64, dim, generator=generator)
+    norm = HeadNorm(*torch.randn(2, dim, generator=generator), 1e-6) if with_norm else None
+    plain = torch.full((2, 7, kv_heads, page, dim), 7.0)
+    codes, exponents = quantise(plain)
+    views = [
+        KVView(*plain, tables, positions),
+        KVView(*codes, tables, positions, *exponents),
+    ]
+    (q, new), (same_q, kept) = (
+        rope_and_store(
+            qkv.flatten(1).clone(), view, table_rows, cos_sin, shape, norm, keep_k=keep_k
+        )
+        for view in views
+    )
+    assert torch.equal(q.nan_to_num(), same_q.nan_to_num())
+    expected = quantise(plain)
+    assert torch.equal(exponents, expected[1])
+    finite = exponents < 255
+    assert torch.equal(codes[finite], expected[0][finite])
+    assert int((~finite).sum()) == 2
+    assert not dequantise(codes, exponents, torch.float32)[~finite].isfinite().all(-1).any()
+    if keep_k:
+        for ours, theirs in zip((new.k, new.v), (kept.k, kept.v), strict=True):
+            rows = [0, 1, 2, 3]
+            assert torch.equal(theirs[rows], dequantise(*quantise(ours[rows]), torch.float32))
 
 
 @pytest.mark.parametrize("size", [64, 1500])

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MAX_SHARED_BYTES = 227 * 1024
+QUANTISED = {"kernel": "attention", "quantised": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "narrow deep": {"kernel": "attention", "rows": 16},
     "narrow deep D64 G3": {"kernel": "attention", "rows": 16, "dim": 64, "group": 3},
@@ -35,10 +36,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "dim": 64,
         "group": 3,
     },
+    "quantised narrow deep": {**QUANTISED, "rows": 16, "max_registers": 128},
+    "quantised narrow deep D64 G3": {**QUANTISED, "rows": 16, "dim": 64, "group": 3},
+    "quantised narrow light": {**QUANTISED, "rows": 16, "keys": 32, "stages": 4},
+    "quantised narrow, page 16": {**QUANTISED, "rows": 16, "page": 16, "max_registers": 128},
+    "shared quantised": {**QUANTISED, "rows": 64, "tiles": True},
+    "shared quantised D64 G3": {**QUANTISED, "rows": 64, "tiles": True, "dim": 64, "group": 3},
+    "fill quantised": {**QUANTISED, "rows": 64, "tiles": True, "own": True},
     "merge": {"kernel": "merge"},
     "norm": {"kernel": "norm"},
     "rope": {"kernel": "rope"},
     "rope with norm": {"kernel": "rope", "with_norm": True},
+    "quantised rope": {"kernel": "rope", "quantised": True},
+    "quantised rope with norm": {"kernel": "rope", "quantised": True, "with_norm": True},
+    "quantised rope that keeps": {"kernel": "rope", "quantised": True, "keep_k": True},
     "silu": {"kernel": "silu"},
     "linear": {"kernel": "linear"},
     "linear of 16 rows": {"kernel": "linear", "rows": 16},
@@ -90,7 +101,9 @@ def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str) -> None:
     assert reports()[name]["wgmma"]
 
 
-@pytest.mark.parametrize("name", ["narrow deep", "narrow light"])
+@pytest.mark.parametrize(
+    "name", ["narrow deep", "narrow light", "quantised narrow deep", "quantised narrow light"]
+)
 def test_several_narrow_programs_fit_a_multiprocessor(name: str) -> None:
     report = reports()[name]
     threads = 32 * VARIANTS[name].get("warps", 4)

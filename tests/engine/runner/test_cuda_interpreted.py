@@ -83,13 +83,23 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decode
 @pytest.fixture
 def make_runners(model_of: Callable[[str], Decoder]) -> MakeRunners:
     def make(
-        family: str, gate: GateConfig | None = None, max_rows: int = 8
+        family: str,
+        gate: GateConfig | None = None,
+        max_rows: int = 8,
+        quantised: bool = False,
+        size: int = SIZE,
     ) -> tuple[ModelRunner, CudaRunner]:
         model = model_of(family)
         options = CudaOptions(
-            max_rows=max_rows, max_tokens=128, gate=gate, use_graphs=False, upcast=True
+            max_rows=max_rows,
+            max_tokens=128,
+            gate=gate,
+            use_graphs=False,
+            upcast=True,
+            quantised=quantised,
         )
-        return ModelRunner(model, BLOCKS, SIZE), CudaRunner(model, BLOCKS, SIZE, options)
+        plain = ModelRunner(model, BLOCKS, size, quantised=quantised)
+        return plain, CudaRunner(model, BLOCKS, size, options)
 
     return make
 
@@ -97,7 +107,7 @@ def make_runners(model_of: Callable[[str], Decoder]) -> MakeRunners:
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a few programs fill, so that warming up is a matter of seconds."""
-    monkeypatch.setattr(warm_up, "KernelConfig", lambda: KernelConfig(deep_resident=4))
+    monkeypatch.setattr(warm_up, "config_for", lambda _: KernelConfig(deep_resident=4))
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
@@ -106,10 +116,11 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", OVERRIDES)
-def test_greedy_tokens(make_runners: MakeRunners, family: str) -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) -> None:
     """Prompts at once and in chunks; one sequence takes the path of a batch of one."""
     prompts = random_prompts(5, 35, 17)
-    plain, own = (Driver(runner) for runner in make_runners(family))
+    plain, own = (Driver(runner) for runner in make_runners(family, quantised=quantised))
     for wanted, chunk in ((2, None), (2, 13)):
         want = plain.generate([plain.context(p) for p in prompts], wanted, chunk)
         assert own.generate([own.context(p) for p in prompts], wanted, chunk) == want
@@ -140,9 +151,14 @@ def test_sums_of_hidden_states(
         torch.testing.assert_close(*vectors, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("gate", [SHARE_ALL, None])
-def test_forks_with_and_without_sharing(make_runners: MakeRunners, gate: GateConfig | None) -> None:
-    plain, own = make_runners("llama", gate)
+@pytest.mark.parametrize(
+    ("gate", "quantised", "size"),
+    [(SHARE_ALL, False, 16), (None, False, 16), (SHARE_ALL, True, 16), (SHARE_ALL, True, 64)],
+)
+def test_forks_with_and_without_sharing(
+    make_runners: MakeRunners, gate: GateConfig | None, quantised: bool, size: int
+) -> None:
+    plain, own = make_runners("llama", gate, quantised=quantised, size=size)
     (prompt,) = random_prompts(50)
     outputs = []
     for driver in (Driver(plain), Driver(own)):
