@@ -83,7 +83,7 @@ OPERATOR_ENGINE = (
 )
 CORE_LIMITS = ("max_queue_size", "reuse_cache_size", "reuse_timeout")  # of `global_scheduler`
 ENGINE_SWITCHES = ("policy", "prefix_caching", "background_share", "background_chunk_size")
-INSTANCE_SWITCHES = ("attn_func", "load_format", "shared_prefix")
+INSTANCE_SWITCHES = ("attn_func", "load_format", "shared_prefix", "kv_cache_dtype")
 
 CONFIGURATION = """\
 # Configuration

@@ -90,7 +90,7 @@ class BuiltinInstance(ConfigModel):
     `max_seq_len` null: the model's. `num_threads` (CPU only) null: chosen by the engine.
     `shared_prefix`: a prefix that sequences of one step have in common is read once for all.
     `kv_cache_dtype` auto: the model's type; fp8: a byte for each number, so that twice as many
-    tokens fit as with bfloat16, and outputs are other ones (docs/kernels.md)."""
+    tokens fit as with bfloat16; what outputs lose by it is in docs/kernels.md."""
 
     num_kv_cache_blocks: PositiveInt | None = None
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -237,6 +237,7 @@ class RuntimeInfo(InternalPayload):
     num_running_jobs: int = 0
     num_total_jobs: int = 0
     cache_mem: float = 0.0
+    kv_dtype: str = Field("", description="type of the KV pool's numbers; empty: not known")
     model_mem: float = 0.0
     recent_average_latency: float = 0.0
     num_steps: int | None = Field(

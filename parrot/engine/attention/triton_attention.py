@@ -40,6 +40,7 @@ class TritonAttention:
         self._layers = [(layer[0], layer[1]) for layer in memory]
         self._exponents = [(None, None)] * len(memory) if exponents is None else exponents
         self.device = memory.device
+        self.num_layers = len(memory)
         self._upcast = upcast
         self._kernels = self._make_kernels(max_slots)
 

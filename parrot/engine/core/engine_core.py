@@ -361,6 +361,7 @@ class EngineCore:
             num_running_jobs=self._scheduler.num_admitted,
             num_total_jobs=len(self.requests),
             cache_mem=self.info.cache_mem,
+            kv_dtype=self.info.kv_dtype,
             model_mem=self.info.model_mem,
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,

@@ -185,7 +185,8 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
-    be measured. `takes_drafts`: whether sequences may have drafts."""
+    be measured. `takes_drafts`: whether sequences may have drafts. `kv_dtype`: the type of the
+    pool's numbers; empty: there is no pool."""
 
     num_blocks: int
     block_size: int
@@ -195,6 +196,7 @@ class RunnerInfo:
     cache_mem: float
     costs: StepCosts | None = None
     takes_drafts: bool = False
+    kv_dtype: str = ""
 
 
 class DeviceLost(Exception):

@@ -111,9 +111,9 @@ def rope_and_store_kernel(
     kind = qkv_ptr.dtype.element_ty
     r1 = (y1 * cos - y2 * sin).to(kind)
     r2 = (y2 * cos + y1 * sin).to(kind)
-    kv_head = tl.where(is_v, head - H - HKV, head - H)
-    place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE).to(tl.int64) * D
-    is_k = (head >= H) & (head < H + HKV)
+    k1 = r1
+    k2 = r2
+    NUM_BACK: tl.constexpr = H + (HKV if KEEP_K else 0) + (HKV if KEEP_K and QUANTISED else 0)
     if QUANTISED:
         n1 = tl.where(is_v[:, None], x1, r1).to(tl.float32)
         n2 = tl.where(is_v[:, None], x2, r2).to(tl.float32)
@@ -121,31 +121,31 @@ def rope_and_store_kernel(
         inverse = inverse_of(exponent)[:, None]
         x1 = codes_of(n1 * inverse)
         x2 = codes_of(n2 * inverse)
-        row = page.to(tl.int64) * (HKV * PAGE) + kv_head * PAGE + position % PAGE
-        tl.store(k_exponents + row, exponent.to(tl.uint8), mask=is_k)
-        tl.store(v_exponents + row, exponent.to(tl.uint8), mask=is_v & (head < H + 2 * HKV))
-        if KEEP_K:
-            power = power_of(exponent)[:, None]
-            is_q = (head < H)[:, None]
-            r1 = tl.where(is_q, r1, (numbers_of(x1, True) * power).to(kind))
-            r2 = tl.where(is_q, r2, (numbers_of(x2, True) * power).to(kind))
         k1 = x1
         k2 = x2
-    else:
-        k1 = r1
-        k2 = r2
-    NUM_BACK: tl.constexpr = H + (HKV if KEEP_K else 0) + (HKV if KEEP_K and QUANTISED else 0)
+        if KEEP_K:
+            power = power_of(exponent)[:, None]
+            rotated = (head < H)[:, None]
+            r1 = tl.where(rotated, r1, (numbers_of(x1, True) * power).to(kind))
+            r2 = tl.where(rotated, r2, (numbers_of(x2, True) * power).to(kind))
     to_qkv = inside & (head < NUM_BACK)[:, None]
     tl.store(at, r1, mask=to_qkv)
     tl.store(at + D // 2, r2, mask=to_qkv)
+    kv_head = tl.where(is_v, head - H - HKV, head - H)
+    place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE).to(tl.int64) * D
     k_at = k_cache + place[:, None] + half[None, :]
-    to_k = inside & is_k[:, None]
+    to_k = inside & ((head >= H) & (head < H + HKV))[:, None]
     tl.store(k_at, k1, mask=to_k)
     tl.store(k_at + D // 2, k2, mask=to_k)
     v_at = v_cache + place[:, None] + half[None, :]
     to_v = inside & is_v[:, None]
     tl.store(v_at, x1, mask=to_v)
     tl.store(v_at + D // 2, x2, mask=to_v)
+    if QUANTISED:
+        row = page.to(tl.int64) * (HKV * PAGE) + kv_head * PAGE + position % PAGE
+        is_k = (head >= H) & (head < H + HKV)
+        tl.store(k_exponents + row, exponent.to(tl.uint8), mask=is_k)
+        tl.store(v_exponents + row, exponent.to(tl.uint8), mask=is_v & (head < H + 2 * HKV))
 
 
 @triton.jit

@@ -104,7 +104,11 @@ class CudaRunner:
         self._draws = DrawBuilder(max_rows)
         layer_weights = spec.num_layer_weights
         self._attention = WatchedAttention(
-            self._cache.pooled, spec.num_heads, layer_weights, upcast=options.upcast
+            self._cache.pooled,
+            spec.num_heads,
+            1,
+            upcast=options.upcast,
+            layer_weights=layer_weights,
         )
         shape = self._attention.shape
         split = split_for(shape, model.dtype, device)

@@ -55,6 +55,10 @@ class KVLayout:
         return cls(*shape, dtype, quantised)
 
     @property
+    def dtype_name(self) -> str:
+        return "e4m3" if self.quantised else str(self.dtype).removeprefix("torch.")
+
+    @property
     def block_bytes(self) -> int:
         rows = self.num_layers * 2 * self.num_kv_heads * self.block_size
         return rows * (self.head_dim + 1 if self.quantised else self.head_dim * self.dtype.itemsize)
@@ -154,4 +158,5 @@ def runner_info(
         model_mem=model.num_bytes / MIB,
         cache_mem=cache.num_bytes / MIB,
         takes_drafts=True,
+        kv_dtype=cache.layout.dtype_name,
     )

@@ -76,9 +76,10 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
         )
     runner.warm_up()
     logger.info(
-        "%d KV blocks of %d tokens (%.0f MiB), weights %.0f MiB, contexts up to %d tokens",
+        "%d KV blocks of %d tokens (%s, %.0f MiB), weights %.0f MiB, contexts up to %d tokens",
         num_blocks,
         block_size,
+        runner.info.kv_dtype,
         runner.info.cache_mem,
         runner.info.model_mem,
         runner.info.max_seq_len,

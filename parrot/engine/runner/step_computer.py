@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
@@ -59,18 +58,18 @@ class WatchedAttention(TritonAttention):
     """`due` is passed when the device has come to one of a step's last layers, early enough for
     the host to plan the next step and launch the first of its kernels meanwhile."""
 
-    def __init__(self, pool: PooledKV, num_heads: int, layer_weights: int, *, upcast: bool) -> None:
-        super().__init__(pool, num_heads, 1, upcast=upcast)
-        self._num_layers = len(pool.numbers)
+    def __init__(self, *args: Any, layer_weights: int, **kwargs: Any) -> None:
+        """`layer_weights`: numbers in one layer's weights; the rest are those of attention."""
+        super().__init__(*args, **kwargs)
         self._lead_tokens = _LEAD_S * MATRIX_RATE / (2 * layer_weights)
         self._due_layer = 0
-        self.due = Mark(pool.numbers.device)
+        self.due = Mark(self.device)
 
     def expect(self, num_tokens: int) -> None:
         """Choose the layer for a step of `num_tokens`. A step that begins its last layer is nearly
         over."""
         layers_left = 1 + math.ceil(self._lead_tokens / num_tokens)
-        self._due_layer = max(0, self._num_layers - layers_left)
+        self._due_layer = max(0, self.num_layers - layers_left)
 
     def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         if layer == self._due_layer:

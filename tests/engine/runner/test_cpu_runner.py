@@ -51,17 +51,26 @@ def test_what_the_control_half_learns(folder: Path) -> None:
         259,
     )
     assert info.cache_mem == pytest.approx(2 * 2 * 2 * 64 * 4 * 8 * 4 / 2**20)
+    assert info.kv_dtype == "float32"
     assert 0 < info.model_mem < 1
     assert tokenizer.special_ids.model_dump() == {"bos": BOS_ID, "eos": [EOS_ID], "add_bos": False}
     assert tokenizer.vocab_size == 259
+
+
+def test_fp8_kv_takes_a_quarter_of_float32(folder: Path) -> None:
+    info = load_runner(config(folder, kv_cache_dtype="fp8"))[0].info
+    assert info.cache_mem == pytest.approx(2 * 2 * 2 * 64 * 4 * (8 + 1) / 2**20)
+    assert info.kv_dtype == "e4m3"
 
 
 def test_max_seq_len_never_exceeds_the_models(folder: Path) -> None:
     assert load_runner(config(folder, max_seq_len=10**6))[0].info.max_seq_len == 512
 
 
-def test_warming_up_leaves_an_empty_pool(runner: ModelRunner) -> None:
-    assert not runner._cache.pool.any()
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_warming_up_leaves_an_empty_pool(folder: Path, kv: str) -> None:
+    runner = load_runner(config(folder, kv_cache_dtype=kv))[0]
+    assert not any(tensor.any() for tensor in runner._cache.block_tensors)
 
 
 def test_an_empty_plan_does_nothing(runner: ModelRunner) -> None:
@@ -120,9 +129,10 @@ def test_contexts_that_take_turns_in_few_rows(folder: Path) -> None:
     assert [c.tokens[len(p) :] for c, p in zip(contexts, prompts, strict=True)] == want
 
 
-def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path, kv: str) -> None:
     """Its blocks are full of NaN when they are given to others; that must not matter either."""
-    runner = load_runner(config(folder, num_kv_cache_blocks=9))[0]
+    runner = load_runner(config(folder, num_kv_cache_blocks=9, kv_cache_dtype=kv))[0]
     driver = Driver(runner)
     want = driver.generate([driver.context([5, 6, 7])], 10)
     runner._cache.pool.zero_()
@@ -130,7 +140,8 @@ def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path) -> None:
     good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))
     driver.step([(good, 2), (bad, 19)])
     for block in bad.blocks:
-        runner._cache.pool[:, :, :, block] = float("nan")
+        for tensor in runner._cache.block_tensors:
+            tensor[:, :, :, block] = 255 if kv == "fp8" else float("nan")
     result = driver.step([(good, 1), (bad, 1)])
     assert isinstance(result.errors[bad.context_id], ModelNumerics)
     assert result.tokens == {good.context_id: want[0][0]}

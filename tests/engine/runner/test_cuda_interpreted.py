@@ -159,12 +159,13 @@ def test_forks_with_and_without_sharing(
     make_runners: MakeRunners, gate: GateConfig | None, quantised: bool, size: int
 ) -> None:
     plain, own = make_runners("llama", gate, quantised=quantised, size=size)
-    (prompt,) = random_prompts(50)
+    lengths = (3 * size + 2, 2 * size + 1, 2 * size)
+    (prompt,) = random_prompts(lengths[0])
     outputs = []
     for driver in (Driver(plain), Driver(own)):
         parent = driver.context(prompt)
-        driver.step([(parent, 50)])
-        children = [driver.fork(parent, length) for length in (50, 33, 32)]
+        driver.step([(parent, len(prompt))])
+        children = [driver.fork(parent, length) for length in lengths]
         for index, child in enumerate(children):
             child.tokens += [index, 3]
         outputs.append(driver.generate(children, 3))

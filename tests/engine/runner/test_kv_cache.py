@@ -1,5 +1,7 @@
 """Copies and clearing in the pool of KV blocks."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from parrot.engine.runner import kv_cache
 from parrot.engine.runner.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=4, dtype=torch.float32)
+QUANTISED = replace(LAYOUT, quantised=True)
 NONE = np.empty(0, dtype=np.int64)
 CPU = torch.device("cpu")
 
@@ -39,12 +42,26 @@ def test_a_copy_takes_the_first_slots_and_clears_the_rest() -> None:
 
 
 def test_the_tensors_of_a_block_are_all_that_it_holds() -> None:
-    for paged in (False, True):
-        cache = KVCache(LAYOUT, 6, CPU, paged=paged)
+    for layout, paged in itertools.product((LAYOUT, QUANTISED), (False, True)):
+        cache = KVCache(layout, 6, CPU, paged=paged)
         blocks = [tensor[:, :, :, 4] for tensor in cache.block_tensors]
-        assert sum(block.nbytes for block in blocks) == LAYOUT.block_bytes
+        assert sum(block.nbytes for block in blocks) == layout.block_bytes
         if paged:
             assert all(block[1, 0].is_contiguous() for block in blocks)
+
+
+def test_quantised_blocks_take_a_byte_for_each_number_and_each_row() -> None:
+    assert QUANTISED.block_bytes == 2 * 2 * 3 * 4 * (4 + 1)
+    cache = KVCache(QUANTISED, 6, CPU)
+    for tensor in cache.block_tensors:
+        tensor.random_(1, 200)
+    before = [tensor.clone() for tensor in cache.block_tensors]
+    cache.prepare([BlockCopy(source=1, target=4, num_tokens=3)], np.array([2]))
+    for tensor, old in zip(cache.block_tensors, before, strict=True):
+        assert torch.equal(tensor[:, :, :, 4, :3], old[:, :, :, 1, :3])
+        assert not tensor[:, :, :, 4, 3:].any()
+        assert not tensor[:, :, :, 2].any()
+        assert torch.equal(tensor[:, :, :, [0, 1, 3, 5]], old[:, :, :, [0, 1, 3, 5]])
 
 
 def test_copies_happen_in_order() -> None:
