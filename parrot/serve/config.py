@@ -79,6 +79,9 @@ class SessionQuota(ConfigModel):
     text_bytes: Count = Field(
         2**28, description="Bytes of its templates, native functions, output grammars and values."
     )
+    native_ms: Count = Field(
+        3_600_000, description="Milliseconds that its native functions run, all together."
+    )
 
 
 class TenantQuota(ConfigModel):
@@ -91,6 +94,9 @@ class TenantQuota(ConfigModel):
     calls: int = Field(2**20, ge=1, le=2**40, description="Calls.")
     variables: int = Field(2**22, ge=1, le=2**40, description="Variables.")
     text_bytes: int = Field(2**32, ge=1, le=2**40, description="Bytes of text.")
+    native_ms: int = Field(
+        2**40, ge=1, le=2**40, description="Milliseconds of native functions of live sessions."
+    )
 
 
 class CoreConfig(ConfigModel):

@@ -3,7 +3,7 @@
 import asyncio
 import keyword
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from textwrap import dedent
 from typing import Protocol
@@ -21,6 +21,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall
 from parrot.serve.quotas import QueuedByTenant
+from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.slots import FairSlots
 from parrot.utils.tasks import TaskSet
@@ -137,8 +138,15 @@ class NativeRunner:
     """Runs native calls in a sandbox, `native_workers` at a time; further ones wait. Sessions take
     turns, and none has all workers, unless there is one worker."""
 
-    def __init__(self, config: CoreConfig, clock: Clock, sandbox: Sandbox | None = None) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Clock,
+        sandbox: Sandbox | None,
+        find_session: Callable[[int], Session | None],
+    ) -> None:
         self._clock = clock
+        self._find_session = find_session
         self._slots = FairSlots(config.native_workers)
         self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
@@ -189,7 +197,7 @@ class NativeRunner:
                 self._end_wait(call)
                 call.state = CompletionState.RUNNING
                 call.times.started = self._clock.now()
-                values = await self._sandbox.evaluate(call)
+                values = await self._evaluate(call)
             texts = [
                 _checked(call, name, value)
                 for (name, _), value in zip(call.results, values, strict=True)
@@ -203,6 +211,19 @@ class NativeRunner:
             call.state = CompletionState.DONE
             for (_, variable), text in zip(call.results, texts, strict=True):
                 variable.set(text)
+
+    async def _evaluate(self, call: NativeCall) -> Sequence[object]:
+        """What the sandbox gives, in time that the session's account has and pays. Raises
+        `QuotaExceeded` if it has none left."""
+        session = self._find_session(call.session_id)
+        if session is not None:
+            session.account.require(native_ms=1)
+        began = self._clock.now()
+        try:
+            return await self._sandbox.evaluate(call)
+        finally:
+            if session is not None:
+                session.account.add(native_ms=int(1000 * (self._clock.now() - began)))
 
 
 def inputs_of(call: NativeCall) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Quotas: how much one session, and one tenant with all its sessions, may keep in ServeCore."""
+"""Quotas: how much one session, and one tenant with all its sessions, may keep in ServeCore, and
+how long their native functions may run."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,9 +14,11 @@ from parrot.serve.config import SessionQuota, TenantQuota
 
 
 def usage_of(request: SemanticCallRequest | NativeCallRequest) -> dict[str, int]:
-    """Amounts that a session keeps for a new call until it ends, without the outputs' texts."""
+    """Amounts that a session keeps for a new call until it ends, without the outputs' texts and the
+    time that it runs."""
+    native_ms = 0
     if isinstance(request, NativeCallRequest):
-        texts = [request.func_source]
+        texts, native_ms = [request.func_source], 1  # the least that is counted
     else:
         texts = [request.template, request.system or "", *request.models]
     num_new = 0
@@ -25,7 +28,12 @@ def usage_of(request: SemanticCallRequest | NativeCallRequest) -> dict[str, int]
             texts.append(parameter.value)
         if parameter.sampling_config is not None:
             texts += _grammar(parameter.sampling_config)
-    return {"calls": 1, "variables": num_new, "text_bytes": num_bytes(texts)}
+    return {
+        "calls": 1,
+        "variables": num_new,
+        "text_bytes": num_bytes(texts),
+        "native_ms": native_ms,
+    }
 
 
 def usage_of_graph(
@@ -59,6 +67,12 @@ def num_bytes(texts: Iterable[str]) -> int:
     )
 
 
+_AMOUNTS = {
+    "text_bytes": "keep more than {} bytes of text",
+    "native_ms": "run native functions for more than {} ms",
+}
+
+
 class Account:
     """The amounts that a session or a tenant keeps, named like the keys of their quota. A session's
     also count for its tenant, whose account is its `parent`.
@@ -77,10 +91,8 @@ class Account:
         for name, amount in more.items():
             limit = getattr(quota, name)
             if amount and self.used[name] + amount > limit:
-                what = "bytes of text" if name == "text_bytes" else name
-                raise QuotaExceeded(
-                    f"{quota.holder} would keep more than {limit} {what} (`{quota.key}.{name}`)"
-                )
+                what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
+                raise QuotaExceeded(f"{quota.holder} would {what} (`{quota.key}.{name}`)")
         if self._parent is not None:
             self._parent.require(**more)
 

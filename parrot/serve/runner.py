@@ -30,7 +30,7 @@ class TaskRunner:
         self._max_queue_size = config.global_scheduler.max_queue_size
         self._clock = clock
         self._dispatcher = dispatcher
-        self._native = NativeRunner(config, clock, sandbox)
+        self._native = NativeRunner(config, clock, sandbox, find_session)
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
         self._find_session = find_session

@@ -1,7 +1,7 @@
 """Clients that connect and send little, slowly or for ever, against the server that all use."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ LIMITS = ConnectionLimits(
     head_timeout=0.3,
     body_idle_timeout=0.3,
     body_timeout=1.0,
+    answer_idle_timeout=1.0,
     max_header_bytes=4096,
     max_connections=8,
     max_body_memory=2**20,
@@ -37,6 +38,8 @@ class Site:
     server: AppServer
     port: int
     release: asyncio.Event
+    sent: list[int]  # of endless answers
+    ended: asyncio.Event  # an endless answer has
 
     @property
     def url(self) -> str:
@@ -76,7 +79,19 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[Site]:
         await release.wait()
         return request
 
+    async def endless(request: Text) -> AsyncGenerator[tuple[str, BaseModel]]:
+        piece = Text(text="x" * 10_000)
+        try:
+            while True:
+                yield "chunk", piece
+                sent.append(len(piece.text))
+        finally:
+            ended.set()
+
+    sent: list[int] = []
+    ended = asyncio.Event()
     app.router.routes[:0] = [
+        Endpoint("POST", "/endless", endless, media_type="text/event-stream").route(),
         Endpoint("POST", "/size", size).route(),
         Endpoint("POST", "/wait", wait).route(),
     ]
@@ -89,7 +104,8 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[Site]:
     while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
         await asyncio.sleep(0.01)
     try:
-        yield Site(server, server.servers[0].sockets[0].getsockname()[1], release)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Site(server, port, release, sent, ended)
     finally:
         server.should_exit = True
         await running
@@ -201,6 +217,29 @@ async def test_a_request_that_is_answered_late_is_no_late_request(site: Site) ->
             await asyncio.sleep(1.5 * LIMITS.head_timeout)
             assert len(site.server.server_state.connections) == 1
             assert await http.request("POST", "/size", body={"text": "a"}) == {"text": "1"}
+
+
+async def test_an_answer_that_nobody_takes_is_cut_and_little_of_it_kept(site: Site) -> None:
+    reader, writer = await site.connect()
+    reader._transport.pause_reading()
+    writer.write(WHOLE.replace(b"/size", b"/endless"))
+    async with asyncio.timeout(10):
+        await site.ended.wait()
+    await site.gone()
+    assert sum(site.sent) < 50 * 2**20  # what the system's own buffers take
+    writer.close()
+
+
+async def test_an_answer_that_is_taken_slowly_is_not_cut(site: Site) -> None:
+    reader, writer = await site.connect()
+    writer.write(WHOLE.replace(b"/size", b"/endless"))
+    for _ in range(40):
+        await reader.readexactly(500_000)
+        await asyncio.sleep(0.05)
+    assert not site.ended.is_set()
+    writer.close()
+    async with asyncio.timeout(10):
+        await site.ended.wait()
 
 
 async def test_requests_in_one_packet_and_in_single_bytes(site: Site) -> None:

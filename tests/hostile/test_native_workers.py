@@ -3,15 +3,16 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from parrot.protocol.errors import InvalidRequest, ParrotError
+from parrot.protocol.errors import InvalidRequest, ParrotError, QuotaExceeded
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, NativeCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.serve.core import ServeCore
 from tests.e2e.programs import Program, program
 from tests.support.app_server import serve_app
@@ -22,7 +23,13 @@ QUICK = "def f(out):\n    out.set('done')\n"
 
 @pytest.fixture
 async def client() -> AsyncIterator[ServeClient]:
-    core = ServeCore(CoreConfig(native_workers=2, native_timeout=30))
+    async with serving(CoreConfig(native_workers=2, native_timeout=30)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(config: CoreConfig) -> AsyncIterator[ServeClient]:
+    core = ServeCore(config)
     async with serve_app(create_app(core)) as url, HttpClient(url) as http:
         yield ServeClient(http)
     core.check_integrity()
@@ -66,3 +73,16 @@ async def test_the_longest_timeout_is_the_operators(client: ServeClient) -> None
         assert caught.value.param == "timeout"
         with pytest.raises(ParrotError):
             await session.get(await call(session, ENDLESS, 0.2))
+
+
+async def test_a_sessions_functions_may_not_run_for_ever_one_after_the_other() -> None:
+    """Neither those that wait already nor new ones run when the time is used up."""
+    config = CoreConfig(native_workers=2, session_quota=SessionQuota(native_ms=300))
+    async with serving(config) as client, program(client) as greedy, program(client) as other:
+        calls = [await call(greedy, ENDLESS, 0.4) for _ in range(5)]
+        errors = await asyncio.gather(*map(greedy.get, calls), return_exceptions=True)
+        assert all(isinstance(error, ParrotError) for error in errors)
+        assert ["session_quota.native_ms" in str(error) for error in errors] == [False] + 4 * [True]
+        with pytest.raises(QuotaExceeded, match="300 ms"):
+            await call(greedy, QUICK, 1)
+        assert await other.get(await call(other, QUICK, 10)) == "done"

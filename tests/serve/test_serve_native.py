@@ -47,7 +47,7 @@ NUM_WORKERS = 2
 @pytest.fixture
 async def runner() -> AsyncIterator[NativeRunner]:
     config = CoreConfig(native_memory_mb=32, native_workers=NUM_WORKERS)
-    runner = NativeRunner(config, MonotonicClock())
+    runner = NativeRunner(config, MonotonicClock(), None, lambda session_id: None)
     yield runner
     await runner.close()
 

@@ -15,13 +15,18 @@ _Count = Annotated[int, Field(ge=1, le=2**40)]
 
 class ConnectionLimits(ConfigModel):
     """What one connection may take, and all together. Whoever exceeds one is answered with 408, 431
-    or 503, and the connection closed."""
+    or 503 (but for `answer_idle_timeout`), and the connection closed."""
 
     head_timeout: _Seconds = Field(
         20.0, description="For a request's head, the first since the connection is there."
     )
     body_idle_timeout: _Seconds = Field(30.0, description="Between two pieces of a body.")
     body_timeout: _Seconds = Field(300.0, description="For a whole body.")
+    answer_idle_timeout: _Seconds = Field(
+        300.0,
+        description="For a client to take some of an answer while the system's buffers are full "
+        "(about 1 MB of it); then the connection is cut.",
+    )
     max_header_bytes: _Count = Field(65_536, description="Bytes of a head.")
     max_connections: _Count = Field(8192, description="Connections that are open at once.")
     max_body_memory: _Count = Field(

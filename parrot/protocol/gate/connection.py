@@ -25,7 +25,8 @@ class _Awaited(Enum):
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. It is closed when a head or a body is late, a head is too long, or too many
-    others are open; then no byte of the request is kept."""
+    others are open; then no byte of the request is kept. It is cut when the client does not take
+    the answer."""
 
     limits: ClassVar = ConnectionLimits()
 
@@ -33,6 +34,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._unused = 0  # bytes since the last that were a whole head, or a body's
         self._alarm: asyncio.TimerHandle | None = None
+        self._untaken: asyncio.TimerHandle | None = None  # rings when the client takes too little
         self._await(_Awaited.HEAD)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(*_TOO_MANY)
@@ -41,6 +43,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await(_Awaited.NOTHING)
         if self._alarm is not None:
             self._alarm.cancel()
+        if self._untaken is not None:
+            self._untaken.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -110,6 +114,23 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._awaited is _Awaited.BODY:
             return self.flow.read_paused
         return self.cycle is not None and not self.cycle.response_complete
+
+    # Answers that the client does not take
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._untaken = self.loop.call_later(self.limits.answer_idle_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._untaken is not None:
+            self._untaken.cancel()
+            self._untaken = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closing would wait for the client to take the rest
+        super().timeout_keep_alive_handler()
 
     # Refusal
 
