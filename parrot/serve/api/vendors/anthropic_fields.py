@@ -12,6 +12,7 @@ from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.openai_common import (
     MAX_PARTS,
     Bounded,
+    ChainedFields,
     Ignored,
     Json,
     Metadata,
@@ -118,13 +119,12 @@ class CountRequest(Wire):
     cache_control: Ignored = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, ChainedFields):
     max_tokens: int = Field(ge=1)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

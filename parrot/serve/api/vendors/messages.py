@@ -18,7 +18,7 @@ from parrot.serve.api.vendors.anthropic_fields import (
 )
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller
-from parrot.serve.api.vendors.openai_common import Json
+from parrot.serve.api.vendors.openai_common import Json, chained
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
@@ -29,6 +29,8 @@ from parrot.serve.prompts.answers import (
 )
 from parrot.serve.prompts.answers import Event as AnswerEvent
 from parrot.utils.ids import new_token
+
+_BEGUN: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
 
 
 class Messages:
@@ -47,7 +49,10 @@ class Messages:
                 samplings=[request.sampling()],
                 options=template_options(request),
                 program=caller.program or user,
+                criteria=request.wanted,
+                deadline=request.deadline,
                 calls=rules_of(request),
+                chain=request.chain(),
             )
         )
         caller.tell(turn)
@@ -58,6 +63,9 @@ class Messages:
             "role": "assistant",
             "model": request.model,
         }
+        frame |= chained(request, [turn])
+        if request.is_deferred:
+            return self._deferred(frame)
         if request.stream:
             return self._events(turn, parser, frame, caller.request_id)
         return self._whole(turn, parser, frame)
@@ -68,6 +76,9 @@ class Messages:
             request.model, template_messages(request), template_options(request)
         )
         return orjson.dumps({"input_tokens": count})
+
+    async def _deferred(self, frame: Json) -> bytes:
+        return orjson.dumps(frame | _BEGUN | {"usage": _usage(None)})
 
     async def _whole(self, turn: Turn, parser: AnswerParser, frame: Json) -> bytes:
         (value,) = await read_all([turn])
@@ -88,8 +99,7 @@ class Messages:
                 async for _, delta in deltas:
                     if not has_begun:
                         has_begun = True
-                        begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-                        message = frame | begun | {"usage": _usage(None)}
+                        message = frame | _BEGUN | {"usage": _usage(None)}
                         yield _event("message_start", message=message)
                     for event in stream.add(delta):
                         yield event

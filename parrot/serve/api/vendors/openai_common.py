@@ -131,11 +131,57 @@ class ChainFields(Wire):
     defer: bool = False
 
 
-class CommonFields(Wire):
+class ChainedFields(Wire):
+    """A request whose prompt may have variables in it, and whose answer may be one."""
+
+    stream: bool | None = None
+    parrot: ChainFields | None = None
+
+    @property
+    def criteria(self) -> PerformanceCriteria:
+        return PerformanceCriteria.LATENCY
+
+    @property
+    def wanted(self) -> PerformanceCriteria:
+        given = None if self.parrot is None else self.parrot.criteria
+        return given or self.criteria
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self.parrot is None else self.parrot.deadline
+
+    @property
+    def is_deferred(self) -> bool:
+        return self.parrot is not None and self.parrot.defer
+
+    def chain(self) -> Chain | None:
+        """Raises `UnsupportedField` for a deferred answer that is to be streamed."""
+        fields = self.parrot
+        if fields is None:
+            return None
+        is_chained = fields.defer or fields.inputs or fields.output is not None
+        if fields.session_id is None and not is_chained:
+            return None
+        if fields.defer and self.stream:
+            raise UnsupportedField("a deferred answer is not streamed", param="parrot.defer")
+        criteria = fields.criteria
+        if fields.deadline is not None and criteria is None:
+            criteria = PerformanceCriteria.LATENCY
+        return Chain(
+            session_id=fields.session_id,
+            session_auth=fields.session_auth,
+            inputs=fields.inputs,
+            output=fields.output,
+            is_deferred=fields.defer,
+            criteria=criteria,
+            deadline=fields.deadline,
+        )
+
+
+class CommonFields(ChainedFields):
     model: str = Field(min_length=1, max_length=256)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     # What names the program that asks, and how urgent it is.
     prompt_cache_key: str | None = Field(None, max_length=1024)
@@ -186,43 +232,6 @@ class GenerationFields(CommonFields):
     # Nothing in the answer depends on these.
     store: Ignored = None
     prediction: Ignored = None
-    parrot: ChainFields | None = None
-
-    @property
-    def wanted(self) -> PerformanceCriteria:
-        given = None if self.parrot is None else self.parrot.criteria
-        return given or self.criteria
-
-    @property
-    def deadline(self) -> float | None:
-        return None if self.parrot is None else self.parrot.deadline
-
-    @property
-    def is_deferred(self) -> bool:
-        return self.parrot is not None and self.parrot.defer
-
-    def chain(self) -> Chain | None:
-        """Raises `UnsupportedField` for a deferred answer that is to be streamed."""
-        fields = self.parrot
-        if fields is None:
-            return None
-        is_chained = fields.defer or fields.inputs or fields.output is not None
-        if fields.session_id is None and not is_chained:
-            return None
-        if fields.defer and self.stream:
-            raise UnsupportedField("a deferred answer is not streamed", param="parrot.defer")
-        criteria = fields.criteria
-        if fields.deadline is not None and criteria is None:
-            criteria = PerformanceCriteria.LATENCY
-        return Chain(
-            session_id=fields.session_id,
-            session_auth=fields.session_auth,
-            inputs=fields.inputs,
-            output=fields.output,
-            is_deferred=fields.defer,
-            criteria=criteria,
-            deadline=fields.deadline,
-        )
 
     def _constraint(self) -> Json:
         """The field of `SamplingConfig` that constrains the text. Raises `InvalidRequest` if there
@@ -297,7 +306,7 @@ def constraint(response_format: Json | None) -> Json:
     raise InvalidRequest("the format has no `type`", param="response_format")
 
 
-def chained(request: GenerationFields, turns: Sequence[Turn]) -> Json:
+def chained(request: ChainedFields, turns: Sequence[Turn]) -> Json:
     """Where the answers are as variables, for a request that has such fields itself."""
     if request.parrot is None or not turns:
         return {}

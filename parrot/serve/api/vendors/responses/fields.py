@@ -108,7 +108,7 @@ class ResponseRequest(CommonFields):
 
     @property
     def is_kept(self) -> bool:
-        return self.store is not False
+        return self.store is not False and not self.is_deferred
 
     @property
     def num_logprobs(self) -> int | None:
@@ -125,6 +125,9 @@ class ResponseRequest(CommonFields):
             raise UnsupportedField("contexts are not compacted", param="context_management")
         if self.truncation == "auto":
             raise UnsupportedField("items are not left out", param="truncation")
+        if self.is_deferred and (self.background or self.store):
+            text = "a deferred response is neither stored nor in the background"
+            raise InvalidRequest(text, param="parrot.defer")
         if self.background and not self.is_kept:
             raise InvalidRequest("a background response must be stored", param="store")
 
@@ -172,7 +175,7 @@ class ResponseRequest(CommonFields):
             "object": "response",
             "created_at": int(time.time()),
             "completed_at": None,
-            "status": "queued" if self.background else "in_progress",
+            "status": "queued" if self.background or self.is_deferred else "in_progress",
             "background": bool(self.background),
             "error": None,
             "incomplete_details": None,

@@ -16,7 +16,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import read_all
 from parrot.serve.api.vendors.endpoint import Caller
-from parrot.serve.api.vendors.openai_common import Json, program_of
+from parrot.serve.api.vendors.openai_common import Json, chained, program_of
 from parrot.serve.api.vendors.responses.background import Background, answer_parts, likelihoods
 from parrot.serve.api.vendors.responses.fields import (
     CancelRequest,
@@ -66,12 +66,16 @@ class Responses:
                 options=request.template_options(),
                 calls=request.call_rules(),
                 program=program_of(request, caller),
-                criteria=request.criteria,
+                criteria=request.wanted,
+                deadline=request.deadline,
+                chain=request.chain(),
             )
         )
         caller.tell(turn)
         parser = turn.parser(may_call_many=request.parallel_tool_calls is not False)
-        frame = request.frame(record.id, sampling)
+        frame = request.frame(record.id, sampling) | chained(request, [turn])
+        if request.is_deferred:
+            return orjson.dumps(frame)
         if request.background:
             record.job = job = Background(turn, frame)
             self._store.begin(record)
@@ -85,6 +89,9 @@ class Responses:
     async def count(self, request: ResponseRequest, caller: Caller) -> bytes:
         """The tokens of the prompt that the request would have."""
         request.require_support()
+        if request.parrot is not None:
+            text = "the tokens of variables are known only when they have values"
+            raise UnsupportedField(text, param="parrot")
         messages = _messages(request, self._record(request, caller.tenant))
         options = request.template_options()
         count = await self._turns.count_tokens(request.model, messages, options)
@@ -145,12 +152,16 @@ class Responses:
             previous = self._store.find(request.previous_response_id, tenant, param=param)
             if previous.output is None:
                 raise InvalidRequest(f"response `{previous.id}` has no answer", param=param)
+            if previous.has_variables:
+                text = f"response `{previous.id}` has variables in its prompt: send its items"
+                raise InvalidRequest(text, param=param)
         token = new_token()
         items = [
             item.model_copy(update={"id": f"{item.id_prefix}_{token}_i{i}"})
             for i, item in self._items(request, tenant)
         ]
-        return Record(f"resp_{token}", tenant, previous, items)
+        has_variables = request.parrot is not None and bool(request.parrot.inputs)
+        return Record(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
 
     def _items(self, request: ResponseRequest, tenant: str) -> Iterator[tuple[int, Item]]:
         """The items of the request's input and their places. Thoughts are left out."""

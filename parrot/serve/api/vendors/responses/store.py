@@ -24,7 +24,7 @@ _PART_BYTES = 160  # of a part of an answer that can be streamed again
 @dataclass(slots=True, eq=False)
 class Record:
     """A response. `body`: its JSON, once it has ended. `output`: None if there is no answer. `job`:
-    the work of a background response."""
+    the work of a background response. `has_variables`: in its own items, which have their names."""
 
     id: str
     tenant: str
@@ -36,6 +36,7 @@ class Record:
     num_bytes: int = 0
     is_kept: bool = False
     is_deleted: bool = False
+    has_variables: bool = False
     num_successors: int = field(default=0, repr=False)
 
     def context(self) -> list[Item]:
