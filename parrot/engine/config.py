@@ -93,6 +93,12 @@ class BuiltinInstance(ConfigModel):
     tokens fit as with bfloat16; what outputs lose by it is in docs/kernels.md."""
 
     num_kv_cache_blocks: PositiveInt | None = None
+    host_kv_gb: float | None = Field(
+        None,
+        ge=0.0,
+        description="GiB of the host's memory for KV that leaves the device, and comes back by "
+        "copy; null or 0: none.",
+    )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     attn_func: Literal["auto", "torch", "triton"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
@@ -236,6 +242,12 @@ class BuiltinConfig(EngineConfig):
     engine_type: Literal["builtin"] = "builtin"
     model: str = Field("embedded", min_length=1)
     instance: BuiltinInstance = BuiltinInstance()
+
+    @model_validator(mode="after")
+    def _host_kv_is_found(self) -> "BuiltinConfig":
+        if self.instance.host_kv_gb and not self.scheduler.prefix_caching:
+            raise ValueError("`instance.host_kv_gb` needs `scheduler.prefix_caching`")
+        return self
 
 
 class OpenAIConfig(EngineConfig):

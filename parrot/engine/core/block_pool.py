@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 _KEY_SIZE = 16
 
@@ -41,6 +42,30 @@ class BlockHasher:
             keys.append(key)
 
 
+class Watcher(Protocol):
+    """Is told what becomes of blocks that have a key."""
+
+    def published(self, block: int, key: bytes) -> None:
+        """A block in use got a key."""
+        ...
+
+    def released(self, block: int) -> None:
+        """Nobody holds the block any more."""
+        ...
+
+    def taken(self, block: int) -> None:
+        """A block that nobody held is in use again."""
+        ...
+
+    def forgotten(self, block: int, key: bytes) -> None:
+        """The block has lost its key."""
+        ...
+
+    def distrusted(self, key: bytes) -> None:
+        """What was computed for `key` may be wrong. Its block loses it."""
+        ...
+
+
 class BlockPool:
     """Blocks 0..num_blocks-1 of `block_size` token slots each, counted by reference.
 
@@ -50,7 +75,7 @@ class BlockPool:
     Handed out first are free blocks without a key, the last freed before all others, while it may
     still be warm in a cache; then those with a key, the one freed first before all others. Whoever
     holds a block holds the blocks before it, and gives them up after it: so the end of a prefix
-    goes before its beginning."""
+    goes before its beginning. `watcher` may be set before the first block is published."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -61,6 +86,7 @@ class BlockPool:
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self.num_releases = 0
+        self.watcher: Watcher | None = None
 
     @property
     def num_free(self) -> int:
@@ -100,6 +126,8 @@ class BlockPool:
             if not refs[block]:
                 assert block in self._found_free, f"block {block} is free and cannot be shared"
                 del self._found_free[block]
+                if self.watcher is not None:
+                    self.watcher.taken(block)
             refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -114,6 +142,8 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._found_free[block] = None
+                    if self.watcher is not None:
+                        self.watcher.released(block)
 
     def publish(self, block: int, key: bytes) -> None:
         """Let a block in use be found by `key`, unless another one is found by it already."""
@@ -121,12 +151,14 @@ class BlockPool:
         if key not in self._by_key and self._keys[block] is None:
             self._by_key[key] = block
             self._keys[block] = key
+            if self.watcher is not None:
+                self.watcher.published(block, key)
 
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """These blocks must not be found any more: what they hold changes or may be wrong."""
+        """These blocks must not be found any more: what they hold changes."""
         for block in blocks:
             key = self._keys[block]
             if key is None:
@@ -136,6 +168,16 @@ class BlockPool:
             if self._refs[block] == 0:
                 del self._found_free[block]
                 self._free.append(block)
+            if self.watcher is not None:
+                self.watcher.forgotten(block, key)
+
+    def distrust(self, blocks: Iterable[int]) -> None:
+        """What these blocks hold may be wrong: nobody must find it, nor a copy of it."""
+        for block in blocks:
+            key = self._keys[block]
+            if key is not None and self.watcher is not None:
+                self.watcher.distrusted(key)
+            self.forget((block,))
 
     def key_of(self, block: int) -> bytes | None:
         return self._keys[block]

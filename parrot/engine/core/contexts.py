@@ -19,7 +19,7 @@ got the block. Nobody writes to a published block.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,12 @@ class Context:
     def num_known(self) -> int:
         """Tokens that it has, or is sure to have once its fork is carried out."""
         return len(self.token_ids) if self.fork is None else self.fork.length or 0
+
+
+def make_tree(num_blocks: int, block_size: int, *, publishes: bool) -> "ContextTree":
+    """No contexts yet, and a pool of their own. With `publishes` they share what is equal."""
+    hasher = BlockHasher(block_size) if publishes else None
+    return ContextTree(BlockPool(num_blocks, block_size), hasher)
 
 
 class ContextTree:
@@ -238,7 +244,7 @@ class ContextTree:
     def drop_blocks(self, blocks: Set[int]) -> list[Context]:
         """These blocks do not hold what they should: drop them, and what comes after them, from
         all contexts. Returns those that lost KV."""
-        self.pool.forget(blocks)
+        self.pool.distrust(blocks)
         changed = []
         for context in self:
             held = (index for index, block in enumerate(context.block_ids) if block in blocks)
@@ -249,7 +255,7 @@ class ContextTree:
 
     def distrust(self, context: Context) -> None:
         """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""
-        self.pool.forget(context.block_ids)
+        self.pool.distrust(context.block_ids)
         self._cut(context, context.owned_from)
 
     def _cut(self, context: Context, num_blocks: int) -> None:
@@ -269,8 +275,8 @@ class ContextTree:
         context.num_computed = 0
         return len(context.token_ids)
 
-    def check_integrity(self) -> None:
-        self.pool.check_integrity(context.block_ids for context in self)
+    def check_integrity(self, held_by_others: Iterable[Sequence[int]] = ()) -> None:
+        self.pool.check_integrity([*(context.block_ids for context in self), *held_by_others])
         owners = Counter(
             block for context in self for block in context.block_ids[context.owned_from :]
         )

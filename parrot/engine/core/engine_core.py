@@ -20,8 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.block_pool import BlockHasher, BlockPool
-from parrot.engine.core.contexts import ContextTree
+from parrot.engine.core.contexts import make_tree
+from parrot.engine.core.host.found import FoundKv
 from parrot.engine.core.isolation import IsolatingRunner
 from parrot.engine.core.jobs import Job, StepTotals
 from parrot.engine.core.output import Language
@@ -78,9 +78,13 @@ class EngineCore:
         self._runner = IsolatingRunner(runner)
         self._flight: _Flight | None = None
         self._suspects: list[Job] = []
-        hasher = BlockHasher(info.block_size) if config.scheduler.prefix_caching else None
-        self._tree = ContextTree(BlockPool(num_blocks, info.block_size), hasher)
-        self._scheduler = LocalScheduler(config, self._tree)
+        is_found = config.scheduler.prefix_caching
+        self._tree = make_tree(num_blocks, info.block_size, publishes=is_found)
+        self._costs = StepCostMeter(info)
+        self._found = FoundKv(self._tree)
+        if is_found and self._runner.has_host_tier:
+            self._found.use_host(self._runner, self._costs.prefill_s)
+        self._scheduler = LocalScheduler(config, self._tree, self._found)
         max_draft = config.scheduler.max_draft_tokens if info.takes_drafts else 0
         self._drafter = Drafter(max_draft, config.scheduler.max_batch_size) if max_draft else None
         self._totals = StepTotals()
@@ -88,13 +92,12 @@ class EngineCore:
         self.requests = RequestTable(
             config, self._tree, self._scheduler, language, limits, clock, self._totals
         )
-        self._costs = StepCostMeter(info)
         self._latency_ns = 0.0
         self._last_step_ended = 0.0
 
     @property
     def has_work(self) -> bool:
-        return len(self.requests) > 0 or self._flight is not None
+        return len(self.requests) > 0 or self._flight is not None or self._found.has_work
 
     def fail_everything(self, error: ParrotError) -> None:
         self._flight = None
@@ -109,7 +112,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """Plan a step and run it; or, where the runner can, launch it and wait for the one before
-        it. Returns False when there was nothing to do."""
+        it. With neither, wait for a transfer. Returns False when there was nothing to do."""
         running, self._flight = self._flight, None
         if running is None or not self._lands_first(running):
             return self._step_behind(running)
@@ -130,7 +133,7 @@ class EngineCore:
             self._flight = _Flight(launched, planned)
         elif planned is not None:
             self._run_planned(planned)
-        return planned is not None or running is not None
+        return planned is not None or running is not None or self._found.wait()
 
     def _land(self, flight: _Flight, planned: Step | None) -> bool:
         """Wait for a step, and take its tokens. False if it has failed, and with it what was
@@ -209,12 +212,15 @@ class EngineCore:
         self.deliver(step, self.run(step))
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> Step | None:
-        """Decide on the next step. If not None, `run` and `deliver` must follow."""
+        """Take in what was copied between the tiers, and decide on the next step. If not None,
+        `run` and `deliver` must follow."""
+        self._found.take_landed()
         step = self._schedule(drafts)
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
                 self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
             step = step or self._schedule(drafts)  # something may have waited for them
+        self._found.begin_transfers(self._scheduler.idle, None if step is None else step.plan)
         return step
 
     def _schedule(self, drafts: Drafts) -> Step | None:
@@ -369,6 +375,6 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        self._tree.check_integrity()
+        self._found.check_integrity()
         self._scheduler.check_integrity()
         self.requests.check_integrity()

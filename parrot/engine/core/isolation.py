@@ -3,14 +3,19 @@
 A runner's defect ends here: everything raises `DeviceLost`, and nothing else."""
 
 import logging
+from collections.abc import Sequence
 
 from parrot.engine.core.plan import (
     DeviceLost,
+    Landed,
     LaunchedStep,
     OverlappingRunner,
     Runner,
+    RunnerInfo,
     StepPlan,
     StepResult,
+    TieredRunner,
+    Transfer,
     without_drafts,
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
@@ -24,6 +29,33 @@ class IsolatingRunner:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self._tiered = runner if isinstance(runner, TieredRunner) else None
+        self._not_begun: list[Landed] = []
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self._tiered is not None and self.info.num_host_blocks > 0
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """See `TieredRunner`. If they cannot be begun they have landed, in vain."""
+        assert self._tiered is not None, "there is no host tier"
+        try:
+            self._tiered.transfer(transfers)
+        except DeviceLost:
+            raise
+        except Exception:
+            logger.exception("%d transfers could not be begun", len(transfers))
+            self._not_begun += [Landed(t.transfer_id, False, 0.0) for t in transfers]
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        """See `TieredRunner`."""
+        assert self._tiered is not None, "there is no host tier"
+        failed, self._not_begun = self._not_begun, []
+        return [*failed, *self._tiered.landed(wait=wait and not failed)]
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
         """See `OverlappingRunner`; None also if it fails, or if the runner cannot launch steps."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from parrot.engine.core.contexts import Context
+from parrot.engine.core.host.tier import Arrival
 from parrot.engine.core.output import Generation
 from parrot.engine.core.plan import PoolSpec, SampleSpec, SequenceStep, StateSum
 from parrot.engine.drafts.finder import DraftFinder
@@ -122,7 +123,8 @@ class StepTotals:
 @dataclass(slots=True, eq=False)
 class RequestState:
     """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
-    stamped once, and None until then. `before`: the engine's totals when it started."""
+    stamped once, and None until then. `before`: the engine's totals when it started.
+    `num_from_host`: tokens whose KV was brought back for it."""
 
     wanted: EngineRequest
     sink: Sink
@@ -132,6 +134,7 @@ class RequestState:
     num_unfinished: int = 0
     num_filled: int = 0
     num_missing: int = 0
+    num_from_host: int = 0
     prompt_len: int = 0
     started_at: float | None = None
     prompt_done_at: float | None = None
@@ -199,7 +202,7 @@ class Job:
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
     that the context has lost and a fork wants. `key` is its place among all jobs. `awaits_token`: a
     step that samples for it, or gives the last states for its `pooling`, is on its way. `drafts`:
-    None if its output is not drafted."""
+    None if its output is not drafted. `arrival`: KV from the host that it waits for."""
 
     job_id: int
     request: RequestState
@@ -213,6 +216,7 @@ class Job:
     is_admitted: bool = False
     has_begun: bool = False
     awaits_token: bool = False
+    arrival: "Arrival[Job] | None" = None
     has_ended: bool = False
     pooling: Pooling | None = None
     embedding: bytes = b""

@@ -186,7 +186,8 @@ class StepResult:
 class RunnerInfo:
     """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
     be measured. `takes_drafts`: whether sequences may have drafts. `kv_dtype`: the type of the
-    pool's numbers; empty: there is no pool."""
+    pool's numbers; empty: there is no pool. `num_host_blocks`: how many blocks of `block_bytes` its
+    host tier holds."""
 
     num_blocks: int
     block_size: int
@@ -197,6 +198,29 @@ class RunnerInfo:
     costs: StepCosts | None = None
     takes_drafts: bool = False
     kv_dtype: str = ""
+    num_host_blocks: int = 0
+    block_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copy whole blocks between the tiers: block `blocks[i]` of the device to slot `slots[i]` of
+    the host, or, if not `to_host`, back."""
+
+    transfer_id: int
+    to_host: bool
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A transfer that is over. `seconds` that it took on its way, if it has `succeeded`: else its
+    targets may hold anything."""
+
+    transfer_id: int
+    succeeded: bool
+    seconds: float
 
 
 class DeviceLost(Exception):
@@ -233,4 +257,21 @@ class OverlappingRunner(Runner, Protocol):
         """Take a step without waiting for it; None (and nothing done) when it must be `run`, with
         all tokens known. `previous`: the step before, if it has not been waited for; only then may
         tokens be `PENDING`. Steps still happen one after the other."""
+        ...
+
+
+@runtime_checkable
+class TieredRunner(Runner, Protocol):
+    """A runner with a host tier. Transfers take their time beside steps."""
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Begin these, in the order of all calls: behind every step that was run or launched
+        before, ahead of every one after. What a transfer reads may be written by the steps after
+        this call, and what it writes be given to them once it has landed; the runner sees to it
+        that the transfer has read it by then."""
+        ...
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        """Those that are over and were not reported yet; with `wait`, at least one, if there is
+        any under way."""
         ...

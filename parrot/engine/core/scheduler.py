@@ -20,6 +20,7 @@ from typing import NamedTuple
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
+from parrot.engine.core.host.found import FoundKv
 from parrot.engine.core.jobs import POLICIES, Job, JobQueue
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
 from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
@@ -60,7 +61,7 @@ class LocalScheduler:
     room, and every job becomes the first. Background jobs are the exception: they take free blocks
     only, give way before idle contexts do, and without room they are turned away."""
 
-    def __init__(self, config: EngineConfig, tree: ContextTree) -> None:
+    def __init__(self, config: EngineConfig, tree: ContextTree, found: FoundKv) -> None:
         self._limits = limits = config.scheduler
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
@@ -77,6 +78,7 @@ class LocalScheduler:
         self._begun_blocks: set[bytes] = set()
         self._tokens_left = 0
         self._context_tokens = 0
+        self._found = found
         self.idle = IdleContexts(tree)
 
     @property
@@ -195,9 +197,7 @@ class LocalScheduler:
             budget = self._fill_budget(job)
             if not budget:
                 break
-            if not job.is_admitted and (
-                is_blocked or job.awaits_token or self._is_computed_by_another(job)
-            ):
+            if not job.is_admitted and (is_blocked or job.awaits_token or self._must_wait(job)):
                 continue
             num_tokens = min(job.context.num_missing, budget, self._max_chunk)
             if not (self._has_place(job) and self._take(job, num_tokens)):
@@ -230,7 +230,7 @@ class LocalScheduler:
         for job in self._background:
             if not budget or not self._has_place(job):
                 return
-            if not job.is_admitted and self._is_computed_by_another(job):
+            if not job.is_admitted and self._must_wait(job):
                 continue
             num_tokens = min(job.context.num_missing, budget, self._max_chunk)
             if self._take(job, num_tokens):
@@ -239,16 +239,13 @@ class LocalScheduler:
             else:
                 self._turned_away.append(job)
 
-    def _is_computed_by_another(self, job: Job) -> bool:
-        """Let the job begin behind all that is published of its tokens. True if an earlier job of
-        this step computes what comes next: then it is published after the step."""
-        context = job.context
-        if context.num_missing > 1 and (num_found := self._tree.adopt(context)):
-            if not job.has_begun:
-                job.request.num_missing -= num_found
-            if not context.num_missing:
-                self._tree.rewind_one(context)
-        return self._tree.next_key(context) in self._begun_blocks
+    def _must_wait(self, job: Job) -> bool:
+        """Let the job begin behind all that is published of its tokens. True if what comes next is
+        on its way from the host, or if an earlier job of this step computes it: then it is
+        published after the step."""
+        self._found.adopt(job)
+        is_computed_by_another = self._tree.next_key(job.context) in self._begun_blocks
+        return is_computed_by_another or self._found.comes_back(job, self._make_room)
 
     def _has_place(self, job: Job) -> bool:
         """Whether the step's limits allow one more sequence, that of `job`."""

@@ -60,6 +60,11 @@ class StepCostMeter:
         """The costs; None before the first step. May be called from another thread."""
         return self._known or self._fit.costs()
 
+    def prefill_s(self) -> float | None:
+        """The cost of a prompt token; None before the first step."""
+        costs = self.costs()
+        return None if costs is None else costs.prefill_s
+
 
 class StepCostFit:
     """Observes steps and estimates their costs. `costs` may be called from another thread."""

@@ -1,5 +1,6 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,16 +11,24 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import WorkPlanner
-from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.plan import (
+    Landed,
+    RunnerInfo,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+    Transfer,
+)
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import Pools, noticing_loss
+from parrot.engine.runner.host.copies import PlainCopies
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.sampling import sample
 
 
 class ModelRunner:
-    """`Runner` over a decoder and its KV pool.
+    """`TieredRunner` over a decoder and its KV pool.
 
     `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
     `quantised`: keep KV in e4m3."""
@@ -34,12 +43,14 @@ class ModelRunner:
         max_rows: int = 256,
         gate: GateConfig | None = None,
         quantised: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         spec = model.spec
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
-        self._info = runner_info(model, self._cache, num_blocks, max_seq_len)
+        self._copies = PlainCopies(self._cache.block_tensors, num_host_blocks)
+        self._info = runner_info(model, self._cache, num_blocks, max_seq_len, num_host_blocks)
         self._attention = TorchAttention(self._cache.pooled, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
@@ -80,6 +91,12 @@ class ModelRunner:
         rows, specs = zip(*asked, strict=True)
         logits = self._model.logits(hidden.index_select(0, self._tensor(np.array(rows))))
         return replace(sample(logits, specs), pooled=pooled)
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        self._copies.transfer(transfers)
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        return self._copies.landed(wait=wait)
 
     def warm_up(self) -> None:
         """Run small steps, so that the first request does not wait for what torch prepares once.

@@ -75,11 +75,11 @@ def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
                 f"KV; use a smaller model or a device with more memory"
             )
     else:
-        budget = min(_CPU_CACHE_LIMIT, int(_available_memory() * _CPU_SHARE_OF_FREE))
+        budget = min(_CPU_CACHE_LIMIT, int(available_memory() * _CPU_SHARE_OF_FREE))
     return max(1, budget // layout.block_bytes)
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that can be had without swapping; half of all memory where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -146,7 +146,11 @@ class KVCache:
 
 
 def runner_info(
-    model: Decoder, cache: KVCache, num_blocks: int, max_seq_len: int | None
+    model: Decoder,
+    cache: KVCache,
+    num_blocks: int,
+    max_seq_len: int | None,
+    num_host_blocks: int = 0,
 ) -> RunnerInfo:
     """Facts of a runner; contexts are at most as long as the model allows."""
     spec = model.spec
@@ -159,4 +163,6 @@ def runner_info(
         cache_mem=cache.num_bytes / MIB,
         takes_drafts=True,
         kv_dtype=cache.layout.dtype_name,
+        num_host_blocks=num_host_blocks,
+        block_bytes=cache.layout.block_bytes,
     )

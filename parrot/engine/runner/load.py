@@ -20,6 +20,7 @@ from parrot.engine.models.checkpoint import (
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.host.memory import host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
@@ -61,6 +62,9 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     quantised = instance.kv_cache_dtype == "fp8"
     layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
     num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
+    num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes)
+    if use_triton and num_host_blocks:
+        raise ConfigError("`instance.host_kv_gb` needs `instance.attn_func`: torch")
     runner: ModelRunner | CudaRunner
     if use_triton:
         runner = _make_cuda_runner(config, model, num_blocks, block_size)
@@ -73,14 +77,17 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             max_rows=config.scheduler.max_batch_size,
             gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
             quantised=quantised,
+            num_host_blocks=num_host_blocks,
         )
     runner.warm_up()
     logger.info(
-        "%d KV blocks of %d tokens (%s, %.0f MiB), weights %.0f MiB, contexts up to %d tokens",
+        "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
+        "up to %d tokens",
         num_blocks,
         block_size,
         runner.info.kv_dtype,
         runner.info.cache_mem,
+        runner.info.num_host_blocks,
         runner.info.model_mem,
         runner.info.max_seq_len,
     )

@@ -41,6 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
     runner_type: ClassVar[type[CheckingRunner]] = CheckingRunner
     model: ClassVar[Callable[[Sequence[int]], int]] = staticmethod(next_token)
     takes_drafts: ClassVar[bool] = False
+    num_host_blocks: ClassVar[int] = 0
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -65,8 +66,16 @@ class EngineMachine(RuleBasedStateMachine):
                 "prefix_caching": prefix_caching,
             },
         )
-        drafts = self.takes_drafts
-        info = RunnerInfo(num_blocks, block_size, 40, VOCAB_SIZE, 0.0, 0.0, takes_drafts=drafts)
+        info = RunnerInfo(
+            num_blocks,
+            block_size,
+            max_seq_len=40,
+            vocab_size=VOCAB_SIZE,
+            model_mem=0.0,
+            cache_mem=0.0,
+            takes_drafts=self.takes_drafts,
+            num_host_blocks=self.num_host_blocks,
+        )
         self.limits = (max_batch, max_batched)
         self.runner = self.runner_type(info, self.tokens_of, self.model, **self.faults)
         self.core = EngineCore(config, self.runner, LANGUAGE, ManualClock())
@@ -194,7 +203,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(plan.sequences) <= self.limits[0]
             assert plan.num_tokens <= self.limits[1]
         assert not self.runner.violations, self.runner.violations[0]
-        can_differ = self.faults or self.runner_type is LaunchingRunner
+        can_differ = self.faults or self.runner_type is not CheckingRunner
         assert can_differ or len(self.runner.plans) == num_plans + ran
         self.core.check_integrity()
         return ran

@@ -88,7 +88,7 @@ def test_what_an_earlier_owner_left_is_gone_even_if_it_was_nan() -> None:
 
 def test_the_default_size_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def blocks(available: int) -> int:
-        monkeypatch.setattr(kv_cache, "_available_memory", lambda: available)
+        monkeypatch.setattr(kv_cache, "available_memory", lambda: available)
         return blocks_in_free_memory(LAYOUT, CPU)
 
     assert blocks(1000 * MIB) == 250 * MIB // LAYOUT.block_bytes
@@ -97,10 +97,10 @@ def test_the_default_size_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_known_where_proc_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kv_cache._available_memory() > MIB
+    assert kv_cache.available_memory() > MIB
 
     def unreadable(self: Path) -> str:
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", unreadable)
-    assert kv_cache._available_memory() > MIB
+    assert kv_cache.available_memory() > MIB

@@ -1,0 +1,234 @@
+"""The transfers between the tiers: what is planned, what is under way, and what has landed.
+
+What is brought back goes into blocks that this tier holds until all of it is there and whoever
+waited has taken it over. A block whose key is distrusted meanwhile is not published."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.host.pool import HostPool
+from parrot.engine.core.host.stores import HostStores
+from parrot.engine.core.plan import Landed, Transfer
+from parrot.utils.ids import IdCounter
+
+_TRANSFER_BYTES = 64 << 20  # of one transfer, so that waiting for one takes about a millisecond
+_STORE_BYTES = 512 << 20  # on their way to the host
+_SMOOTHING = 0.2
+_OVERHEAD_S = 1e-3  # of bringing anything back
+
+W = TypeVar("W")
+
+
+@dataclass(slots=True, eq=False)
+class Arrival(Generic[W]):
+    """Blocks on their way from the host, for `waiter` if there is one. `num_open` of its transfers
+    are not over."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    waiter: W | None
+    num_open: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight(Generic[W]):
+    """A transfer under way. `arrival` None: it goes to the host."""
+
+    transfer: Transfer
+    keys: tuple[bytes, ...]
+    arrival: Arrival[W] | None
+
+
+@dataclass(slots=True)
+class TierTotals:
+    """Blocks copied so far, and transfers that failed."""
+
+    num_stored: int = 0
+    num_brought_back: int = 0
+    num_failed: int = 0
+
+
+class HostTier(Generic[W]):
+    """Owns the host's slots, beside the device's `pool`. It decides on transfers; the core hands
+    them to the runner, and reports what has landed."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        num_slots: int,
+        block_bytes: int,
+        prefill_s: Callable[[], float | None],
+    ) -> None:
+        """`prefill_s`: what computing a token costs, if it is known."""
+        self._pool = pool
+        self._host = HostPool(num_slots)
+        self._prefill_s = prefill_s
+        self._block_s: float | None = None  # to bring one back, as measured
+        self._per_transfer = max(1, _TRANSFER_BYTES // max(1, block_bytes))
+        self._max_storing = max(1, _STORE_BYTES // max(1, block_bytes))
+        self._arriving: dict[bytes, Arrival[W]] = {}
+        self._arrivals: dict[Arrival[W], None] = {}
+        self._stores = HostStores(pool, self._host, self._distrusted)
+        self.totals = TierTotals()
+        self._ids = IdCounter()
+        self._planned: list[_Flight[W]] = []
+        self._flights: dict[int, _Flight[W]] = {}
+
+    @property
+    def margin(self) -> int:
+        """How many blocks should be free with a copy on the host, or blank."""
+        return self._stores.margin
+
+    @property
+    def num_slots(self) -> int:
+        return self._host.num_slots
+
+    @property
+    def num_blank(self) -> int:
+        return self._host.num_blank
+
+    @property
+    def has_work(self) -> bool:
+        """Whether transfers are under way, or can be begun."""
+        return bool(self._flights or self._planned or self._stores.may_choose)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether transfers are under way."""
+        return bool(self._flights)
+
+    # -- bringing back -----------------------------------------------------------------------
+
+    def is_arriving(self, key: bytes) -> bool:
+        return key in self._arriving
+
+    def is_worth_bringing(self, keys: Sequence[bytes]) -> bool:
+        """Whether the first of these is on the host only, and `bring_back` takes less time than to
+        compute what it brings."""
+        num_blocks = sum(1 for _ in self._run(keys))
+        token_s, block_s = self._prefill_s(), self._block_s
+        if not num_blocks or token_s is None or block_s is None:
+            return num_blocks > 0
+        computing_s = num_blocks * self._pool.block_size * token_s
+        return _OVERHEAD_S + num_blocks * block_s < computing_s
+
+    def _run(self, keys: Iterable[bytes]) -> Iterator[int]:
+        """The slots of the first keys that only the host has."""
+        for key in keys:
+            slot = self._host.find(key)
+            if slot is None or self._pool.find(key) is not None or key in self._arriving:
+                return
+            yield slot
+
+    def bring_back(self, keys: Sequence[bytes], waiter: W | None) -> Arrival[W] | None:
+        """Plan to copy back what only the host has, as far as these keys go without a gap; None if
+        there is nothing, or no room."""
+        slots = tuple(self._run(keys))
+        blocks = self._pool.allocate(len(slots)) if slots else None
+        if blocks is None:
+            return None
+        keys = tuple(keys[: len(slots)])
+        arrival = Arrival(keys, tuple(blocks), waiter)
+        self._arrivals[arrival] = None
+        for key, slot in zip(keys, slots, strict=True):
+            self._arriving[key] = arrival
+            self._host.pin(slot)
+        for at in range(0, len(slots), self._per_transfer):
+            part = slice(at, at + self._per_transfer)
+            self._plan(False, arrival.blocks[part], slots[part], keys[part], arrival)
+            arrival.num_open += 1
+        return arrival
+
+    def close(self, arrival: Arrival[W]) -> None:
+        """Whoever waited for it has taken over what it wants."""
+        del self._arrivals[arrival]
+        self._pool.release(arrival.blocks)
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def take_transfers(self, copied_blocks: Collection[int] = ()) -> list[Transfer]:
+        """What is to be copied now, to be begun before anything else is planned, and before the
+        step planned last runs. That step first copies some blocks: until then nothing is written
+        to these, although they were given away."""
+        if self._stores.may_choose:
+            chosen = self._stores.choose(self._max_storing)
+            for at in range(0, len(chosen), self._per_transfer):
+                blocks, slots, keys = zip(*chosen[at : at + self._per_transfer], strict=True)
+                self._plan(True, blocks, slots, keys)
+        busy = set(copied_blocks)
+        begun = [f for f in self._planned if busy.isdisjoint(f.transfer.blocks)]
+        self._planned = [f for f in self._planned if f not in begun] if busy else []
+        self._flights.update({flight.transfer.transfer_id: flight for flight in begun})
+        return [flight.transfer for flight in begun]
+
+    def _plan(
+        self,
+        to_host: bool,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        arrival: Arrival[W] | None = None,
+    ) -> None:
+        transfer = Transfer(self._ids.next(), to_host, tuple(blocks), tuple(slots))
+        self._planned.append(_Flight(transfer, tuple(keys), arrival))
+
+    def landed(self, reports: Iterable[Landed]) -> list[Arrival[W]]:
+        """Enter the outcomes of transfers. Returns the arrivals that are over: what they brought is
+        published, and each must be closed."""
+        over = []
+        for report in reports:
+            flight = self._flights.pop(report.transfer_id)
+            self.totals.num_failed += not report.succeeded
+            if flight.arrival is None:
+                self._stored(flight, report.succeeded)
+                continue
+            self._came_back(flight, flight.arrival, report)
+            if not flight.arrival.num_open:
+                over.append(flight.arrival)
+        return over
+
+    def _stored(self, flight: _Flight[W], succeeded: bool) -> None:
+        self.totals.num_stored += succeeded * len(flight.keys)
+        for key, slot in zip(flight.keys, flight.transfer.slots, strict=True):
+            self._stores.over(key, slot, succeeded)
+
+    def _distrusted(self, key: bytes) -> None:
+        self._arriving.pop(key, None)
+
+    def _came_back(self, flight: _Flight[W], arrival: Arrival[W], report: Landed) -> None:
+        arrival.num_open -= 1
+        transfer = flight.transfer
+        if report.succeeded:
+            self.totals.num_brought_back += len(flight.keys)
+            block_s = report.seconds / len(flight.keys)
+            before = block_s if self._block_s is None else self._block_s
+            self._block_s = before + _SMOOTHING * (block_s - before)
+        for key, block, slot in zip(flight.keys, transfer.blocks, transfer.slots, strict=True):
+            self._host.unpin(slot)
+            if self._arriving.get(key) is not arrival:
+                continue  # distrusted meanwhile
+            del self._arriving[key]
+            if report.succeeded:
+                self._pool.publish(block, key)
+                self._host.touch(key, goes_first=True)
+            else:
+                self._host.discard(key)
+
+    def check_integrity(self) -> None:
+        flights = [*self._flights.values(), *self._planned]
+        stores = [flight for flight in flights if flight.arrival is None]
+        self._host.check_integrity([slot for f in stores for slot in f.transfer.slots])
+        being_written = {
+            key: slot for f in stores for key, slot in zip(f.keys, f.transfer.slots, strict=True)
+        }
+        self._stores.check_integrity(being_written)
+        for key, arrival in self._arriving.items():
+            assert arrival in self._arrivals, f"{arrival} is not kept"
+            assert key in arrival.keys, arrival
+
+    def held_blocks(self) -> Iterator[Sequence[int]]:
+        """The blocks of each arrival."""
+        for arrival in self._arrivals:
+            yield arrival.blocks

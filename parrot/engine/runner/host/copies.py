@@ -1,0 +1,54 @@
+"""Copies between the KV pool and the host's slots, one after the other."""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from parrot.engine.core.plan import Landed, StepPlan, Transfer
+from parrot.engine.runner.host.memory import HostMemory, block_parts
+
+
+class HostCopies(Protocol):
+    """Does what `TieredRunner` promises of transfers."""
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None: ...
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]: ...
+
+    def guard(self, plan: StepPlan) -> None:
+        """This step is run next: it must not write to what is still to be read."""
+        ...
+
+
+class PlainCopies:
+    """Copies at once, and waits: for pools in the host's memory, or where nothing is gained by
+    doing it beside steps."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], num_slots: int) -> None:
+        """`tensors`: see `KVCache.block_tensors`."""
+        self._parts = block_parts(tensors)
+        memory = HostMemory(self._parts, num_slots)
+        self._slots = memory.split(memory.slots)
+        self._landed: list[Landed] = []
+
+    @torch.inference_mode()
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            began = time.perf_counter()
+            for part, slots in zip(self._parts, self._slots, strict=True):
+                for block, slot in zip(transfer.blocks, transfer.slots, strict=True):
+                    if transfer.to_host:
+                        slots[slot].copy_(part[:, block])
+                    else:
+                        part[:, block].copy_(slots[slot])
+            seconds = time.perf_counter() - began
+            self._landed.append(Landed(transfer.transfer_id, True, seconds))
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        landed, self._landed = self._landed, []
+        return landed
+
+    def guard(self, plan: StepPlan) -> None:
+        """All was read at once."""

@@ -1,0 +1,227 @@
+"""KV that leaves the device comes back from the host, and nobody but its job waits for it."""
+
+from typing import Any
+
+from parrot.engine.config import SimConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.host.tier import HostTier
+from parrot.engine.core.plan import RunnerInfo, Transfer
+from parrot.engine.sim.tokenizer import VOCAB_SIZE
+from parrot.protocol.engine_api import StepCosts
+from tests.support.core_harness import LANGUAGE, Harness, next_letter, piece
+from tests.support.tiered_runner import TieredRunner
+
+COSTS = StepCosts(step_s=1e-3, sequence_s=0, token_s=0, prefill_s=1.0)
+
+
+class Tiered(Harness):
+    """See `Harness`. With a host tier of `num_host_blocks`; computing a token costs `prefill_s`,
+    and a transfer a millisecond."""
+
+    runner: TieredRunner
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        num_host_blocks: int = 32,
+        prefill_s: float = 1.0,
+        block_bytes: int = 0,
+        **config: Any,
+    ) -> None:
+        super().__init__(num_blocks=num_blocks, **config)
+        costs = COSTS.model_copy(update={"prefill_s": prefill_s})
+        info = RunnerInfo(
+            num_blocks,
+            block_size=4,
+            max_seq_len=64,
+            vocab_size=VOCAB_SIZE,
+            model_mem=1.0,
+            cache_mem=2.0,
+            costs=costs,
+            num_host_blocks=num_host_blocks,
+            block_bytes=block_bytes,
+        )
+        self.runner = TieredRunner(info, self.tokens_of, next_letter)
+        self.core = EngineCore(SimConfig(**config), self.runner, LANGUAGE, self.clock)
+
+    def begun(self, *, to_host: bool) -> list[Transfer]:
+        return [t for t in self.runner.begun if t.to_host == to_host]
+
+    def num_copied(self, *, to_host: bool) -> int:
+        return sum(len(t.blocks) for t in self.begun(to_host=to_host))
+
+    @property
+    def tier(self) -> HostTier:
+        tier = self.core._found._tier
+        assert tier is not None
+        return tier
+
+    @property
+    def num_computed(self) -> int:
+        return sum(plan.num_tokens for plan in self.runner.plans)
+
+
+def fill_the_device(harness: Tiered, first_id: int = 90) -> None:
+    """So that all that was there is given away."""
+    text = chr(first_id) * (4 * harness.core.info.num_blocks)
+    harness.fill(piece(first_id, text))
+    harness.run()
+    harness.free(first_id)
+
+
+def test_what_is_published_is_copied_while_idle():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefghij"))
+    harness.run()
+    assert harness.num_copied(to_host=True) == 2  # the third block is not full
+    assert not harness.core.has_work
+
+
+def test_what_left_the_device_comes_back_instead_of_being_computed():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefghij"))
+    harness.run()
+    fill_the_device(harness)
+    before = harness.num_computed
+    answer = harness.generate(piece(1, "kl"), length=3)
+    harness.run()
+    assert answer.text == "mno"
+    assert harness.num_copied(to_host=False) == 2
+    assert harness.num_computed - before == 4 + 2  # "ijkl", and two of the output
+    assert answer.response.usage.cached_tokens == 8
+
+
+def test_also_for_a_freed_context_and_only_for_its_salt():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefgh"), cache_salt="me")
+    harness.run()
+    harness.free(1)
+    fill_the_device(harness)
+    harness.fill(piece(2, "abcdefghi"), cache_salt="you")
+    harness.run()
+    assert harness.num_copied(to_host=False) == 0
+    fill_the_device(harness, 91)
+    harness.fill(piece(3, "abcdefghi"), cache_salt="me")
+    harness.run()
+    assert harness.num_copied(to_host=False) == 2
+
+
+def test_others_go_on_while_one_waits():
+    harness = Tiered(num_blocks=12)
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    fill_the_device(harness)
+    harness.runner.min_looks = 8
+    waiting = harness.generate(piece(1, "x"), length=2)
+    other = harness.generate(piece(2, "abc"), length=2)
+    harness.step()
+    assert harness.begun(to_host=False)
+    while other.response is None:
+        harness.step()
+    assert waiting.response is None
+    harness.run()
+    assert waiting.text == "yz"
+
+
+def test_nothing_comes_back_that_is_computed_sooner():
+    harness = Tiered(prefill_s=1e-6)
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    for _ in range(2):  # what a copy takes is known after the first
+        fill_the_device(harness)
+        harness.generate(piece(1), length=1)
+        harness.run()
+    assert harness.num_copied(to_host=False) == 2
+
+
+def test_what_could_not_be_copied_is_computed():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    fill_the_device(harness)
+    harness.runner.fail_every = 1
+    answer = harness.generate(piece(1, "i"), length=2)
+    harness.run()
+    assert answer.text == "jk"
+    assert harness.tier.totals.num_failed > 0
+
+
+def test_a_copy_that_cannot_be_begun_costs_nobody_anything(monkeypatch):
+    harness = Tiered()
+    monkeypatch.setattr(harness.runner, "transfer", lambda transfers: 1 / 0)
+    answer = harness.generate(piece(1, "abcdefgh"), length=2)
+    harness.run()
+    assert answer.text == "ij"
+    assert harness.tier.num_blank == harness.tier.num_slots
+
+
+def test_a_job_that_ends_while_its_kv_comes_back():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    fill_the_device(harness)
+    harness.runner.max_looks = 4
+    harness.generate(piece(1, "x"), length=2)
+    harness.step()
+    harness.free(1)
+    harness.run()
+    assert harness.num_free == harness.core.info.num_blocks
+    before = harness.num_copied(to_host=False)
+    harness.generate(piece(2, "abcdefghi"), length=1)
+    harness.run()
+    assert harness.num_copied(to_host=False) == before  # it is on the device
+
+
+def test_two_jobs_wait_for_the_same_copy():
+    harness = Tiered(num_blocks=12)
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    harness.free(1)
+    fill_the_device(harness)
+    answers = [harness.generate(piece(n, "abcdefgh" + chr(105 + n)), length=1) for n in (2, 3)]
+    harness.run()
+    assert [a.text for a in answers] == ["l", "m"]
+    assert harness.num_copied(to_host=False) == 2
+    assert [a.response.usage.cached_tokens for a in answers] == [8, 8]
+
+
+def test_together_the_tiers_hold_more_than_either():
+    """A full host has what the device is about to lose, not what it keeps."""
+    harness = Tiered(num_blocks=8, num_host_blocks=5)
+    texts = ["a" * 16, "b" * 16, "c" * 16]
+    for _ in range(3):
+        for number, text in enumerate(texts):
+            harness.fill(piece(number, text))
+            harness.run()
+            harness.free(number)
+        device, host = harness.core._tree.pool, harness.tier._host
+        assert len({*device._by_key, *host._by_key}) >= 11
+
+
+def test_kv_that_may_be_wrong_leaves_the_host():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    harness.runner._nan_token = 98
+    assert harness.tier.num_blank == harness.tier.num_slots - 2
+    failed = harness.generate(piece(1, "i"), length=1)
+    harness.run()
+    assert failed.error is not None
+    assert harness.tier.num_blank == harness.tier.num_slots
+
+
+def test_no_more_than_a_bounded_number_of_bytes_is_on_its_way():
+    harness = Tiered(block_bytes=256 << 20)
+    harness.runner.max_looks = 3
+    harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyz"))
+    while harness.step():
+        on_their_way = [f for f in harness.runner.flights if f.transfer.to_host]
+        assert len(on_their_way) <= 2
+    assert harness.num_copied(to_host=True) == 6
+
+
+def test_without_prefix_caching_there_is_no_host_tier():
+    harness = Tiered(scheduler={"prefix_caching": False})
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    assert not harness.runner.begun

@@ -1,0 +1,78 @@
+"""Random programs against the engine core with a host tier: copies that land late, copies that
+fail, requests that end while their KV comes back. What a step reads is its own, whoever copied
+it."""
+
+import random
+from typing import ClassVar
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from tests.engine.core.test_engine_core_machine import EngineMachine
+from tests.support.tiered_runner import TieredLaunchingRunner, TieredRunner
+
+
+class TieredMachine(EngineMachine):
+    runner_type: ClassVar = TieredRunner
+    num_host_blocks: ClassVar = 9
+
+    @initialize(seed=st.integers(0, 99), max_looks=st.sampled_from([0, 1, 6]))
+    def be_slow(self, seed, max_looks):
+        self.slowness = (seed, max_looks)
+
+    @precondition(lambda self: self.runner.max_looks == 0)
+    @rule(fail_every=st.sampled_from([None, None, 1, 3]))
+    def configure(self, fail_every):
+        self.runner.rng = random.Random(self.slowness[0])
+        self.runner.max_looks = self.slowness[1]
+        self.runner.fail_every = fail_every
+
+    @rule(data=st.data(), num=st.integers(1, 6))
+    def drop_idle_kv(self, data, num):
+        """As if others needed the room."""
+        self.core._scheduler.idle.evict(num)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "core") and self.core._found._tier is not None:
+            while self.step():
+                pass
+            assert not self.runner.flights
+            assert not self.core._found._tier.has_work
+
+
+class OverlappingTieredMachine(TieredMachine):
+    runner_type: ClassVar = TieredLaunchingRunner
+
+
+class FaultyTieredMachine(TieredMachine):
+    faults: ClassVar = {"crash_token": 99, "nan_token": 98}
+
+
+class FaultyOverlappingTieredMachine(FaultyTieredMachine):
+    runner_type: ClassVar = TieredLaunchingRunner
+
+
+class SmallTierMachine(OverlappingTieredMachine):
+    """A host that holds next to nothing."""
+
+    num_host_blocks: ClassVar = 1
+
+
+SETTINGS = settings(
+    max_examples=40,
+    stateful_step_count=50,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = SETTINGS
+TestOverlappingTieredMachine = OverlappingTieredMachine.TestCase
+TestOverlappingTieredMachine.settings = SETTINGS
+TestFaultyTieredMachine = FaultyTieredMachine.TestCase
+TestFaultyTieredMachine.settings = SETTINGS
+TestFaultyOverlappingTieredMachine = FaultyOverlappingTieredMachine.TestCase
+TestFaultyOverlappingTieredMachine.settings = SETTINGS
+TestSmallTierMachine = SmallTierMachine.TestCase
+TestSmallTierMachine.settings = SETTINGS

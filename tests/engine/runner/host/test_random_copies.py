@@ -1,0 +1,91 @@
+"""A real model with a host tier under random requests: what comes back is what left."""
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import Landed, Transfer
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.kv_cache import GIB, KVLayout
+from parrot.engine.runner.load import load_runner
+from parrot.utils.clock import MonotonicClock
+from tests.support.random_world import World
+from tests.support.tiny_model import make_tiny_model
+
+import torch  # isort: skip
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 30, 60, 16
+
+
+class Unreliable:
+    """Reports of transfers come late, and one of ten says that it failed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._landed = runner.landed
+        self._late: list[Landed] = []
+        self._rng = random.Random(5)
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        for report in self._landed(wait=False):
+            failed = Landed(report.transfer_id, False, 0.0)
+            self._late.append(failed if self._rng.random() < 0.1 else report)
+        count = max(self._rng.randint(0, 4), int(wait))
+        over, self._late = self._late[:count], self._late[count:]
+        return over
+
+
+def make_core(tmp_path: Path) -> tuple[EngineCore, ModelRunner]:
+    folder = str(make_tiny_model(tmp_path))
+    layout = KVLayout.of(open_checkpoint(folder).spec, BLOCK_SIZE, torch.float32)
+    config = BuiltinConfig.model_validate(
+        {
+            "model": folder,
+            "device": "cpu",
+            "dtype": "float32",
+            "scheduler": {"max_batch_size": 16, "max_num_batched_tokens": 128},
+            "instance": {
+                "num_kv_cache_blocks": NUM_BLOCKS,
+                "host_kv_gb": NUM_HOST_BLOCKS * layout.block_bytes / GIB,
+                "block_size": BLOCK_SIZE,
+                "max_seq_len": 400,
+            },
+        }
+    )
+    runner, tokenizer = load_runner(config)
+    assert isinstance(runner, ModelRunner)
+    assert runner.info.num_host_blocks == NUM_HOST_BLOCKS
+    return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock()), runner
+
+
+def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, runner = make_core(tmp_path)
+    monkeypatch.setattr(runner, "landed", Unreliable(runner).landed)
+    begun: list[Transfer] = []
+    transfer = runner.transfer
+
+    def watched(transfers: Sequence[Transfer]) -> None:
+        begun.extend(transfers)
+        transfer(transfers)
+
+    monkeypatch.setattr(runner, "transfer", watched)
+    world = World(core, random.Random(4), free_weight=0.4)
+    while world.num_operations < int(os.environ.get("PARROT_OPERATIONS", "1000")):
+        world.operate()
+        if world.num_operations % 16 == 0:
+            core.check_integrity()
+    world.finish()
+    core.check_integrity()
+    info = core.runtime_info()
+    assert info.num_free_blocks == NUM_BLOCKS
+    assert sum(t.to_host for t in begun) > world.num_operations // 10
+    assert sum(not t.to_host for t in begun) > world.num_operations // 50
+    world.check_answers(runner, 40)
