@@ -19,7 +19,7 @@ from parrot.serve.prompts.conversation import (
     FindTokenizer,
     answer_parser,
     constrained_calls,
-    prompt_pieces,
+    transcript_of,
 )
 from parrot.serve.prompts.placeholders import mark_places, put_variables
 from parrot.serve.quotas import num_bytes
@@ -57,14 +57,14 @@ class Chains:
         make_parser = answer_parser(request.options, request.model, tokenizer)
         samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         marked = mark_places(request.prompt, list(chain.inputs))
-        pieces = prompt_pieces(marked.prompt, request.options, request.model, tokenizer)
+        shown = transcript_of(marked.prompt, request.options, request.model, tokenizer)
         session = self._session(request, chain)
         self._require_room(session.tenant)
         inputs = {
             name: _known(session, var_id, f"parrot.inputs.{name}")
             for name, var_id in chain.inputs.items()
         }
-        fill = tuple(put_variables(pieces, marked, inputs))
+        fill = tuple(put_variables(shown.pieces(), marked, inputs))
         output = None
         if chain.output is not None:
             output = _known(session, chain.output, "parrot.output")

@@ -10,7 +10,6 @@ same graph, on the same KV. Any other turn begins a program, or belongs to one t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from parrot.serve.config import PrefixRepair
@@ -33,9 +32,9 @@ from parrot.serve.prompts.conversation import (
     answer_parser,
     constrained_calls,
     prompt_of_tokens,
-    prompt_pieces,
     prompt_tokens,
     text_of_tokens,
+    transcript_of,
 )
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
@@ -90,14 +89,14 @@ class Turns:
         make_parser = answer_parser(request.options, request.model, tokenizer)
         samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
-        pieces = prompt_pieces(request.prompt, request.options, request.model, tokenizer)
-        text = "".join([piece.text for piece in pieces])
-        if request.tokens is not None:
-            pieces = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
+        shown = transcript_of(request.prompt, request.options, request.model, tokenizer)
+        text = shown.text
         keys = history_keys(request)
         prompt = _prompt(request, text)
         ending = self._endings.find(keys, text, self._sessions.is_live)
-        fill = pieces if ending is None else _behind(pieces, ending.length)
+        fill = shown.pieces(0 if ending is None else ending.length)
+        if request.tokens is not None:
+            fill = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
         usage = usage_of(fill, len(request.samplings))
         if ending is None:
             known = self._doctor.program_of(request.tenant, prompt)
@@ -174,13 +173,3 @@ class Turns:
 def _prompt(request: TurnRequest, text: str) -> Prompt:
     messages = () if isinstance(request.prompt, str) else request.prompt
     return Prompt(messages, request.options, text)
-
-
-def _behind(pieces: Sequence[TextPiece], length: int) -> list[TextPiece]:
-    """The pieces without the first `length` characters."""
-    ends = accumulate([len(piece.text) for piece in pieces])
-    return [
-        TextPiece(piece.text[-(end - length) :], piece.kind)
-        for piece, end in zip(pieces, ends, strict=True)
-        if end > length
-    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
-from parrot.serve.graph.nodes import TextPiece
+from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.answers import AnswerParser, PlainParser
 from parrot.serve.prompts.call_families import Family, tool_family
@@ -17,7 +17,12 @@ from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.encode import encode_prompt
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
-from parrot.serve.prompts.transcript import Message, render_transcript, with_system_first
+from parrot.serve.prompts.transcript import (
+    Message,
+    Transcript,
+    render_transcript,
+    with_system_first,
+)
 
 _PART = 4096  # characters
 # Tokens of all families end behind such a newline.
@@ -30,16 +35,16 @@ TokenPrompt = tuple[str, TokenizedText | None]
 """A prompt's text, and its tokens where the text does not tell them."""
 
 
-def prompt_pieces(
+def transcript_of(
     prompt: Sequence[Message] | str,
     options: Mapping[str, Any],
     model: str,
     tokenizer: ModelTokenizer | None,
-) -> list[TextPiece]:
-    """The pieces of plain text, or of messages that the chat template renders with `options`.
+) -> Transcript:
+    """The prompt of plain text, or of messages that the chat template renders with `options`.
     Raises `UnsupportedField` if the model has no chat template, and `InvalidRequest`."""
     if isinstance(prompt, str):
-        return list(map(TextPiece, _parts(prompt)))
+        return Transcript(prompt, [(end, PieceKind.CONSTANT) for end in _part_ends(prompt)])
     if tokenizer is None:
         return render_transcript(PLAIN_CHAT, prompt)
     if tokenizer.chat is None:
@@ -50,14 +55,14 @@ def prompt_pieces(
     return render_transcript(tokenizer.chat, prompt, special_texts=special, **options)
 
 
-def _parts(text: str) -> Iterator[str]:
-    """A long text in parts, so that the next prompt that begins with it shares its tokens and its
-    KV. They have the same tokens as the whole."""
+def _part_ends(text: str) -> Iterator[int]:
+    """Where a long text is cut, so that the next prompt that begins with it shares its tokens and
+    its KV. The parts have the same tokens as the whole."""
     start = 0
     while (cut := _CUT.search(text, start + _PART)) is not None:
-        yield text[start : cut.end()]
         start = cut.end()
-    yield text[start:]
+        yield start
+    yield len(text)
 
 
 async def prompt_tokens(
@@ -66,11 +71,11 @@ async def prompt_tokens(
     model: str,
     tokenizer: ModelTokenizer | None,
 ) -> list[int]:
-    """The ids of the prompt. Raises as `prompt_pieces` does, and `UnsupportedField` if the engines
+    """The ids of the prompt. Raises as `transcript_of` does, and `UnsupportedField` if the engines
     of the model take text."""
     if tokenizer is None:
         raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
-    pieces = prompt_pieces(prompt, options, model, tokenizer)
+    pieces = transcript_of(prompt, options, model, tokenizer).pieces()
     segments = [Segment(piece.kind, piece.text) for piece in pieces]
     units = await encode_prompt(segments, False, tokenizer)
     return [id_ for ids in units for id_ in ids if isinstance(id_, int)]

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -21,6 +21,23 @@ from parrot.serve.prompts.chat import ChatTemplate, sentinel
 
 Message = Mapping[str, Any]
 """A message as chat templates take it: `role`, `content`, and perhaps `tool_calls`, `name`, ..."""
+
+
+class Transcript(NamedTuple):
+    """A prompt, and where each of its pieces ends."""
+
+    text: str
+    ends: Sequence[tuple[int, PieceKind]]
+
+    def pieces(self, start: int = 0) -> list[TextPiece]:
+        """Those behind the first `start` characters: of a long conversation only the last few are
+        made."""
+        found = []
+        for end, kind in self.ends:
+            if end > start or not end:
+                found.append(TextPiece(self.text[start:end], kind))
+                start = end
+        return found
 
 
 def with_system_first(messages: Sequence[Message]) -> list[Message]:
@@ -63,7 +80,7 @@ def render_transcript(
     *,
     special_texts: frozenset[str] = frozenset(),
     **options: Any,
-) -> list[TextPiece]:
+) -> Transcript:
     """The prompt behind which the next answer is generated. `options` are the template's further
     variables: `tools` and the like. `special_texts` are the texts of the model's special tokens.
 
@@ -79,35 +96,38 @@ def render_transcript(
         [{**m, "content": f"{mark}{i}m"} if _text(m) else m for i, m in enumerate(messages)],
         **options,
     )
-    pieces, told_apart = _split(whole, re.split(f"{mark}([0-9]+)m", marked), messages)
-    if rest := whole[sum(len(piece.text) for piece in pieces) :]:
-        pieces.append(TextPiece(rest))
+    ends, told_apart = _split(whole, re.split(f"{mark}([0-9]+)m", marked), messages)
+    if not ends or ends[-1][0] < len(whole):
+        ends.append((len(whole), PieceKind.CONSTANT))
     _require_plain(messages, told_apart, options, special_texts)
-    return pieces
+    return Transcript(whole, ends)
 
 
 def _split(
     whole: str, marked: Sequence[str], messages: Sequence[Message]
-) -> tuple[list[TextPiece], set[int]]:
-    """The pieces up to the last message that can be told from markup, and the indices of those that
-    can. `marked` is markup, a message's index, markup, another's index, ..., markup."""
+) -> tuple[list[tuple[int, PieceKind]], set[int]]:
+    """The ends of the pieces up to the last message that can be told from markup, and the indices
+    of those that can. `marked` is markup, a message's index, markup, another's index, ..., markup.
+    """
     gaps, shown = marked[::2], [int(index) for index in marked[1::2]]
-    pieces: list[TextPiece] = []
+    ends: list[tuple[int, PieceKind]] = []
     told_apart: set[int] = set()
     if len(set(shown)) < len(shown):
-        return pieces, told_apart  # the template shows a message twice
+        return ends, told_apart  # the template shows a message twice
     end = 0
     for i, before, after in zip(shown, gaps, gaps[1:], strict=False):
         start = end + len(before)
         text = _shown(whole, start, _text(messages[i]), after, is_last=i == shown[-1])
         if not whole.startswith(before, end) or text is None:
             break
-        is_answer = messages[i].get("role") == "assistant"
-        pieces.append(TextPiece(before))
-        pieces.append(TextPiece(text, PieceKind.OUTPUT if is_answer else PieceKind.VALUE))
-        told_apart.add(i)
         end = start + len(text)
-    return [piece for piece in pieces if piece.text], told_apart
+        if before:
+            ends.append((start, PieceKind.CONSTANT))
+        if text:
+            is_answer = messages[i].get("role") == "assistant"
+            ends.append((end, PieceKind.OUTPUT if is_answer else PieceKind.VALUE))
+        told_apart.add(i)
+    return ends, told_apart
 
 
 def _shown(whole: str, start: int, text: str, gap: str, *, is_last: bool) -> str | None:

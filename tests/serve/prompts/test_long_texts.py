@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from parrot.serve.prompts.conversation import prompt_pieces
+from parrot.serve.prompts.conversation import transcript_of
 
 GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -47,7 +47,7 @@ TOKENIZERS = {
 
 def parts(text: str) -> list[str]:
     with patch("parrot.serve.prompts.conversation._PART", 4):
-        return [piece.text for piece in prompt_pieces(text, {}, "m", None)]
+        return [piece.text for piece in transcript_of(text, {}, "m", None).pieces()]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -39,7 +39,7 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
     ]
     template = ChatTemplate(HERMES)
     marked = mark_places(messages, names_in(contents))
-    pieces = put_variables(render_transcript(template, marked.prompt), marked, VALUES)
+    pieces = put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)
     text = "".join(
         piece.text if isinstance(piece, TextPiece) else piece.variable.text for piece in pieces
     )
@@ -65,7 +65,7 @@ def test_a_template_that_changes_the_message_is_refused(shown: str) -> None:
     template = ChatTemplate("{% for m in messages %}" + shown + "{% endfor %}")
     marked = mark_places([{"role": "user", "content": "x {{a}} y"}], ["a"])
     with pytest.raises(InvalidRequest, match="does not show the message of `a`") as caught:
-        put_variables(render_transcript(template, marked.prompt), marked, VALUES)
+        put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)
     assert caught.value.param == "parrot.inputs.a"
 
 

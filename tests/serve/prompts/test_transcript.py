@@ -98,10 +98,10 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
 
 def told(template: str, messages: list[dict[str, Any]], **options: Any) -> list[tuple[str, str]]:
     """The pieces, with the words `constant`, `value` and `output`."""
-    pieces = render_transcript(
+    transcript = render_transcript(
         ChatTemplate(template, BOS, EOS), messages, special_texts=SPECIAL, **options
     )
-    return [(piece.kind.name.lower(), piece.text) for piece in pieces]
+    return [(piece.kind.name.lower(), piece.text) for piece in transcript.pieces()]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -122,10 +122,16 @@ def test_pieces_are_what_transformers_renders(
         messages.insert(0, {"role": "system", "content": system})
     template = ALL_TEMPLATES[name]
     try:
-        pieces = render_transcript(ChatTemplate(template, BOS, EOS), messages)
+        transcript = render_transcript(ChatTemplate(template, BOS, EOS), messages)
     except InvalidRequest:
         pytest.fail("the template takes these messages")
-    assert "".join(piece.text for piece in pieces) == expected(template, messages)
+    assert transcript.text == expected(template, messages)
+    pieces = transcript.pieces()
+    assert "".join(piece.text for piece in pieces) == transcript.text
+    for start in range(0, len(transcript.text), 7):
+        behind = transcript.pieces(start)
+        assert "".join(piece.text for piece in behind) == transcript.text[start:]
+        assert [piece.kind for piece in behind] == [p.kind for p in pieces][-len(behind) :]
 
 
 @given(name=st.sampled_from(sorted(ALL_TEMPLATES)), text=TEXTS, answer=TEXTS)
