@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import SamplingConfig, TokenLogprob
 
 MAX_PARAMETERS = 1024
 MAX_TEXT = 16 * 2**20  # characters in one template or value
@@ -171,6 +171,9 @@ class VarGetResponse(BaseModel):
     )
     stop_string: str | None = Field(None, description="of `stop_str`, the one that ended the text")
     usage: TokenUsage | None = Field(None, description="null: the text was not generated")
+    logprobs: list[TokenLogprob] | None = Field(
+        None, description="of the text's tokens, if the output's `sampling_config` asks for them"
+    )
 
 
 class FirstVarsRequest(ReadOptions):

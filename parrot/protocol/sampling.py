@@ -256,3 +256,19 @@ WireLogprobs = Annotated[
     ),
 ]
 """Log probabilities as engines send them."""
+
+
+class LikelyToken(BaseModel):
+    """A token, and the natural logarithm of the model's own probability of it."""
+
+    token: str = Field(description="its text; U+FFFD for a part of a character")
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(LikelyToken):
+    """A token of an output."""
+
+    top_logprobs: list[LikelyToken] = Field(
+        description="the most likely tokens in its place, the most likely first"
+    )

@@ -24,7 +24,7 @@ from parrot.serve.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.readers import Reads
 from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
-from parrot.serve.views import value_view, variables_view
+from parrot.serve.views import read_view, variables_view
 from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue
 
@@ -164,7 +164,7 @@ class Programs:
             self._runner.require_room(session.tenant)
         with self._observers.reading(session, request, [var_id]):
             await self._reads.value(session, variable, request)
-        return value_view(variable)
+        return await read_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
         """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
@@ -176,8 +176,9 @@ class Programs:
             self._runner.require_room(session.tenant)
         with self._observers.reading(session, request, request.var_ids, k=request.k):
             winners = await self._reads.first(session, variables, request)
+        read = [(winner.id, await read_view(winner)) for winner in winners]
         return FirstVarsResponse(
-            values=[VarValue(var_id=winner.id, **dict(value_view(winner))) for winner in winners]
+            values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
         )
 
     def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:

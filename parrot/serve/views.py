@@ -17,6 +17,7 @@ from parrot.protocol.public import (
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, Task, Timeline
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.scored_tokens import logprobs_view
 from parrot.serve.sessions import Session
 
 _NO_RUN = RunStats()
@@ -106,6 +107,14 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
             output_tokens=stats.output_tokens,
         ),
     )
+
+
+async def read_view(variable: SemanticVariable) -> VarGetResponse:
+    """The same, and how likely its tokens were, if that is wanted. Else it does not suspend."""
+    value, task = value_view(variable), variable.producer
+    if isinstance(task, Completion):
+        value.logprobs = await logprobs_view(task.stats.logprobs)
+    return value
 
 
 def variables_view(session: Session) -> list[VarInfo]:

@@ -35,7 +35,7 @@ def test_the_error_tree_is_complete() -> None:
 
 def test_every_option_is_there() -> None:
     for name in P.SamplingConfig.model_fields:
-        assert name in TEXT or name in ("length_penalty", "n", "best_of", "logprobs"), name
+        assert name in TEXT or name in ("length_penalty", "n", "best_of"), name
     options = re.findall(r"^\| (`[a-z_`, ]+`) \|", TEXT, re.MULTILINE)
     named = {name.strip("` ") for group in options for name in group.split(",")}
     assert {"formatter", "conversation_template", "models", "cache_prefix"} <= named

@@ -35,6 +35,11 @@ def two(first: P.Output, second: P.Output(P.SamplingConfig(logit_bias={3: 1.0}))
     """One {{first}} two {{second}}"""
 
 
+@P.semantic_function()
+def guess(word: P.Input, out: P.Output(logprobs=2)):
+    """{{word}}{{out}}"""
+
+
 @P.native_function()
 def shout(text: P.Input, loud: P.Output, length: P.Output):
     import re
@@ -83,6 +88,27 @@ def test_streams_and_two_outputs(vm: P.VirtualMachine) -> None:
         assert first.get() == "[One ]"
         info = vm.session_info()
     assert [call.output for call in info.calls] == ["first", "second"]
+
+
+def test_how_likely_the_tokens_were(vm: P.VirtualMachine) -> None:
+    """However a value is read."""
+    with vm.running_scope():
+        asked = [guess(word) for word in ("a", "b", "c")]
+        assert asked[0].logprobs is None
+        asked[0].get()
+        assert "".join(asked[1].stream()) == "[b]"
+        assert P.first_k([asked[2]], 1) == [asked[2]]
+        for variable, word in zip(asked, "abc", strict=True):
+            assert variable.logprobs is not None
+            assert [one.token for one in variable.logprobs] == ["[", word, "]"]
+            assert [one.bytes for one in variable.logprobs] == [[b] for b in f"[{word}]".encode()]
+            for one in variable.logprobs:
+                first, second = one.top_logprobs
+                assert (first.token, first.logprob) == (one.token, one.logprob)
+                assert second.bytes == [one.bytes[0] + 1]
+        other = ask("x")
+        other.get()
+        assert other.logprobs is None
 
 
 async def test_async_program(vm: P.VirtualMachine) -> None:

@@ -95,7 +95,8 @@ async def guarded() -> AsyncIterator[Site]:
 
 def value(text: str) -> dict[str, Any]:
     """The answer to a read of a text that no engine made."""
-    return {"content": text, "finish_reason": None, "stop_string": None, "usage": None}
+    nothing = dict.fromkeys(("finish_reason", "stop_string", "usage", "logprobs"))
+    return {"content": text, **nothing}
 
 
 async def test_the_journey_of_a_program(site: Site) -> None:

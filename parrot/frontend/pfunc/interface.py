@@ -28,7 +28,8 @@ class Output:
 
     At most one of the others says which texts it may be: JSON of a schema, a match of a regular
     expression or of a Lark grammar, one of some choices. Reading an output whose schema is a
-    pydantic model class gives an object of that class."""
+    pydantic model class gives an object of that class. `logprobs`: its variable tells how likely
+    its tokens were, and so many of the likeliest in their places."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Output:
         regex: str | None = None,
         grammar: str | None = None,
         choices: Sequence[str] | None = None,
+        logprobs: int | None = None,
     ) -> None:
         """Raises `TypeError`, or `ValueError` for more than one constraint."""
         if sampling_config is not None and not isinstance(sampling_config, SamplingConfig):
@@ -47,7 +49,13 @@ class Output:
             if not issubclass(json_schema, BaseModel):
                 raise TypeError(f"{json_schema.__name__} is no pydantic model class")
             self.model, json_schema = json_schema, _closed(json_schema.model_json_schema())
-        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "choices": choices}
+        given: dict[str, Any] = {
+            "json_schema": json_schema,
+            "regex": regex,
+            "grammar": grammar,
+            "choices": choices,
+        }
+        given["logprobs"] = logprobs
         wanted = {name: value for name, value in given.items() if value is not None}
         base = sampling_config or SamplingConfig()
         self.sampling_config = SamplingConfig(**dict(base) | wanted) if wanted else base

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parrot.frontend.pfunc.batch import Batch, Draft
     from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import TokenUsage, VarGetResponse
+    from parrot.protocol.sampling import TokenLogprob
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
@@ -74,6 +75,7 @@ class SemanticVariable:
         "_session",
         "draft",
         "finish_reason",
+        "logprobs",
         "model",
         "name",
         "usage",
@@ -98,6 +100,9 @@ class SemanticVariable:
         or for want of room. None for a text that was not generated."""
         self.usage: TokenUsage | None = None
         """Known with the value: the tokens that generating it took."""
+        self.logprobs: list[TokenLogprob] | None = None
+        """Known with the value, if its output asks for them: its tokens, and how likely they and
+        others were."""
 
     def __repr__(self) -> str:
         content = "" if self._content is None else f", content={self._content!r}"
@@ -154,6 +159,7 @@ class SemanticVariable:
     def settle(self, value: "VarGetResponse") -> None:
         """Record its value. Only for the session that read it."""
         self.finish_reason, self.usage = value.finish_reason, value.usage
+        self.logprobs = value.logprobs
         self._content = value.content
 
     def set(self, content: str) -> None:

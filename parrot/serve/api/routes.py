@@ -24,7 +24,7 @@ from parrot.protocol.server import bearer_token
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.views import value_view
+from parrot.serve.views import read_view
 from parrot.utils.metrics import CONTENT_TYPE
 
 _SCOPED = (401, 404, 410)
@@ -287,4 +287,4 @@ async def _events(
     async with aclosing(deltas):  # a reader that goes is withdrawn now, not when collected
         async for text in deltas:
             yield "delta", StreamDelta(text=text)
-    yield "done", StreamDone(**dict(value_view(variable)))
+    yield "done", StreamDone(**dict(await read_view(variable)))

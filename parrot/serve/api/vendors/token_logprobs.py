@@ -6,48 +6,17 @@ completions                    {"tokens": ["Hi"], "token_logprobs": [-0.1],
                                 "top_logprobs": [{"Hi": -0.1, ...}], "text_offset": [0]}"""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
-from parrot.protocol.sampling import Logprobs
 from parrot.serve.conversations.turn import Turn
-
-_SLICE = 64  # tokens that are written at once, within a few milliseconds
+from parrot.serve.scored_tokens import SLICE, Scored, scored_tokens
 
 Json = dict[str, Any]
 Entry = orjson.Fragment
-
-
-class Scored(NamedTuple):
-    """A token, its log probability, and the most likely tokens in its place."""
-
-    token: bytes
-    logprob: float
-    likely: Sequence[tuple[bytes, float]]
-
-    def entry(self) -> Entry:
-        """The token as chat completions show it."""
-        likely = [_entry(token, logprob) for token, logprob in self.likely]
-        return orjson.Fragment(
-            orjson.dumps(_entry(self.token, self.logprob) | {"top_logprobs": likely})
-        )
-
-
-def scored_tokens(found: Logprobs, start: int, stop: int) -> Iterator[Scored]:
-    """The tokens from `start` up to `stop`."""
-    width, tokens = found.width, found.tokens
-    assert tokens is not None, "the bytes of the tokens are unknown"
-    for first in range(start * width, stop * width, width):
-        row = [
-            (tokens[found.ids[at]], found.values[at])
-            for at in range(first, first + width)
-            if found.ids[at] >= 0
-        ]
-        (token, logprob), *likely = row
-        yield Scored(token, logprob, likely)
 
 
 class AnswerLogprobs:
@@ -68,7 +37,7 @@ class AnswerLogprobs:
             return []
         self._num_shown += len(text.encode())
         taken: list[Scored] = []
-        async for scored in _in_slices(found, self._num_taken):
+        async for scored in scored_tokens(found, self._num_taken):
             if self._num_bytes >= self._num_shown:
                 break
             taken.append(scored)
@@ -81,16 +50,16 @@ class AnswerLogprobs:
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []
-        return [scored async for scored in _in_slices(found, self._num_taken)]
+        return [scored async for scored in scored_tokens(found, self._num_taken)]
 
 
 async def entries_of(scored: Sequence[Scored]) -> list[Entry]:
     """The tokens as chat completions show them."""
     entries: list[Entry] = []
-    for first in range(0, len(scored), _SLICE):
+    for first in range(0, len(scored), SLICE):
         if first:
             await asyncio.sleep(0)
-        entries += [one.entry() for one in scored[first : first + _SLICE]]
+        entries += [_shown(one) for one in scored[first : first + SLICE]]
     return entries
 
 
@@ -106,7 +75,7 @@ class CompletionLogprobs:
         """The next tokens."""
         part: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for number, one in enumerate(scored, 1):
-            if number % _SLICE == 0:
+            if number % SLICE == 0:
                 await asyncio.sleep(0)
             likely = {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
             part["tokens"].append(_name(one.token))
@@ -118,12 +87,10 @@ class CompletionLogprobs:
         return part
 
 
-async def _in_slices(found: Logprobs, start: int) -> AsyncIterator[Scored]:
-    for first in range(start, len(found), _SLICE):
-        if first > start:
-            await asyncio.sleep(0)
-        for scored in scored_tokens(found, first, min(first + _SLICE, len(found))):
-            yield scored
+def _shown(scored: Scored) -> Entry:
+    likely = [_entry(token, logprob) for token, logprob in scored.likely]
+    shown = _entry(scored.token, scored.logprob) | {"top_logprobs": likely}
+    return orjson.Fragment(orjson.dumps(shown))
 
 
 def _entry(token: bytes, logprob: float) -> Json:
