@@ -22,7 +22,7 @@ from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import Boundary, Context, PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prompts.segments import PrefixHasher, Segment
+from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import MonotonicClock
@@ -56,7 +56,8 @@ def make_task(number: int, rng: random.Random, hasher: PrefixHasher) -> Completi
         Segment(PieceKind.VALUE, f"value {number} " * 20),
         Segment(PieceKind.CONSTANT, "Answer:", None, True),
     ]
-    keys = hasher.keys(completion.options.tenant, False, segments)
+    key = hasher.root(completion.options.tenant, False)
+    keys = tuple([key := extend_key(key, segment) for segment in segments])
     return CompletionTask(completion, segments, keys, number * 1e-4, expected_output=64)
 
 

@@ -252,6 +252,9 @@ class CompletionInfo(BaseModel):
     computed_tokens: int = 0
     recomputed_tokens: int = Field(0, description="of the computed: some context had them once")
     output_tokens: int = 0
+    decode_s: float | None = Field(
+        None, description="seconds from the first token to the last, if the engine tells its steps"
+    )
     finish_reason: str | None = Field(None, description="`stop` or `length`, once it has ended")
     reused: bool = Field(
         False, description="took the result of an identical call: nothing was computed"

@@ -32,8 +32,9 @@ from parrot.utils.timers import TimerQueue
 
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
-    `first_session_id` and up. `programs` has what the programs of live sessions may ask; `sessions`
-    and `fleet` are for whoever shows the service, who changes nothing there.
+    `first_session_id` and up. `programs` has what the programs of live sessions may ask;
+    `sessions`, `fleet`, `decisions` and `contexts` are for whoever shows the service, who changes
+    nothing there.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -54,6 +55,8 @@ class ServeCore:
         self._timers = TimerQueue(self.clock)
         self._dispatcher = dispatcher or Dispatcher(config, self.clock)
         self.fleet = self._dispatcher.fleet
+        self.decisions = self._dispatcher.decisions
+        self.contexts = self._dispatcher.contexts
         self._metrics = CoreMetrics(tenant_labels(config.api_keys))
         self._observers = Observers(observers)
         self._runner = TaskRunner(

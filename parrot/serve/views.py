@@ -157,6 +157,7 @@ def task_view(task: Task, began: float) -> CompletionInfo:
         computed_tokens=stats.computed_tokens,
         recomputed_tokens=stats.recomputed_tokens,
         output_tokens=stats.output_tokens,
+        decode_s=stats.decode_s,
         finish_reason=stats.finish_reason,
         reused=stats.is_reused,
         **_seconds(task.times, began),

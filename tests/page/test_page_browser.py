@@ -221,10 +221,10 @@ async def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
     graph = await submit_map(visit, 3)
     output = graph["variables"]["joined0"]
     await visit.open()
-    views = ["", f"session/{graph['session_id']}/{output}", "playground"]
+    views = ["", f"session/{graph['session_id']}/{output}", "placement", "playground"]
     for view in views:
         await visit.page.goto(f"{visit.url}/ui/#/{view}")
-        await visit.page.wait_for_selector("pre" if view else "main h2")
+        await visit.page.wait_for_selector("main h2" if view in ("", "placement") else "pre")
         result = await Axe().run(visit.page)
         serious = [
             (found["id"], [node["html"][:120] for node in found["nodes"]])

@@ -13,6 +13,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
 )
+from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
@@ -30,6 +31,7 @@ from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
+from parrot.serve.scheduling.task import Decision
 from parrot.utils.ids import IdCounter
 from tests.support.manual_clock import ManualClock
 
@@ -234,6 +236,8 @@ class FakeDispatcher(FakeRunner):
         self.released: list[int] = []
         self.fleet = FakeFleet()
         self.kv_counts, self.prefetch_counts = KvCounts(), PrefetchCounts()
+        self.decisions: list[Decision] = []
+        self.contexts: Callable[[], list[Context]] = list
         if instant:
             self.on_start = lambda task: self.finish(task)
 

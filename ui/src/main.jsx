@@ -3,6 +3,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { post, useVisitor } from "./api.js";
 import { Overview } from "./overview.jsx";
+import { Placement } from "./placement.jsx";
 import { Playground } from "./playground.jsx";
 import { SessionView } from "./session.jsx";
 import "./style.css";
@@ -34,6 +35,9 @@ function Page() {
           <a href="#/" aria-current={view === undefined ? "page" : undefined}>
             Overview
           </a>
+          <a href="#/placement" aria-current={view === "placement" ? "page" : undefined}>
+            Placement
+          </a>
           <a href="#/playground" aria-current={view === "playground" ? "page" : undefined}>
             Playground
           </a>
@@ -48,6 +52,8 @@ function Page() {
       <main>
         {view === "session" ? (
           <SessionView key={args[0]} id={args[0]} shown={args[1]} />
+        ) : view === "placement" ? (
+          <Placement />
         ) : view === "playground" ? (
           <Playground />
         ) : (

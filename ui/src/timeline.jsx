@@ -58,7 +58,8 @@ export function Timeline({ graph, critical, show }) {
           {seconds(last)}
         </text>
       </svg>
-      <p class="hint">Light: queued. Outlined: on the critical path. Times since the session began.</p>
+      <p class="hint">Pale: queued. Light: until the first token. Dark: generating. Outlined: on the critical path. Times since
+        the session began.</p>
     </div>
   );
 }
@@ -68,12 +69,16 @@ function Bar({ bar: { id, call, row }, x, show, isCritical, last }) {
   const started = call.started_s ?? last;
   const finished = call.finished_s ?? last;
   const width = (from, to) => Math.max(1, x(to) - x(from));
+  const firstToken = call.decode_s == null ? finished : Math.max(started, finished - call.decode_s);
   const label = `${call.func_name}: queued ${seconds(started - call.ready_s)}, ran ${seconds(finished - started)}`;
   return (
     <g class={`bar ${call.state}${isCritical ? " critical" : ""}`} onClick={() => show(id)}>
       <title>{label}</title>
       <rect class="queued" x={x(call.ready_s)} y={y} width={width(call.ready_s, started)} height={ROW - 4} />
       {call.started_s != null && <rect x={x(started)} y={y} width={width(started, finished)} height={ROW - 4} rx="2" />}
+      {firstToken < finished && (
+        <rect class="decode" x={x(firstToken)} y={y} width={width(firstToken, finished)} height={ROW - 4} rx="2" />
+      )}
     </g>
   );
 }

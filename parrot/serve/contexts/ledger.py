@@ -109,6 +109,11 @@ class Owners:
         oldest = self._of_tenants.oldest()
         return None if oldest is None else oldest[1]
 
+    def contexts(self) -> list[Context]:
+        """Those of all owners."""
+        of_sessions = [c for owned in self._by_session.values() for c in owned.values()]
+        return of_sessions + list(self._of_tenants.values())
+
     def context_ids(self) -> set[int]:
         return set(self._of_tenants).union(*self._by_session.values())
 

@@ -84,6 +84,8 @@ class Dispatcher:
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
         self.kv_counts = self._ledger.log.total
+        self.decisions = self._scheduler.decisions
+        self.contexts = self._ledger.owners.contexts
         self.prefetch_counts = self._prefetch.counts
         self._results = ResultCache(config.global_scheduler, clock)
         self._grace = Grace(

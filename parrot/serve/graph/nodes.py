@@ -113,6 +113,7 @@ class RunStats:
     recomputed_tokens: int = 0  # of these, those that some context has or had
     prompt_tokens: int = 0
     output_tokens: int = 0
+    decode_s: float | None = None  # from its first token to its last
     finish_reason: FinishReason | None = None  # why the text ends, once it does
     stop_string: str | None = None  # the one that ended it
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed

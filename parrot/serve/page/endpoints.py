@@ -78,6 +78,7 @@ class Page:
         endpoints = [
             PageEndpoint(visitors, "GET", "me", self.me),
             PageEndpoint(visitors, "GET", "overview", self.overview, takes=Since),
+            PageEndpoint(visitors, "GET", "placement", self.placement, takes=Since),
             PageEndpoint(visitors, "GET", "sessions/{session_id}", self.session, takes=Since),
             PageEndpoint(
                 visitors, "GET", "sessions/{session_id}/vars/{var_id}", self.variable, takes=Since
@@ -103,6 +104,9 @@ class Page:
 
     def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[Event]:
         return self._changes(("overview", visitor), lambda: self._rows.overview(visitor), since)
+
+    def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[Event]:
+        return self._changes(("placement", visitor), lambda: self._rows.placement(visitor), since)
 
     def session(
         self, visitor: Visitor, session_id: int, since: str | None

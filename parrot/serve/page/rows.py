@@ -19,6 +19,7 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.page.placement_rows import placement_rows
 from parrot.serve.page.topic import Rows
 from parrot.serve.page.visitors import Visitor
 from parrot.serve.sessions import Session
@@ -55,6 +56,10 @@ class PageRows:
         for session in seen:
             rows[f"session:{session.id}"] = self._session_row(session)
         return rows
+
+    def placement(self, visitor: Visitor) -> Rows:
+        """The last decisions of the scheduler, and the contexts on engines."""
+        return placement_rows(self._core, visitor, self._epoch)
 
     def session(self, session: Session) -> Rows:
         """A session's head, its calls, and its variables without their values."""

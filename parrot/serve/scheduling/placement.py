@@ -26,11 +26,18 @@ _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may 
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
 
 
+Costs = dict[int, float | None]
+"""Predicted seconds on each engine that was considered; None where the task does not fit."""
+
+
 class Place(NamedTuple):
-    """An engine for a task, and the tokens of its prompt that would have to be computed there."""
+    """An engine for a task, and the tokens of its prompt that would have to be computed there.
+    `costs`: what was compared; None if nothing was, since its block has a plan, or there was no
+    other engine."""
 
     load: EngineLoad
     to_compute: int
+    costs: Costs | None = None
 
 
 class Placer:
@@ -87,25 +94,25 @@ class PredictedSeconds(Placer):
 
     def choose(self, task: CompletionTask, now: float) -> Place | None:
         known = self._find(task)
-        load = self._next_planned(task, now, known) or self._cheapest(task, now, known)
-        return None if load is None else _place(task, load, known)
+        load = self._next_planned(task, now, known)
+        return self._cheapest(task, now, known) if load is None else _place(task, load, known)
 
     def preview(self, task: CompletionTask, now: float) -> Place | None:
-        known = self._find(task)
-        load = self._cheapest(task, now, known)
-        return None if load is None else _place(task, load, known)
+        return self._cheapest(task, now, self._find(task))
 
-    def _cheapest(self, task: CompletionTask, now: float, known: Beginnings) -> EngineLoad | None:
+    def _cheapest(self, task: CompletionTask, now: float, known: Beginnings) -> Place | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
         if len(candidates) == 1:  # nothing to compare
             (load,) = candidates
-            return None if self._growth_s(task, load, now, known) is None else load
+            fits = self._growth_s(task, load, now, known) is not None
+            return _place(task, load, known) if fits else None
         best, best_cost = None, (inf, -1)
+        costs: Costs = {}
         for load in candidates:
-            cost_s = self._cost_s(task, load, now, known)
+            costs[load.id] = cost_s = self._cost_s(task, load, now, known)
             if cost_s is not None and (cost_s, load.id) < best_cost:
                 best, best_cost = load, (cost_s, load.id)
-        return best
+        return None if best is None else _place(task, best, known, costs)
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -235,8 +242,10 @@ class PredictedSeconds(Placer):
         )
 
 
-def _place(task: CompletionTask, load: EngineLoad, known: Beginnings) -> Place:
-    return Place(load, task.prompt_len - known.reused_len(load.id))
+def _place(
+    task: CompletionTask, load: EngineLoad, known: Beginnings, costs: Costs | None = None
+) -> Place:
+    return Place(load, task.prompt_len - known.reused_len(load.id), costs)
 
 
 def end_of_patience(task: CompletionTask) -> float:

@@ -2,6 +2,7 @@
 knows no policy by name."""
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 
 from parrot.serve.config import GlobalSchedulerConfig
@@ -13,18 +14,20 @@ from parrot.serve.scheduling.load_index import LoadIndex, Models
 from parrot.serve.scheduling.placement import Place, end_of_patience
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer, order_maker, placer_maker
 from parrot.serve.scheduling.queue import SortKey, TaskQueue
-from parrot.serve.scheduling.task import CompletionTask, Placement
+from parrot.serve.scheduling.task import CompletionTask, Decision, Placement
 from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 _MAX_PRIORITY = 2**31 - 1
+_NUM_DECISIONS = 64
 _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
 
 
 class Scheduler:
     """Tasks are queued per set of models. The loads of `engines` are what was placed and has not
-    ended, by estimates: exact sizes are known only when a prompt meets an engine's tokenizer."""
+    ended, by estimates: exact sizes are known only when a prompt meets an engine's tokenizer.
+    `decisions` are the last placements, for whoever wonders about them."""
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Scheduler:
     ) -> None:
         """`order` and `placer` replace the configured ones."""
         self.engines = LoadIndex()
+        self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
         self._clock = clock
         self._running = RunningPrefixes()
         self._order = (order or order_maker(config))(clock)
@@ -113,7 +117,7 @@ class Scheduler:
             queue, task = first
             try:
                 place = self._placer.choose(task, now)
-                is_held = place is not None and self._should_wait(task, *place)
+                is_held = place is not None and self._should_wait(task, place)
             except Exception:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
@@ -149,7 +153,9 @@ class Scheduler:
         """The engine on which a task would be placed once its prompt is computed there; None if it
         would have to wait even then. Changes nothing."""
         place = self._placer.preview(task, self._clock.now())
-        return None if place is None or self._should_wait(task, place.load, 0) else place.load.id
+        if place is None or self._should_wait(task, place._replace(to_compute=0)):
+            return None
+        return place.load.id
 
     def check_integrity(self) -> None:
         """Recount the loads. Raises AssertionError with what differs."""
@@ -158,8 +164,9 @@ class Scheduler:
         for load in self.engines:
             load.check_integrity(segments[load.id])
 
-    def _should_wait(self, task: CompletionTask, load: EngineLoad, to_compute: int) -> bool:
+    def _should_wait(self, task: CompletionTask, place: Place) -> bool:
         """Whether it had better wait although it fits, for those who run there: see `hold_back`."""
+        load, to_compute = place.load, place.to_compute
         if not self._order.holds_back or not load.num_tasks:
             return False
         queue = self._queues.get(task.models)
@@ -197,6 +204,7 @@ class Scheduler:
         self._placer.unqueued(task)
         self._placer.placed(task, load)
         self._order.placed(task, load.id, work_s)
+        self.decisions.append(_decision(task, place, now))
         is_longest = self.engines.takes_longest(load, task.models)
         return Placement(task, load.id, self._priority(task), is_longest)
 
@@ -210,6 +218,21 @@ class Scheduler:
         load.release(task, self._running.remove(task, engine_id), self._clock.now())
         self.engines.changed(load)
         self._order.unplaced(task, engine_id)
+
+
+def _decision(task: CompletionTask, place: Place, now: float) -> Decision:
+    completion = task.completion
+    return Decision(
+        now,
+        completion.session_id,
+        completion.request_id,
+        completion.func_name,
+        place.load.id,
+        task.prompt_len,
+        place.to_compute,
+        now - task.arrived,
+        place.costs,
+    )
 
 
 def _first(queues: Sequence[TaskQueue]) -> tuple[TaskQueue, CompletionTask] | None:

@@ -1,6 +1,7 @@
 """What the scheduler knows of a completion, and what it decides."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, Objective, PieceKind
@@ -84,6 +85,24 @@ class Placement:
     engine_id: int
     priority: int
     is_longest: bool = True
+
+
+class Decision(NamedTuple):
+    """A placement that was made, and what it was chosen from.
+
+    `at` is on the clock's scale, `waited_s` since the call was queued. `costs`: the predicted
+    seconds on each engine that was compared, None where it did not fit; None if nothing was
+    compared."""
+
+    at: float
+    session_id: int
+    request_id: int
+    func_name: str
+    engine_id: int
+    prompt_tokens: int
+    to_compute: int
+    waited_s: float
+    costs: dict[int, float | None] | None
 
 
 def _num_tokens(segment: Segment, tokens_per_char: float) -> int:

@@ -14,6 +14,7 @@ from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from tests.support.manual_clock import ManualClock
+from tests.support.prompts import prefix_keys
 
 HASHER = PrefixHasher(b"x" * 32)
 LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT
@@ -79,7 +80,7 @@ class Bench:
             Segment(PieceKind.CONSTANT, text, tokens),
             Segment(PieceKind.VALUE, str(number), TokenizedText("t", (1,) * own_len), True),
         ]
-        keys = HASHER.keys("tenant", False, segments)
+        keys = prefix_keys(HASHER, "tenant", False, segments)
         return CompletionTask(
             completion,
             segments,
