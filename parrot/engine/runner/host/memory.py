@@ -61,7 +61,10 @@ class HostMemory:
         """The parts of some slots, [slots, bytes of a block]: views [slots, rows, bytes]."""
         starts = [0, *self._ends[:-1]]
         ranges = zip(starts, self._ends, self._rows, strict=True)
-        return [slots[:, start:end].view(len(slots), rows, -1) for start, end, rows in ranges]
+        return [
+            slots[:, start:end].view(len(slots), rows, (end - start) // rows)
+            for start, end, rows in ranges
+        ]
 
 
 def _pin(memory: torch.Tensor) -> bool:
