@@ -8,7 +8,10 @@ here, by writing the schema differently, or refused:
     excluded bounds       the number 0 for `exclusiveMinimum: 0` with `maximum: 0.5`
     dates and times       30 February, and leap seconds in any minute: exact patterns instead
     `pattern`             ECMA's `.`, `\\s` and `[a[b]` are not those of Rust's expressions
-    `x-guidance`          switches all this off"""
+    `x-guidance`          switches all this off
+
+Between the tokens of JSON there is one space or a new line with its indentation at most: a model
+that wavers could otherwise go on with spaces until its answer is as long as it may be."""
 
 import json
 import re
@@ -49,6 +52,7 @@ _UNWRITTEN = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01][0-9a-f]|7f)")
 _SPACES = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 _AS_RUST = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
 _ANY = r"[^\n\r\u2028\u2029]"
+_GAP = r"( |\r?\n[ \t]{0,32})"
 _PART = re.compile(r"\\.|\(\?[a-zA-Z-]+[:)]|\[\^?|.", re.DOTALL)
 
 
@@ -59,7 +63,7 @@ def exact_schema(schema: Mapping[str, Any], max_values: int, *, lenient: bool = 
     check_size(schema, max_values)
     if "x-guidance" in schema:
         raise ValueError("`x-guidance` is not a keyword of schemas")
-    options: Json = {"json_allowed_escapes": 'bfnrt"\\'}
+    options: Json = {"json_allowed_escapes": 'bfnrt"\\', "whitespace_pattern": _GAP}
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
         return {**_lenient(schema), "x-guidance": options}

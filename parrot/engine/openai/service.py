@@ -23,7 +23,7 @@ from parrot.engine.openai.jobs import Job, PriorityGate
 from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
-from parrot.engine.openai.wire import WireUsage
+from parrot.engine.openai.wire import Question, WireUsage
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -47,7 +47,6 @@ from parrot.protocol.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import Clock, MonotonicClock
 
 _CHARS_PER_TOKEN = 4
@@ -248,7 +247,7 @@ class OpenAIService:
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
             started = self._clock.now()
             with self._costs.answering(len(context) / _CHARS_PER_TOKEN) as answer:
-                response = await self._ask(job, context, request.sampling_config, stream)
+                response = await self._ask(job, context, request, stream)
                 answer.usage = response.usage
         response.usage.queue_s = started - submitted
         return response
@@ -258,7 +257,7 @@ class OpenAIService:
             self._gate.limit = 1
 
     async def _ask(
-        self, job: Job[Any], context: TextContext, sampling: SamplingConfig, stream: bool
+        self, job: Job[Any], context: TextContext, request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         """One exchange with the server. An unstreamed answer comes all at once: its prefill is part
         of `decode_s`. Where a server counts nothing, a chunk of a stream is taken for a token."""
@@ -267,9 +266,10 @@ class OpenAIService:
         texts: list[str] = []
         reason, counted = FinishReason.STOP, None
         stop_string: str | None = None
-        logprobs = AnswerLogprobs(sampling.logprobs)
+        logprobs = AnswerLogprobs(request.sampling_config.logprobs)
         ask = self._upstream.stream if stream else self._upstream.complete
-        async with aclosing(ask(context.text(), sampling)) as chunks:
+        question = Question(context.text(), request.sampling_config, request.cache_salt)
+        async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:
                 reason = chunk.finish_reason or reason
                 stop_string = chunk.stop_string or stop_string

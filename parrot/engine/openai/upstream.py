@@ -20,6 +20,7 @@ from parrot.engine.openai.wire import (
     Answer,
     Dialect,
     Embeddings,
+    Question,
     Target,
     parse_answer,
     parse_embeddings,
@@ -152,7 +153,7 @@ class Upstream:
         supported = dialect.supported(self._target.is_chat)
         sampling.require_support(supported, f"the openai engine ({dialect.name} server)")
 
-    async def complete(self, prompt: str, sampling: SamplingConfig) -> AsyncGenerator[Answer, None]:
+    async def complete(self, question: Question) -> AsyncGenerator[Answer, None]:
         """As `stream`, but the answer comes whole."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
@@ -160,7 +161,7 @@ class Upstream:
                     "POST",
                     self._path,
                     params=self._params,
-                    body=self._body(prompt, sampling),
+                    body=self._body(question),
                     timeout_s=_ANSWER_TIMEOUT_S,
                 )
         answer = parse_answer(payload)
@@ -168,7 +169,7 @@ class Upstream:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
         yield answer
 
-    async def stream(self, prompt: str, sampling: SamplingConfig) -> AsyncGenerator[Answer, None]:
+    async def stream(self, question: Question) -> AsyncGenerator[Answer, None]:
         """The chunks of an answer, complete when the iteration ends without an error. Tries again
         only while nothing has come. A stream that is over before its text has ended was cut off."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
@@ -177,7 +178,7 @@ class Upstream:
                     "POST",
                     self._path,
                     params=self._params,
-                    body=self._body(prompt, sampling, stream=True),
+                    body=self._body(question, stream=True),
                     idle_timeout_s=_ANSWER_TIMEOUT_S,
                 )
                 event = await anext(events, None)
@@ -211,8 +212,8 @@ class Upstream:
             raise UnsupportedField(text, param="model") from None
         return parse_embeddings(payload, len(inputs))
 
-    def _body(self, prompt: str, sampling: SamplingConfig, stream: bool = False) -> dict[str, Any]:
-        return request_body(self._target, self.dialect or OPENAI, prompt, sampling, stream=stream)
+    def _body(self, question: Question, stream: bool = False) -> dict[str, Any]:
+        return request_body(self._target, self.dialect or OPENAI, question, stream=stream)
 
     def _chunk(self, data: bytes) -> Answer:
         try:

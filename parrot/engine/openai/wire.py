@@ -7,6 +7,7 @@ only; a sampling field that it cannot carry out is refused by name, never droppe
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -35,7 +36,7 @@ class Dialect:
     since the server would otherwise put its own or the model's defaults in place of ours.
     `is_serial`: the server has one request at a time; a second one cuts the first short, and who
     leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
-    schema of `response_format`."""
+    schema of `response_format`. `takes_salt`: it shares KV only among requests of one salt."""
 
     name: str
     extras: Mapping[str, str] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Dialect:
     schema_on_completions: bool = False
     schema_in_object: bool = False
     is_serial: bool = False
+    takes_salt: bool = False
 
     def supported(self, is_chat: bool) -> frozenset[str]:
         schema = {"json_schema"} if is_chat or self.schema_on_completions else set()
@@ -69,6 +71,7 @@ BY_OWNER: Mapping[str, Dialect] = {
         {**_EXTRAS, **dict.fromkeys(_VLLM_KINDS, "structured_outputs")},
         _NEUTRAL,
         schema_on_completions=True,
+        takes_salt=True,
     ),
     "sglang": Dialect(
         "sglang",
@@ -95,10 +98,20 @@ class Target:
     stream_usage: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked; KV may be shared among questions of the same `salt`."""
+
+    prompt: str
+    sampling: SamplingConfig
+    salt: str = ""
+
+
 def request_body(
-    target: Target, dialect: Dialect, prompt: str, sampling: SamplingConfig, *, stream: bool
+    target: Target, dialect: Dialect, question: Question, *, stream: bool
 ) -> dict[str, Any]:
-    """The caller has checked that the dialect supports what `sampling` asks for."""
+    """The caller has checked that the dialect supports what its sampling asks for."""
+    sampling = question.sampling
     body: dict[str, Any] = {
         "model": target.model,
         "temperature": sampling.temperature,
@@ -108,9 +121,11 @@ def request_body(
         **logprob_fields(sampling, is_chat=target.is_chat),
     }
     if target.is_chat:
-        body["messages"] = [{"role": "user", "content": prompt}]
+        body["messages"] = [{"role": "user", "content": question.prompt}]
     else:
-        body["prompt"] = prompt
+        body["prompt"] = question.prompt
+    if dialect.takes_salt and question.salt:
+        body["cache_salt"] = sha256(question.salt.encode("utf-8", "surrogatepass")).hexdigest()
     if stream:
         body["stream"] = True
         if target.stream_usage:

@@ -22,6 +22,15 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
     return constraint.is_complete or not {*eos}.isdisjoint(allowed(constraint, len(ids)) or ())
 
 
+def test_spaces_between_tokens_are_bounded() -> None:
+    """A model that wavers must not go on with them as long as its answer may be."""
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}}
+    for text in ('{"a":[1,2]}', '{"a": [1, 2]}', '{\n  "a": [\r\n\t\t1\n  ]\n}'):
+        assert accepts(schema, text), text
+    for text in ('{  "a":[]}', '{\n\n"a":[]}', '{\n "a":[]\n' + " " * 33 + "}", '{"a":\t[]}'):
+        assert not accepts(schema, text), text
+
+
 def test_outputs_of_random_schemas_fit() -> None:
     """A hundred of them; `check_schemas` checks thousands."""
     counts = check_random(100, seed=1)

@@ -348,6 +348,20 @@ async def test_grammars_and_choices_as_other_servers_call_them(
     assert fake.bodies[0].items() >= sent.items()
 
 
+async def test_tenants_share_nothing_in_a_server_that_knows_salts(
+    start: Start, fake: FakeOpenAI
+) -> None:
+    """A salt may be longer than vLLM takes, and have other characters."""
+    fake.owned_by = "vllm"
+    service = await start()
+    salts = ["a/b" * 300, "\ud800", "a/b" * 300, ""]
+    for context_id, salt in enumerate(salts):
+        await service.generate(ask(context_id, "a").model_copy(update={"cache_salt": salt}))
+    first, second, third, none = [body.get("cache_salt") for body in fake.bodies]
+    assert first == third != second
+    assert (len(first), first.isalnum(), none) == (64, True, None)
+
+
 async def test_a_vllm_server_gets_all_it_knows_and_no_defaults_of_its_own(
     start: Start, fake: FakeOpenAI
 ) -> None:
