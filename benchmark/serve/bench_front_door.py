@@ -169,6 +169,10 @@ class Conversation:
                     yield orjson.loads(line[len(b"data: ") :])
 
 
+def line(draw: random.Random, num_letters: int) -> str:
+    return words(draw, num_letters - 1) + "\n"
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -225,10 +229,10 @@ async def overheads(cluster: Cluster, args: argparse.Namespace, report: Report) 
             for name in args.endpoints:
                 conversation = Conversation(APIS[name], http, cluster.core_url)
                 while sum(len(m["content"]) for m in conversation.messages) < size - new:
-                    await conversation.grow(words(draw, new))
+                    await conversation.grow(line(draw, new))
                 rows = []
                 for number in range(-args.warm_up, args.turns):
-                    question = words(draw, new)
+                    question = line(draw, new)
                     asked = await direct.ask(question, base)
                     start = cpu_seconds(pid)
                     turn = await conversation.ask(question)
