@@ -68,6 +68,7 @@ def config_of(model: str, *, shares: bool = True, kv: str = "auto") -> BuiltinCo
                 "load_format": "dummy",
                 "max_seq_len": 16384,
                 "shared_prefix": shares,
+                "host_kv_gb": 0,
                 "kv_cache_dtype": kv,
             },
         }

@@ -97,7 +97,8 @@ class BuiltinInstance(ConfigModel):
         None,
         ge=0.0,
         description="GiB of the host's memory for KV that leaves the device, and comes back by "
-        "copy; null or 0: none.",
+        "copy; 0: none. null: none on CPUs; else half of what is free, at most 32, and at most "
+        "four times the device's KV.",
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     attn_func: Literal["auto", "torch", "triton"] = "auto"

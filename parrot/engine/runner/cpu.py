@@ -21,7 +21,6 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import Pools, noticing_loss
-from parrot.engine.runner.host.copies import PlainCopies
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.sampling import sample
@@ -49,7 +48,7 @@ class ModelRunner:
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
-        self._copies = PlainCopies(self._cache.block_tensors, num_host_blocks)
+        self._copies = self._cache.host_copies(num_host_blocks)
         self._info = runner_info(model, self._cache, num_blocks, max_seq_len, num_host_blocks)
         self._attention = TorchAttention(self._cache.pooled, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)

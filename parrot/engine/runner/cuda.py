@@ -10,7 +10,15 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import split_for
 from parrot.engine.attention.work_list import WorkPlanner
-from parrot.engine.core.plan import LaunchedStep, RunnerInfo, SampleSpec, StepPlan, StepResult
+from parrot.engine.core.plan import (
+    Landed,
+    LaunchedStep,
+    RunnerInfo,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    Transfer,
+)
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
 from parrot.engine.runner.device import Landing, Mark, Pools, noticing_loss
@@ -28,7 +36,7 @@ from parrot.protocol.errors import OutOfMemory
 class CudaOptions:
     """`max_rows`: sequences in a step. `max_tokens`: tokens in a step. `gate` None: read no prefix
     once for several sequences. `overlap`: steps may be launched ahead. `upcast`: compute attention
-    in float32. `quantised`: keep KV in e4m3."""
+    in float32. `quantised`: keep KV in e4m3. `num_host_blocks`: of the host tier."""
 
     max_rows: int = 256
     max_tokens: int = 2048
@@ -38,6 +46,7 @@ class CudaOptions:
     overlap: bool = True
     upcast: bool = False
     quantised: bool = False
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +95,8 @@ class Launched:
 
 
 class CudaRunner:
-    """`OverlappingRunner` over a decoder and a paged KV pool: plans steps, and launches them one
-    behind the other."""
+    """`OverlappingRunner` and `TieredRunner` over a decoder and a paged KV pool: plans steps, and
+    launches them one behind the other."""
 
     def __init__(
         self, model: Decoder, num_blocks: int, block_size: int, options: CudaOptions | None = None
@@ -96,7 +105,10 @@ class CudaRunner:
         spec, device = model.spec, model.device
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
-        self._info = runner_info(model, self._cache, num_blocks, options.max_seq_len)
+        self._copies = self._cache.host_copies(options.num_host_blocks)
+        self._info = runner_info(
+            model, self._cache, num_blocks, options.max_seq_len, options.num_host_blocks
+        )
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
         self._device = device
         self._overlap = options.overlap
@@ -137,6 +149,14 @@ class CudaRunner:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""
         self.computer.warm_up()
+        self._copies.warm_up(self._cache.num_blocks - 1)
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        wait((self._launching,))
+        self._copies.transfer(transfers)
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        return self._copies.landed(wait=wait)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -147,6 +167,7 @@ class CudaRunner:
             with noticing_loss(self._device):
                 if plan.num_tokens:
                     return self._launch(plan, None).wait()
+                self._copies.guard(plan)
                 self._cache.prepare(plan.copies)
                 return StepResult({}, {})
         except torch.OutOfMemoryError:
@@ -171,6 +192,7 @@ class CudaRunner:
     def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched:
         if self._launching.exception() is not None:  # of the step before, now that it is launched
             self._inputs.forget()
+        self._copies.guard(plan)
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
         work = self.planner.plan(inputs.versions, inputs.step, inputs.rows)

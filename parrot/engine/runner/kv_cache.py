@@ -14,10 +14,8 @@ read what is not written do without that, and want the heads of a block side by 
 shape.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -26,6 +24,8 @@ from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.core.plan import BlockCopy, RunnerInfo
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec
+from parrot.engine.runner.host.available import available_memory
+from parrot.engine.runner.host.copies import HostCopies, PlainCopies
 from parrot.utils.config import ConfigError
 
 MIB = 1 << 20
@@ -79,17 +79,6 @@ def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
     return max(1, budget // layout.block_bytes)
 
 
-def available_memory() -> int:
-    """Bytes that can be had without swapping; half of all memory where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return (
-            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
-        )
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 class KVCache:
     """Owns the pool; the control half owns who uses which block."""
 
@@ -126,6 +115,14 @@ class KVCache:
         """Tensors [layers, 2, kv_heads, blocks, block_size, ...]: block b is `t[:, :, :, b]`.
         With `paged`, `t[l, i, :, b]` is contiguous."""
         return (self.pool,) if self.exponents is None else (self.pool, self.exponents)
+
+    def host_copies(self, num_slots: int) -> HostCopies:
+        """Make a host tier of so many slots; with 0 there is nothing to copy."""
+        if num_slots and self._paged and self.pool.is_cuda:
+            from parrot.engine.runner.host.cuda import CudaCopies  # imports triton
+
+            return CudaCopies(self.block_tensors, self.layout.block_size, num_slots)
+        return PlainCopies(self.block_tensors, num_slots)
 
     @property
     def num_bytes(self) -> int:

@@ -62,12 +62,12 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     quantised = instance.kv_cache_dtype == "fp8"
     layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
     num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
-    num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes)
-    if use_triton and num_host_blocks:
-        raise ConfigError("`instance.host_kv_gb` needs `instance.attn_func`: torch")
+    num_host_blocks = 0
+    if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
+        num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes, num_blocks)
     runner: ModelRunner | CudaRunner
     if use_triton:
-        runner = _make_cuda_runner(config, model, num_blocks, block_size)
+        runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size)
     else:
         runner = ModelRunner(
             model,
@@ -120,8 +120,9 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _make_cuda_runner(
-    config: BuiltinConfig, model: Decoder, num_blocks: int, block_size: int
+    config: BuiltinConfig, model: Decoder, num_blocks: tuple[int, int], block_size: int
 ) -> "CudaRunner":
+    """`num_blocks`: of the device, and of the host."""
     from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # imports triton
 
     limits = config.scheduler
@@ -131,8 +132,9 @@ def _make_cuda_runner(
         max_seq_len=config.instance.max_seq_len,
         gate=GateConfig() if config.instance.shared_prefix else None,
         quantised=config.instance.kv_cache_dtype == "fp8",
+        num_host_blocks=num_blocks[1],
     )
-    return CudaRunner(model, num_blocks, block_size, options)
+    return CudaRunner(model, num_blocks[0], block_size, options)
 
 
 def _default_threads() -> int:

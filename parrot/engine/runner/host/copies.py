@@ -13,6 +13,10 @@ from parrot.engine.runner.host.memory import HostMemory, block_parts
 class HostCopies(Protocol):
     """Does what `TieredRunner` promises of transfers."""
 
+    def warm_up(self, block: int) -> None:
+        """Prepare what takes a while once. `block` must be nobody's."""
+        ...
+
     def transfer(self, transfers: Sequence[Transfer]) -> None: ...
 
     def landed(self, *, wait: bool) -> Sequence[Landed]: ...
@@ -32,6 +36,9 @@ class PlainCopies:
         memory = HostMemory(self._parts, num_slots)
         self._slots = memory.split(memory.slots)
         self._landed: list[Landed] = []
+
+    def warm_up(self, block: int) -> None:
+        """There is nothing to prepare."""
 
     @torch.inference_mode()
     def transfer(self, transfers: Sequence[Transfer]) -> None:

@@ -13,20 +13,30 @@ from itertools import accumulate
 
 import torch
 
-from parrot.engine.runner.kv_cache import GIB, available_memory
+from parrot.engine.runner.host.available import available_memory
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GIB = 1 << 30
+_SHARE_OF_FREE = 0.5
+_MAX_DEFAULT = 32 * GIB
+_MAX_TIMES_DEVICE = 4
 
-def host_slots(host_kv_gb: float | None, block_bytes: int) -> int:
-    """How many blocks the host tier holds.
+
+def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int) -> int:
+    """How many blocks the host tier holds. By default (None) half of the free memory, at most 32
+    GiB, and at most four times what the device's `num_blocks` hold.
 
     Raises `ConfigError` for more than is free, or less than a block."""
-    free, wanted = available_memory(), int((host_kv_gb or 0.0) * GIB)
+    free = available_memory()
+    if host_kv_gb is None:
+        most = min(_MAX_DEFAULT, _MAX_TIMES_DEVICE * num_blocks * block_bytes)
+        return int(min(_SHARE_OF_FREE * free, most)) // block_bytes
+    wanted = int(host_kv_gb * GIB)
     if wanted > free:
         raise ConfigError(
-            f"`instance.host_kv_gb`: {wanted / GIB:g} GiB are wanted, but {free / GIB:.1f} are free"
+            f"`instance.host_kv_gb`: {host_kv_gb:g} GiB are wanted, but {free / GIB:.1f} are free"
         )
     if 0 < wanted < block_bytes:
         raise ConfigError(f"`instance.host_kv_gb`: one block of KV takes {block_bytes / GIB:g} GiB")
