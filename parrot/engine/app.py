@@ -11,7 +11,7 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import engine_families
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import Endpoint, install_description
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -30,6 +30,7 @@ from parrot.protocol.server import create_base_app, require_cluster_token
 from parrot.utils.metrics import CONTENT_TYPE, render_metrics
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
+_ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -46,6 +47,7 @@ def create_app(
     )
     endpoints = [*_verbs(service, reorder), *_facts(service, incarnation)]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
+    install_description(app, endpoints)
     if config.cluster_token is not None:
         app.add_middleware(TokenGuard, token=config.cluster_token)
     return app
@@ -83,11 +85,18 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
         return FreeContextResponse(context_len=await service.free_contexts(ids))
 
     return [
-        Endpoint("POST", "/fill", fill),
-        Endpoint("POST", "/generate", generate),
-        Endpoint("POST", "/generate_stream", generate_stream),
-        Endpoint("POST", "/embed", embed),
-        Endpoint("POST", "/free_context", free_context),
+        Endpoint("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
+        Endpoint("POST", "/generate", generate, "Add to contexts, and generate", errors=_ERRORS),
+        Endpoint(
+            "POST",
+            "/generate_stream",
+            generate_stream,
+            "The same, in pieces",
+            errors=_ERRORS,
+            media_type="text/event-stream",
+        ),
+        Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
+        Endpoint("POST", "/free_context", free_context, "Drop contexts", errors=(401, 404, 413)),
     ]
 
 
@@ -106,15 +115,20 @@ def _facts(service: EngineService, incarnation: str) -> list[Endpoint]:
         if not service.is_ready():
             raise Unavailable("the engine is loading its model, shutting down, or lost its device")
 
+    def health() -> None:
+        """It answers."""
+
     def metrics() -> bytes:
         return render_metrics(engine_families(service.runtime_info()))
 
     return [
-        Endpoint("POST", "/ping", ping),
-        Endpoint("GET", "/tokenizer", tokenizer),
-        Endpoint("GET", "/health", lambda: None),
-        Endpoint("GET", "/ready", ready),
-        Endpoint("GET", "/metrics", metrics, media_type=CONTENT_TYPE),
+        Endpoint("POST", "/ping", ping, "What runs here", errors=(401, 503)),
+        Endpoint("GET", "/tokenizer", tokenizer, "The model's tokenizer", errors=(401, 404, 503)),
+        Endpoint("GET", "/health", health, "Whether the process lives"),
+        Endpoint("GET", "/ready", ready, "Whether it can work", errors=(503,)),
+        Endpoint(
+            "GET", "/metrics", metrics, "For Prometheus", errors=(401,), media_type=CONTENT_TYPE
+        ),
     ]
 
 

@@ -1,15 +1,18 @@
-"""Endpoints: the verbs of a server, each under a method and a path."""
+"""Endpoints: the verbs of a server, each under a method and a path, and their description for
+OpenAPI."""
 
 import inspect
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.routing import Route
 
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
-from parrot.protocol.public import EmptyResponse
+from parrot.protocol.public import EmptyResponse, ErrorResponse
 from parrot.protocol.server import (
     bearer_token,
     event_stream,
@@ -42,7 +45,8 @@ class Endpoint:
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
     for the field `bearer` if that is not given. `cluster_token`: what the Bearer token must be.
     `body`: which bodies are read.
-    `errors` (statuses that it may fail with, besides 400 and 422) and `about` only describe it."""
+    `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
+    gives server-sent events to those who ask for them) only describe it."""
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Endpoint:
         cluster_token: str | None = None,
         media_type: str = "application/json",
         about: str = "OK",
+        may_stream: bool = False,
         body: BodyRules = ANY_BODY,
     ) -> None:
         signature = inspect.signature(verb)
@@ -69,6 +74,7 @@ class Endpoint:
         self.errors = errors
         self.media_type = media_type
         self.about = about
+        self.may_stream = may_stream
         self._verb = verb
         self._wants_request = request is not None
         self._bearer = bearer
@@ -126,3 +132,101 @@ class Endpoint:
             return Response(result, media_type=self.media_type)
         assert isinstance(result, AsyncIterator), result
         return event_stream(result)
+
+
+_ERRORS = {
+    400: "malformed or contradictory request",
+    401: "missing or wrong key or token",
+    404: "no such session, variable, request, model or context",
+    409: "already set, a cycle, or a reused idempotency key",
+    410: "the session has expired or was deleted",
+    413: "the body is too large",
+    415: "the body is not declared as application/json",
+    422: "a field of the wrong type or out of bounds",
+    429: "queue full or quota reached",
+    499: "cancelled",
+    502: "a producer failed, so the value will never exist",
+    503: "no engine can serve this now, or the server is shutting down",
+    504: "the read's timeout passed",
+}
+
+Json = dict[str, Any]
+
+
+def install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
+    """Add to what `/openapi.json` and `/docs` show; made when one of them is first asked for."""
+    described_by_fastapi = app.openapi
+
+    def openapi() -> Json:
+        schema = described_by_fastapi()
+        if "components" not in schema:  # it is kept, so this completes it in place
+            schema |= _describe(endpoints)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe(endpoints: Sequence[Endpoint]) -> Json:
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorResponse, "validation")]
+    models += [(e.takes, "validation") for e in endpoints if e.takes is not None]
+    models += [(answer, "validation") for e in endpoints if (answer := _answer(e)) is not None]
+    refs, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas = definitions["$defs"]
+    paths: Json = {}
+    for endpoint in endpoints:
+        answer = _answer(endpoint)
+        answer_schema = {} if answer is None else {"schema": refs[answer, "validation"]}
+        content: Json = {endpoint.media_type: answer_schema}
+        if endpoint.may_stream:
+            content["text/event-stream"] = {}
+        failed = {"application/json": {"schema": refs[ErrorResponse, "validation"]}}
+        operation: Json = {
+            "summary": endpoint.summary,
+            "parameters": _parameters(endpoint, schemas),
+            "responses": {
+                "200": {
+                    "description": endpoint.about,
+                    "content": content,
+                }
+            }
+            | {
+                str(status): {"description": _ERRORS[status], "content": failed}
+                for status in sorted({400, 415, 422, *endpoint.errors})
+            },
+        }
+        if endpoint.takes is not None and _has_body(endpoint):
+            content = {"application/json": {"schema": refs[endpoint.takes, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        path = endpoint.path.replace(":path}", "}")
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation
+    return {"paths": paths, "components": {"schemas": schemas}}
+
+
+def _answer(endpoint: Endpoint) -> type[BaseModel] | None:
+    """The model of its answer; None if that is not JSON."""
+    if endpoint.media_type != "application/json":
+        return None
+    return endpoint.gives or EmptyResponse
+
+
+def _has_body(endpoint: Endpoint) -> bool:
+    """GET and DELETE take query parameters (a JSON body works too); the others a JSON body."""
+    return endpoint.method not in ("GET", "DELETE")
+
+
+def _parameters(endpoint: Endpoint, schemas: Json) -> list[Json]:
+    in_path = re.findall(r"\{(\w+)(?::path)?\}", endpoint.path)
+    known = PathParameters.model_json_schema()["properties"]
+    parameters = [_parameter(name, "path", known[name], is_required=True) for name in in_path]
+    if endpoint.takes is None or _has_body(endpoint):
+        return parameters
+    fields = schemas[endpoint.takes.__name__]
+    return parameters + [
+        _parameter(name, "query", field, is_required=name in fields.get("required", ()))
+        for name, field in fields["properties"].items()
+        if name not in in_path
+    ]
+
+
+def _parameter(name: str, place: str, schema: Json, *, is_required: bool) -> Json:
+    return {"name": name, "in": place, "required": is_required, "schema": schema}

@@ -217,6 +217,19 @@ async def test_unknown_paths_and_methods():
             assert (await response.json())["error"]["type"] == "method_not_allowed"
 
 
+async def test_the_openapi_page_documents_every_route():
+    async with sim() as (_, http, _):
+        paths = (await http.request("GET", "/openapi.json"))["paths"]
+    assert {path for path in paths if "post" in paths[path]} == {
+        *("/fill", "/generate", "/generate_stream", "/embed", "/free_context", "/ping")
+    }
+    assert {path for path in paths if "get" in paths[path]} == {
+        *("/tokenizer", "/health", "/ready", "/metrics")
+    }
+    streamed = paths["/generate_stream"]["post"]["responses"]["200"]["content"]
+    assert [*streamed] == ["text/event-stream"]
+
+
 async def test_the_cluster_token_guards_every_route_but_two():
     async with sim(cluster_token="s3cret") as (client, http, service):
         with pytest.raises(AuthenticationFailed):

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from parrot.protocol.endpoint import install_description
 from parrot.protocol.server import create_base_app
-from parrot.serve.api.openapi import install_description
 from parrot.serve.api.routes import endpoints
 from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from typing import Literal
 
 import orjson
 
@@ -10,7 +11,7 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
 from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import read_all, stream_all
-from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_chat import (
     ChatRequest,
     rules_of,
@@ -30,6 +31,21 @@ from parrot.serve.prompts.answers import (
 )
 from parrot.serve.prompts.answers import Event as AnswerEvent
 from parrot.utils.ids import new_token
+
+
+class ChatChoice(VendorAnswer):
+    index: int
+    message: Json
+    finish_reason: str | None
+
+
+class ChatCompletion(VendorAnswer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Json | None
 
 
 class ChatCompletions:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Discriminator, Field, Tag
@@ -13,7 +13,7 @@ from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.public import MAX_TEXT, VarGetResponse
 from parrot.protocol.server import Event
 from parrot.serve.api.vendors.choices import read_all, stream_all
-from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import (
     MAX_CHOICES,
     GenerationFields,
@@ -69,6 +69,21 @@ class CompletionRequest(GenerationFields):
     def num_made(self) -> int:
         """How many answers are made of a prompt, of which the best are choices."""
         return max(self.best_of or 1, self.num_choices)
+
+
+class CompletionChoice(VendorAnswer):
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class TextCompletion(VendorAnswer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Json | None
 
 
 class Completions:

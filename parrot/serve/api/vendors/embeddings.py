@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.public import MAX_TEXT
-from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import Ignored, Wire
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.embedder import Embedder, Input
@@ -48,6 +48,19 @@ class EmbeddingRequest(Wire):
     dimensions: int | None = None
     # Nothing in the answer depends on it.
     user: Ignored = None
+
+
+class Embedding(VendorAnswer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(VendorAnswer):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: dict[str, int]
 
 
 class Embeddings:

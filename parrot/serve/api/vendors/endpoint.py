@@ -83,14 +83,14 @@ def request_id_of(request: Request) -> str:
 
 
 class VendorAnswer(BaseModel):
-    """An answer in the vendor's format, which the vendor documents."""
+    """An answer in the vendor's format, of which the vendor documents more. It only describes."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class VendorEndpoint(Endpoint):
-    """`verb` is called with what an endpoint's verb is, and the caller, and gives the same. The API
-    key is the Bearer token, or the header `x-api-key`."""
+    """`verb` is called with what an endpoint's verb is, and the caller, and gives the same; the
+    model `gives` describes it. The API key is the Bearer token, or the header `x-api-key`."""
 
     def __init__(
         self,
@@ -100,10 +100,11 @@ class VendorEndpoint(Endpoint):
         path: str,
         verb: Verb,
         summary: str,
+        gives: type[VendorAnswer],
         **description: Any,
     ) -> None:
         super().__init__(method, path, verb, summary, **description)
-        self.gives = VendorAnswer
+        self.gives = gives
         self._core = core
         self._error_body = error_body
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
+from typing import Literal
 
 import orjson
 
@@ -17,7 +18,7 @@ from parrot.serve.api.vendors.anthropic_fields import (
     template_options,
 )
 from parrot.serve.api.vendors.choices import read_all, stream_all
-from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import Json, chained
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
@@ -31,6 +32,20 @@ from parrot.serve.prompts.answers import Event as AnswerEvent
 from parrot.utils.ids import new_token
 
 _BEGUN: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+
+
+class MessageAnswer(VendorAnswer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Json]
+    stop_reason: str | None
+    usage: Json
+
+
+class TokenCount(VendorAnswer):
+    input_tokens: int
 
 
 class Messages:

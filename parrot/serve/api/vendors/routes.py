@@ -8,14 +8,20 @@ from fastapi import Request
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import ParrotError
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
-from parrot.serve.api.vendors.chat_completions import ChatCompletions
-from parrot.serve.api.vendors.completions import Completions
-from parrot.serve.api.vendors.embeddings import Embeddings
-from parrot.serve.api.vendors.endpoint import VendorEndpoint, request_id_of
-from parrot.serve.api.vendors.messages import Messages
+from parrot.serve.api.vendors.chat_completions import ChatCompletion, ChatCompletions
+from parrot.serve.api.vendors.completions import Completions, TextCompletion
+from parrot.serve.api.vendors.embeddings import EmbeddingList, Embeddings
+from parrot.serve.api.vendors.endpoint import VendorAnswer, VendorEndpoint, request_id_of
+from parrot.serve.api.vendors.messages import MessageAnswer, Messages, TokenCount
 from parrot.serve.api.vendors.openai_errors import openai_error
+from parrot.serve.api.vendors.responses.fields import (
+    DeletedResponse,
+    ItemList,
+    PromptTokens,
+    ResponseAnswer,
+)
 from parrot.serve.api.vendors.responses.responses import Responses
-from parrot.serve.api.vendors.tokenize import Tokenize
+from parrot.serve.api.vendors.tokenize import DetokenizedText, Tokenize, Tokens
 from parrot.serve.core import ServeCore
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
@@ -44,6 +50,8 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/chat/completions",
             chat.create,
             "OpenAI's chat completions",
+            ChatCompletion,
+            may_stream=True,
             errors=_ERRORS,
         ),
         VendorEndpoint(
@@ -53,6 +61,8 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/completions",
             completions.create,
             "OpenAI's completions of plain text",
+            TextCompletion,
+            may_stream=True,
             errors=_ERRORS,
         ),
         VendorEndpoint(
@@ -62,6 +72,8 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/messages",
             messages.create,
             "Anthropic's messages",
+            MessageAnswer,
+            may_stream=True,
             errors=_ERRORS,
         ),
         VendorEndpoint(
@@ -71,6 +83,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/messages/count_tokens",
             messages.count,
             "The tokens of a prompt, as Anthropic counts them",
+            TokenCount,
             errors=(401, 404, 413),
         ),
         VendorEndpoint(
@@ -80,6 +93,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/embeddings",
             Embeddings(core).create,
             "OpenAI's embeddings",
+            EmbeddingList,
             errors=_ERRORS,
         ),
         *_tokenizer_endpoints(core),
@@ -88,33 +102,57 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
 
 def _tokenizer_endpoints(core: ServeCore) -> list[Endpoint]:
     tokenize = Tokenize(core)
-    verbs: tuple[tuple[str, Callable[..., Any], str], ...] = (
-        ("/tokenize", tokenize.tokenize, "The tokens of a prompt, as vLLM tells them"),
-        ("/detokenize", tokenize.detokenize, "The text of tokens"),
+    verbs: tuple[tuple[str, Callable[..., Any], str, type[VendorAnswer]], ...] = (
+        ("/tokenize", tokenize.tokenize, "The tokens of a prompt, as vLLM tells them", Tokens),
+        ("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizedText),
     )
     return [
-        VendorEndpoint(core, openai_error, "POST", path, verb, summary, errors=(401, 404, 413))
-        for path, verb, summary in verbs
+        VendorEndpoint(
+            core, openai_error, "POST", path, verb, summary, gives, errors=(401, 404, 413)
+        )
+        for path, verb, summary, gives in verbs
     ]
 
 
 def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
     path = "/v1/responses/{response_id}"
-    verbs: tuple[tuple[str, str, Callable[..., Any], str, tuple[int, ...]], ...] = (
-        ("POST", "/v1/responses", responses.create, "OpenAI's responses", _ERRORS),
+    known = (401, 404)
+    verbs: tuple[
+        tuple[str, str, Callable[..., Any], str, type[VendorAnswer], tuple[int, ...]], ...
+    ] = (
+        ("POST", "/v1/responses", responses.create, "OpenAI's responses", ResponseAnswer, _ERRORS),
         (
             "POST",
             "/v1/responses/input_tokens",
             responses.count,
             "The tokens of a response's prompt",
-            (401, 404, 413),
+            PromptTokens,
+            (*known, 413),
         ),
-        ("GET", path, responses.retrieve, "A response that is kept", (401, 404)),
-        ("DELETE", path, responses.delete, "Keep a response no more", (401, 404)),
-        ("POST", f"{path}/cancel", responses.cancel, "Stop a background response", (401, 404)),
-        ("GET", f"{path}/input_items", responses.input_items, "What it was made from", (401, 404)),
+        ("GET", path, responses.retrieve, "A response that is kept", ResponseAnswer, known),
+        ("DELETE", path, responses.delete, "Keep a response no more", DeletedResponse, known),
+        ("POST", f"{path}/cancel", responses.cancel, "Stop a response", ResponseAnswer, known),
+        (
+            "GET",
+            f"{path}/input_items",
+            responses.input_items,
+            "What it was made from",
+            ItemList,
+            known,
+        ),
     )
+    streaming = (responses.create, responses.retrieve)
     return [
-        VendorEndpoint(core, openai_error, method, path, verb, summary, errors=errors)
-        for method, path, verb, summary, errors in verbs
+        VendorEndpoint(
+            core,
+            openai_error,
+            method,
+            path,
+            verb,
+            summary,
+            gives,
+            errors=errors,
+            may_stream=verb in streaming,
+        )
+        for method, path, verb, summary, gives, errors in verbs
     ]

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.public import MAX_TEXT
-from parrot.serve.api.vendors.endpoint import Caller
+from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_chat import MAX_MESSAGES, ChatMessage, template_messages
 from parrot.serve.api.vendors.openai_common import Wire
 from parrot.serve.core import ServeCore
@@ -28,6 +28,16 @@ class TokenizeRequest(Wire):
 class DetokenizeRequest(Wire):
     model: str = Field(min_length=1, max_length=256)
     tokens: list[_TokenId] = Field(fail_fast=True, max_length=MAX_TEXT)
+
+
+class Tokens(VendorAnswer):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class DetokenizedText(VendorAnswer):
+    prompt: str
 
 
 class Tokenize:

@@ -11,6 +11,7 @@ from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.public import MAX_TEXT
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server import parse_payload
+from parrot.serve.api.vendors.endpoint import VendorAnswer
 from parrot.serve.api.vendors.openai_common import (
     DEFAULT_MAX_TOKENS,
     Bounded,
@@ -203,6 +204,33 @@ class ResponseRequest(CommonFields):
             "usage": None,
             "user": self.user,
         }
+
+
+class ResponseAnswer(VendorAnswer):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: str
+    model: str
+    output: list[Json]
+    usage: Json | None
+
+
+class DeletedResponse(VendorAnswer):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(VendorAnswer):
+    object: Literal["list"]
+    data: list[Json]
+    has_more: bool
+
+
+class PromptTokens(VendorAnswer):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class RetrieveRequest(Wire):
