@@ -1,7 +1,11 @@
 """Embeddings from engines of each type: those of transformers, and honest refusals."""
 
 import asyncio
+import re
 from base64 import b64decode
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,16 @@ from parrot.engine.app import create_app
 from parrot.engine.config import OpenAIConfig, SimConfig, parse_engine_config
 from parrot.engine.engine_types import create_service
 from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import EmbedRequest, EmbedResponse, GenerateRequest
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from parrot.protocol.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ParrotError,
+    PromptTooLong,
+    UnsupportedField,
+)
 from parrot.protocol.http import HttpClient
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
@@ -113,25 +124,76 @@ async def test_a_simulated_engine_has_none() -> None:
     await service.close()
 
 
-async def test_a_foreign_server_makes_them() -> None:
-    fake = FakeOpenAI()
+@asynccontextmanager
+async def foreign(fake: FakeOpenAI) -> AsyncIterator[EngineService]:
     async with serve_app(fake.app()) as url:
         config = OpenAIConfig.model_validate(
             {"model": "gpt-fake", "instance": {"base_url": url + "/v1", "api_key": "k"}}
         )
         service = create_service(config)
         await service.start()
+        yield service
+        service.check_integrity()
+        assert service.runtime_info().num_total_jobs == 0
+        await service.close()
+
+
+async def test_a_foreign_server_makes_them() -> None:
+    fake = FakeOpenAI()
+    async with foreign(fake) as service:
         answer = await service.embed(EmbedRequest(inputs=["ab", [5, 6, 7]]))
-        assert [v.tolist() for v in vectors(answer)] == [[2.0, 0.5], [3.0, 0.5]]
+        for found, count in zip(vectors(answer), (2, 3), strict=True):
+            assert found.tolist() == pytest.approx(
+                [count / hypot(count, 0.5), 0.5 / hypot(count, 0.5)]
+            )
         assert answer.prompt_tokens == 5
         assert fake.bodies[-1] == {
             "model": "gpt-fake",
             "input": ["ab", [5, 6, 7]],
             "encoding_format": "float",
         }
-        fake.faults = [Fault(404, {"error": {"message": "Not Found"}})]
-        with pytest.raises(UnsupportedField, match="has no embeddings"):
+
+
+NO_EMBEDDINGS = "Llama model must be created with embedding=True to call this method"
+INVALID = "1 validation error: {'type': 'string_type', 'loc': ('body', 'input', 'str')}"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "error"),
+    [
+        (404, "Not Found", UnsupportedField),
+        (501, "not supported", UnsupportedField),
+        (500, NO_EMBEDDINGS, UnsupportedField),
+        (500, INVALID, InvalidRequest),
+        (400, "The model does not support Embeddings API", InvalidRequest),
+    ],
+)
+async def test_a_foreign_server_refuses(
+    status: int, message: str, error: type[ParrotError]
+) -> None:
+    """As vLLM, llama.cpp's server and llama-cpp-python do; none is asked again."""
+    fake = FakeOpenAI(faults=[Fault(status, {"error": {"message": message}})])
+    async with foreign(fake) as service:
+        with pytest.raises(error, match=re.escape(message[:20])):
             await service.embed(EmbedRequest(inputs=["ab"]))
-        service.check_integrity()
-        assert service.runtime_info().num_total_jobs == 0
-        await service.close()
+        assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ([{"embedding": [[1.0, 2.0], [3.0, 4.0]]}], UnsupportedField),
+        ([{"embedding": [0.0, 0.0]}], EngineFailed),
+        ([], EngineFailed),
+        ([{"embedding": [1.0]}, {"embedding": [2.0]}], EngineFailed),
+        ([{"embedding": "AAAA"}], EngineFailed),
+    ],
+)
+async def test_a_foreign_server_answers_something_else(
+    data: list[Any], error: type[ParrotError]
+) -> None:
+    """llama-cpp-python has a vector of each token for models that it cannot pool."""
+    fake = FakeOpenAI(faults=[Fault(200, {"data": data})])
+    async with foreign(fake) as service:
+        with pytest.raises(error):
+            await service.embed(EmbedRequest(inputs=["ab"]))

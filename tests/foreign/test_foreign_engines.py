@@ -209,3 +209,9 @@ async def test_constraints_are_kept_or_refused(
         assert is_right(payload["choices"][0]["message"]["content"]), payload
     else:
         assert (status, payload["error"]["code"]) == (400, "unsupported_field")
+
+
+async def test_embeddings_of_a_model_that_the_server_only_generates_with(http: Any) -> None:
+    body = {"model": MODEL, "input": ["a", "b"]}
+    status, payload = await answer(http, body, "/v1/embeddings")
+    assert (status, payload["error"]["type"]) == (400, "invalid_request_error"), payload

@@ -22,6 +22,7 @@ from parrot.protocol.errors import (
     PromptTooLong,
     QuotaExceeded,
     Unavailable,
+    UnsupportedField,
 )
 
 _MAX_MESSAGE = 500
@@ -55,6 +56,17 @@ def backoff(error: Exception) -> bool | float:
         wait_s = error.retry_after_s
         return True if wait_s is None else (wait_s <= _MAX_WAIT_S and wait_s)
     return isinstance(error, Unavailable | Faltered)
+
+
+def refused_embedding(error: EngineFailed) -> ParrotError:
+    """The error of a server that was asked for embeddings, which may have none. llama-cpp-python
+    answers 500 if it has none, and for token ids."""
+    if isinstance(error, NotThere) or "embedding=True" in error.message:
+        text = f"the model has no embeddings: {error.message}"
+        return UnsupportedField(text, param="model")
+    if "validation error" in error.message:
+        return InvalidRequest(error.message, param="input")
+    return error
 
 
 class ErrorTranslator:

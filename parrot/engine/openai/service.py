@@ -118,9 +118,11 @@ class OpenAIService:
         return await self._launch([], "", lambda job: self._embed(request)).result()
 
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
+        await self._upstream.probe()
+        self._heed_the_server()
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
             answer = await self._upstream.embed(request.inputs)
-        vectors = [pack(f"<{len(v.embedding)}f", *v.embedding) for v in answer.data]
+        vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(
             embeddings=[b64encode(vector).decode() for vector in vectors],
             prompt_tokens=answer.usage.prompt_tokens,

@@ -12,7 +12,7 @@ import stamina
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.errors import ErrorTranslator, NotThere, Overloaded, backoff
+from parrot.engine.openai.errors import ErrorTranslator, Overloaded, backoff, refused_embedding
 from parrot.engine.openai.wire import (
     BY_OWNER,
     DONE,
@@ -195,11 +195,9 @@ class Upstream:
     async def embed(self, inputs: Sequence[list[int] | str]) -> Embeddings:
         """Raises `UnsupportedField` if the server makes no embeddings."""
         body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
-        try:
-            async for attempt in stamina.retry_context(
-                on=backoff, attempts=_ATTEMPTS, timeout=None
-            ):
-                with attempt:
+        async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
+            with attempt:
+                try:
                     payload = await self._http.request(
                         "POST",
                         "/embeddings",
@@ -207,9 +205,8 @@ class Upstream:
                         body=body,
                         timeout_s=_ANSWER_TIMEOUT_S,
                     )
-        except NotThere as error:
-            text = f"the model has no embeddings: {error.message}"
-            raise UnsupportedField(text, param="model") from None
+                except EngineFailed as error:
+                    raise refused_embedding(error) from None
         return parse_embeddings(payload, len(inputs))
 
     def _body(self, question: Question, stream: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import hypot, isfinite
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
 from parrot.protocol.engine_api import FinishReason
-from parrot.protocol.errors import EngineFailed, InvalidRequest
+from parrot.protocol.errors import EngineFailed, InvalidRequest, UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
 
 DONE = b"[DONE]"
@@ -247,7 +248,19 @@ def parse_answer(payload: Any) -> Answer:
 
 class _Embedding(BaseModel):
     index: int = 0
-    embedding: list[float]
+    embedding: list[float] | list[list[float]]
+
+    def unit(self) -> list[float]:
+        """The vector with length 1. Raises `UnsupportedField` for one of each token, and
+        `EngineFailed` for one that has no direction."""
+        vector = [value for value in self.embedding if not isinstance(value, list)]
+        if len(vector) < len(self.embedding):
+            text = "the server behind this engine makes an embedding of each token, not of a text"
+            raise UnsupportedField(text, param="model")
+        length = hypot(*vector)
+        if not isfinite(length) or not length:
+            raise EngineFailed("the server behind this engine sent an embedding without direction")
+        return [value / length for value in vector]
 
 
 class Embeddings(BaseModel):
@@ -256,14 +269,12 @@ class Embeddings(BaseModel):
 
 
 def parse_embeddings(payload: Any, count: int) -> Embeddings:
-    """In the order of their inputs. Raises `EngineFailed` unless there are so many, of one length
-    each and the same."""
+    """In the order of their inputs. Raises `EngineFailed` unless there are so many."""
     try:
         answer = Embeddings.model_validate(payload)
     except ValidationError:
         raise EngineFailed("the server behind this engine sent no OpenAI embeddings") from None
     answer.data.sort(key=lambda item: item.index)
-    lengths = {len(item.embedding) for item in answer.data}
-    if len(answer.data) != count or len(lengths) != 1:
+    if len(answer.data) != count:
         raise EngineFailed("the server behind this engine sent embeddings that do not fit")
     return answer
