@@ -201,6 +201,20 @@ def rope_variant(
     )
 
 
+def block_copy_variant(*, gather: bool, words: int = 16384) -> dict[str, Any]:
+    from parrot.engine.kernels.block_copy_kernels import block_copy_kernel
+
+    pointers = {"pool": "*i64", "pieces": "*i64", "blocks": "*i32"}
+    strides = {"pool_row_stride": "i32", "piece_stride": "i32"}
+    return compile_kernel(
+        block_copy_kernel,
+        pointers | strides,
+        {"WORDS": words, "CHUNK": min(1024, words), "GATHER": gather},
+        divisible=("pool", "pieces", "pool_row_stride", "piece_stride"),
+        num_warps=4,
+    )
+
+
 def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import silu_mul_kernel
 
@@ -355,6 +369,7 @@ VARIANTS = {
     "norm": norm_variant,
     "rope": rope_variant,
     "silu": silu_variant,
+    "block copy": block_copy_variant,
     "linear": linear_variant,
     "qkv": qkv_variant,
     "best": best_variant,

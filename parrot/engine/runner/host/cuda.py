@@ -106,7 +106,8 @@ class CudaCopies:
 
     def _copy(self, transfer: Transfer, lane: _Lane, read: torch.cuda.Event) -> None:
         """On the lane's stream, as many blocks at a time as it has memory for."""
-        places = torch.tensor(transfer.blocks, dtype=torch.int32, pin_memory=True)
+        is_cuda = self._device.type == "cuda"
+        places = torch.tensor(transfer.blocks, dtype=torch.int32, pin_memory=is_cuda)
         blocks = places.to(self._device, non_blocking=True)
         for at in range(0, len(transfer.blocks), len(lane.staged)):
             slots = transfer.slots[at : at + len(lane.staged)]

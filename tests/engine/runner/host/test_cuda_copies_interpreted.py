@@ -1,0 +1,134 @@
+"""The copies of a CUDA device on the CPU, where the kernels are interpreted: each stream's work is
+done at once, and only the waits between streams are noted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.core.plan import BlockCopy, Landed, SequenceStep, StepPlan, Transfer
+from parrot.engine.kernels import block_copy_kernels
+from parrot.engine.runner.host import cuda
+from parrot.engine.runner.host.cuda import CudaCopies
+from parrot.engine.runner.kv_cache import KVCache, KVLayout
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available()
+    or "Interpreted" not in type(block_copy_kernels.block_copy_kernel).__name__,
+    reason="tests/gpu runs these on the device",
+)
+
+BLOCK_SIZE = 4
+LAYOUT = KVLayout(2, 2, 16, BLOCK_SIZE, torch.bfloat16, quantised=True)
+
+
+class Event:
+    def __init__(self, **options: bool) -> None:
+        self.stream: Stream | None = None
+
+    def record(self) -> None:
+        self.stream = Stream.current
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """All is done at once."""
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 2.0
+
+
+class Stream:
+    current: "Stream"
+
+    def __init__(self, device: object = None) -> None:
+        self.awaited: list[Stream | None] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.awaited.append(event.stream)
+
+    def synchronize(self) -> None:
+        """All is done at once."""
+
+
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream
+    yield
+    Stream.current = before
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream of the steps."""
+    stream = Stream()
+    Stream.current = stream
+    for name, fake in {"Event": Event, "Stream": Stream, "stream": on}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    return stream
+
+
+def make(steps: Stream) -> tuple[KVCache, CudaCopies]:
+    cache = KVCache(LAYOUT, 9, torch.device("cpu"), paged=True)
+    for tensor in cache.block_tensors:
+        tensor.copy_(torch.randint(0, 255, tensor.shape))
+    copies = CudaCopies(cache.block_tensors, BLOCK_SIZE, 5)
+    copies.warm_up(8)
+    return cache, copies
+
+
+@pytest.mark.parametrize("staged_blocks", [1, 2, 8])
+def test_blocks_go_out_and_come_back(
+    steps: Stream, staged_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_STAGED_BYTES", staged_blocks * LAYOUT.block_bytes)
+    cache, copies = make(steps)
+    before = [tensor.clone() for tensor in cache.block_tensors]
+    copies.transfer([Transfer(1, True, (6, 2, 5), (4, 0, 1))])
+    copies.transfer([Transfer(2, False, (0, 7, 1), (0, 4, 1))])
+    assert copies.landed(wait=True) == [Landed(2, True, 2e-3), Landed(1, True, 2e-3)]
+    assert copies.landed(wait=True) == []
+    for tensor, old in zip(cache.block_tensors, before, strict=True):
+        assert torch.equal(tensor[:, :, :, [0, 7, 1]], old[:, :, :, [2, 6, 5]])
+        assert torch.equal(tensor[:, :, :, [2, 3, 4, 5, 6, 8]], old[:, :, :, [2, 3, 4, 5, 6, 8]])
+
+
+def test_copies_wait_for_steps_and_what_is_written_for_what_is_read(steps: Stream) -> None:
+    _, copies = make(steps)
+    copies.transfer([Transfer(1, True, (5, 6), (0, 1))])
+    out, back = copies._out.stream, copies._back.stream
+    assert out.awaited == [steps]
+    others = StepPlan((SequenceStep(1, [0] * 5, 4, [5, 1, 2], None),), (BlockCopy(6, 3, 2),))
+    copies.guard(others)  # it reads 5 and 6 only
+    assert steps.awaited == []
+    copies.transfer([Transfer(2, False, (6, 7), (2, 3))])
+    assert back.awaited == [steps, out]
+    copies.guard(StepPlan((SequenceStep(1, [0] * 2, 3, [5, 1], None),)))
+    assert steps.awaited == [out]
+    copies.guard(StepPlan((), (BlockCopy(3, 6, 2),)))
+    assert steps.awaited == [out, out]
+    copies.landed(wait=False)
+    copies.guard(StepPlan((), (BlockCopy(3, 6, 2),)))
+    assert steps.awaited == [out, out]
+
+
+def test_a_copy_that_cannot_be_begun_is_over_in_vain(
+    steps: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, copies = make(steps)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(cuda, "gather_blocks", fail)
+    copies.transfer([Transfer(1, True, (5,), (0,)), Transfer(2, False, (6,), (0,))])
+    assert [(r.transfer_id, r.succeeded) for r in copies.landed(wait=True)] == [
+        (1, False),
+        (2, True),
+    ]
