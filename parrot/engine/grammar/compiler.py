@@ -19,7 +19,7 @@ from parrot.utils.json_schemas import check_size, exact_schema
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_S = 1.0
+DEADLINE_S = 2.0
 _NUM_THREADS = 2
 _CACHE_BYTES = 64 * 2**20
 _GRAMMAR_BYTES = 2**16  # of one, besides those that grow with its text

@@ -310,7 +310,11 @@ def test_what_is_wrong_or_too_much_is_refused_by_name(fields: dict[str, Any]) ->
     ],
 )
 def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]) -> None:
-    constraint = constraint_of(**fields)
+    try:
+        constraint = constraint_of(**fields)
+    except InvalidRequest as error:
+        assert "to compile" in error.message  # noqa: PT017 - on a machine that is busy
+        return
     for place in range(20):
         began = time.monotonic()
         tokens = allowed(constraint, place)
