@@ -123,6 +123,7 @@ def main() -> int:
                 [args.st, "run", f"{url}/openapi.json", "--phases", "fuzzing", "--checks", CHECKS,
                  "--max-examples", str(args.max_examples), "--seed", str(args.seed),
                  "--request-timeout", "20", "--continue-on-failure"],
+                cwd=folder,  # where it leaves what it has learned
                 env=os.environ | {_CORE: core, "SCHEMATHESIS_HOOKS": "tests.hostile.check_openapi",
                                   "PYTHONPATH": str(ROOT)},
             ).returncode != 0  # fmt: skip
