@@ -37,7 +37,7 @@ from parrot.engine.core.requests import RequestTable
 from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
 from parrot.engine.core.step_costs import StepCostMeter
 from parrot.engine.core.validation import RequestLimits
-from parrot.engine.drafts.drafter import Drafter
+from parrot.engine.drafts.drafter import make_drafter
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import (
     EngineFailed,
@@ -85,8 +85,7 @@ class EngineCore:
         if is_found and self._runner.has_host_tier:
             self._found.use_host(self._runner, self._costs.prefill_s)
         self._scheduler = LocalScheduler(config, self._tree, self._found)
-        max_draft = config.scheduler.max_draft_tokens if info.takes_drafts else 0
-        self._drafter = Drafter(max_draft, config.scheduler.max_batch_size) if max_draft else None
+        self._drafter = make_drafter(config.scheduler, info.draft_sizes)
         self._totals = StepTotals()
         limits = RequestLimits(self.max_context_len, info.vocab_size)
         self.requests = RequestTable(
@@ -119,7 +118,7 @@ class EngineCore:
         if self._land(running, None):
             self._step_behind(None)
             if self._drafter is not None and self._flight is not None:
-                self._drafter.turned(self._clock.now() - self._last_step_ended)
+                self._drafter.costs.turned(self._clock.now() - self._last_step_ended)
         return True
 
     def _step_behind(self, running: _Flight | None) -> bool:
@@ -166,7 +165,8 @@ class EngineCore:
         jobs = self._drafting()
         outputs = [drafts for job in jobs if (drafts := job.drafts)]
         self._drafter.look(outputs)
-        self._drafter.costs = self._costs.recent() or self._drafter.costs
+        if (costs := self._costs.recent()) is not None:
+            self._drafter.costs.token_s = costs.prefill_s
         lengths = self._drafter.choose(outputs, len(self._scheduler.decoding))
         return {
             job: drafts.take(length)
@@ -328,7 +328,9 @@ class EngineCore:
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.stepped(step, elapsed_s)
         if self._drafter is not None:
-            self._drafter.stepped(elapsed_s, num_prompt_tokens, step.num_drafts)
+            self._drafter.costs.stepped(
+                elapsed_s, len(step.jobs), step.num_drafts, num_prompt_tokens
+            )
 
     def _take_tokens_of(
         self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float

@@ -185,9 +185,9 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
-    be measured. `takes_drafts`: whether sequences may have drafts. `kv_dtype`: the type of the
-    pool's numbers; empty: there is no pool. `num_host_blocks`: how many blocks of `block_bytes` its
-    host tier holds."""
+    be measured. `draft_sizes`: see `DraftCosts`; if there are none, sequences may have no drafts.
+    `kv_dtype`: the type of the pool's numbers; empty: there is no pool. `num_host_blocks`: how many
+    blocks of `block_bytes` its host tier holds."""
 
     num_blocks: int
     block_size: int
@@ -196,7 +196,7 @@ class RunnerInfo:
     model_mem: float
     cache_mem: float
     costs: StepCosts | None = None
-    takes_drafts: bool = False
+    draft_sizes: tuple[int, ...] = ()
     kv_dtype: str = ""
     num_host_blocks: int = 0
     block_bytes: int = 0

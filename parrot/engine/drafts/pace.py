@@ -2,16 +2,16 @@
 step costs with them."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from parrot.protocol.engine_api import StepCosts
 
 _MEMORY = 0.97  # of a token or a rejection, for each that comes after it
 _FIRST_HITS, _FIRST_MISSES = 2.0, 1.0
 _FORGETTING = 0.996  # of misses, for each token that is generated without a draft
-_MIN_GAIN = 1.02  # what it must bring at least: its costs are estimates
-_ROUNDS = 3
+_MIN_GAIN = 1.03  # what it must bring at least: its costs are estimates
+_SMOOTHING = 0.1
+_SLOW_SMOOTHING = 0.02
 
 
 class Acceptance:
@@ -37,6 +37,52 @@ class Acceptance:
         self._misses = max(_FIRST_MISSES, self._misses * _FORGETTING**num_tokens)
 
 
+class DraftCosts:
+    """What steps take without drafts, and how much longer with them.
+
+    `sizes`: numbers of tokens, ascending; steps with drafts up to one of them cost about the same,
+    and have no more than the last. What a size costs is measured once it has been used; before, a
+    draft's token counts as one of a prompt, `token_s`."""
+
+    def __init__(self, sizes: Sequence[int], plain_s: float, turnaround_s: float) -> None:
+        self.sizes = sizes
+        self.plain_s = plain_s
+        self.turnaround_s = turnaround_s
+        self.token_s = 0.0
+        self._added_s: dict[int, float] = {}
+
+    def added_s(self, num_tokens: int, num_drafts: int) -> float:
+        """How much longer drafts make a step of `num_tokens`, with them."""
+        size = self._size(num_tokens)
+        if (measured := self._added_s.get(size)) is not None:
+            return measured
+        smaller = [added_s for known, added_s in self._added_s.items() if known < size]
+        return max([num_drafts * self.token_s, *smaller])
+
+    def stepped(self, seconds: float, num_sequences: int, num_drafts: int, num_others: int) -> None:
+        """A step has run that computed `num_others` prompt tokens besides."""
+        if seconds <= 0:
+            return
+        num_tokens = num_sequences + num_drafts
+        added_s = self.added_s(num_tokens, num_drafts) if num_drafts else 0.0
+        plain_s = max(0.1 * seconds, seconds - added_s - num_others * self.token_s)
+        if num_drafts and not num_others:
+            found = max(0.0, seconds - self.plain_s)
+            known = self._added_s.setdefault(self._size(num_tokens), found)
+            self._added_s[self._size(num_tokens)] = known + _SMOOTHING * (found - known)
+        smoothing = _SLOW_SMOOTHING if num_drafts else _SMOOTHING
+        self.plain_s += smoothing * (plain_s - self.plain_s)
+
+    def turned(self, seconds: float) -> None:
+        """It took so long from the end of a step to the launch of the next, which was not planned
+        ahead."""
+        self.turnaround_s += _SMOOTHING * (seconds - self.turnaround_s)
+
+    def _size(self, num_tokens: int) -> int:
+        at = bisect_left(self.sizes, num_tokens)
+        return self.sizes[min(at, len(self.sizes) - 1)]
+
+
 class Candidate(NamedTuple):
     """A draft that could be verified: its length at most, and its acceptance."""
 
@@ -44,35 +90,27 @@ class Candidate(NamedTuple):
     rate: float
 
 
-class StepFacts(NamedTuple):
-    """The step that drafts would be added to. `seconds`: what it takes without them.
-    `turnaround_s`: what it takes longer since it cannot be launched ahead. `max_tokens`: of all
-    drafts."""
-
-    num_sequences: int
-    seconds: float
-    turnaround_s: float
-    max_tokens: int
-
-
-def share_out(candidates: Sequence[Candidate], facts: StepFacts, costs: StepCosts) -> list[int]:
+def share_out(candidates: Sequence[Candidate], num_sequences: int, costs: DraftCosts) -> list[int]:
     """The tokens to verify of each draft, for the most tokens per second; all 0 if drafts do not
     pay.
 
     A token is worth its cost as long as it is accepted more often than the step makes tokens in the
-    time that it takes. That rate is known only once all are chosen, so it is found in rounds."""
+    time that it takes. That is tried for each size of step."""
     chosen = [0] * len(candidates)
-    plain = facts.num_sequences / facts.seconds
-    best = plain * _MIN_GAIN
-    for _ in range(_ROUNDS):
-        least = best * costs.prefill_s  # the acceptance of a token that is worth its time
-        lengths = _fitted([_length(c, least) for c in candidates], facts.max_tokens)
-        gained = sum([_expected(c.rate, n) for c, n in zip(candidates, lengths, strict=True)])
-        seconds = facts.seconds + facts.turnaround_s + costs.prefill_s * sum(lengths)
-        rate = (facts.num_sequences + gained) / seconds
-        if rate <= best:
+    best = num_sequences / costs.plain_s * _MIN_GAIN
+    for size in costs.sizes:
+        if size <= num_sequences:
+            continue
+        least = best * costs.token_s
+        lengths = _fitted([_length(c, least) for c in candidates], size - num_sequences)
+        num_drafts = sum(lengths)
+        if not num_drafts:
             break
-        chosen, best = lengths, rate
+        gained = sum([_expected(c.rate, n) for c, n in zip(candidates, lengths, strict=True)])
+        added_s = costs.turnaround_s + costs.added_s(num_sequences + num_drafts, num_drafts)
+        rate = (num_sequences + gained) / (costs.plain_s + added_s)
+        if rate > best:
+            chosen, best = lengths, rate
     return chosen
 
 
@@ -92,8 +130,7 @@ def _expected(rate: float, length: int) -> float:
 
 def _fitted(lengths: list[int], limit: int) -> list[int]:
     """Cut the longest first, so that together they are within the limit."""
-    excess = sum(lengths) - limit
-    if excess <= 0:
+    if sum(lengths) <= limit:
         return lengths
     low, high = 0, max(lengths)
     while low < high:  # the largest cap that fits

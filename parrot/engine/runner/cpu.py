@@ -25,6 +25,8 @@ from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.sampling import sample
 
+_DRAFT_SIZES = (2, 4, 8, 16, 32, 64, 128)
+
 
 class ModelRunner:
     """`TieredRunner` over a decoder and its KV pool.
@@ -49,7 +51,9 @@ class ModelRunner:
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
         self._copies = self._cache.host_copies(num_host_blocks)
-        self._info = runner_info(model, self._cache, num_blocks, max_seq_len, num_host_blocks)
+        self._info = runner_info(
+            model, self._cache, num_blocks, max_seq_len, num_host_blocks, draft_sizes=_DRAFT_SIZES
+        )
         self._attention = TorchAttention(self._cache.pooled, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)

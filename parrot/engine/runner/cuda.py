@@ -106,15 +106,21 @@ class CudaRunner:
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
         self._copies = self._cache.host_copies(options.num_host_blocks)
+        layer_weights = spec.num_layer_weights
+        mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
         self._info = runner_info(
-            model, self._cache, num_blocks, options.max_seq_len, options.num_host_blocks
+            model,
+            self._cache,
+            num_blocks,
+            options.max_seq_len,
+            options.num_host_blocks,
+            draft_sizes=[size.rows for size in mixed if size.rows <= options.max_rows],
         )
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
         self._device = device
         self._overlap = options.overlap
         self._inputs = InputBuilder(max_rows, -(-max_seq_len // block_size), block_size)
         self._draws = DrawBuilder(max_rows)
-        layer_weights = spec.num_layer_weights
         self._attention = WatchedAttention(
             self._cache.pooled,
             spec.num_heads,
@@ -134,7 +140,7 @@ class CudaRunner:
         )
         if options.use_graphs:
             sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
-            sizes += mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
+            sizes += mixed
             self.computer.graphs = StepGraphs(
                 self._attention, Rooms(shape, split), sizes, self.computer.compute_in_place
             )

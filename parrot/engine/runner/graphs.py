@@ -64,13 +64,13 @@ def bucket_list(max_rows: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[StepSize, ...]:
-    """Sizes of the graphs of steps with prompts in them.
+    """Sizes of the graphs of steps with prompts or drafts in them.
 
     A large step takes the device longer than its launch takes the host, so that padding would cost
     more than a graph saves: `layer_weights` (of one layer) tells when."""
     useful = int(_LAUNCH_S * MATRIX_RATE / (2 * layer_weights))
     limit = min(max_tokens, _MAX_MIXED, useful)
-    sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
+    sizes = [8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
     return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)
 
 

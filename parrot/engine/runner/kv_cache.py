@@ -148,6 +148,8 @@ def runner_info(
     num_blocks: int,
     max_seq_len: int | None,
     num_host_blocks: int = 0,
+    *,
+    draft_sizes: Sequence[int],
 ) -> RunnerInfo:
     """Facts of a runner; contexts are at most as long as the model allows."""
     spec = model.spec
@@ -158,7 +160,7 @@ def runner_info(
         vocab_size=spec.vocab_size,
         model_mem=model.num_bytes / MIB,
         cache_mem=cache.num_bytes / MIB,
-        takes_drafts=True,
+        draft_sizes=tuple(draft_sizes),
         kv_dtype=cache.layout.dtype_name,
         num_host_blocks=num_host_blocks,
         block_bytes=cache.layout.block_bytes,

@@ -73,7 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
             vocab_size=VOCAB_SIZE,
             model_mem=0.0,
             cache_mem=0.0,
-            takes_drafts=self.takes_drafts,
+            draft_sizes=(2, 4, 8, 64) if self.takes_drafts else (),
             num_host_blocks=self.num_host_blocks,
         )
         self.limits = (max_batch, max_batched)

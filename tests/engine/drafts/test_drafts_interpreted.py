@@ -1,0 +1,72 @@
+"""The CUDA runner in Triton's interpreter verifies drafts: outputs are those without."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.core.output import Language
+from parrot.engine.grammar.compiler import GrammarCompiler
+from parrot.engine.models import decoder
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.layers import PlainLinear
+from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.protocol.sampling import SamplingConfig
+from tests.support.byte_tokenizer import plain_byte_tokenizer
+from tests.support.drafted import assert_drafts_change_nothing
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
+    pytest.mark.timeout(300),
+]
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+# Tokens that come again and again.
+FEW = {7: 50.0, 8: 49.3, 9: 48.9}
+
+
+@pytest.fixture(scope="module")
+def make_runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], CudaRunner]:
+    path: Path = make_tiny_model(tmp_path_factory.mktemp("model"), "llama", overrides=SMALL)
+    checkpoint = open_checkpoint(str(path))
+    with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
+        patch.setattr(decoder, "make_linear", PlainLinear)
+        model = Decoder(checkpoint.spec, checkpoint.take, torch.float32, torch.device("cpu"))
+
+    def make(overlap: bool) -> CudaRunner:
+        options = CudaOptions(
+            max_rows=16, max_tokens=64, use_graphs=False, upcast=True, overlap=overlap
+        )
+        return CudaRunner(model, 32, 16, options)
+
+    return make
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": FEW},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.3},
+        {"temperature": 1.5, "seed": 4, "regex": "([a-m][A-M]|[n-z][N-Z])+"},
+    ],
+    ids=str,
+)
+def test_outputs_are_the_same_with_drafts(
+    make_runner: Callable[[bool], CudaRunner], fields: dict[str, Any], overlap: bool
+) -> None:
+    tokenizer = plain_byte_tokenizer(259)
+    language = Language.of(tokenizer, GrammarCompiler.of(tokenizer, 259))
+    numbers = random.Random(1)
+    prompts = [[numbers.randrange(97, 122) for _ in range(length)] for length in (5, 20)]
+    sampling = SamplingConfig(**fields, max_gen_length=10, ignore_tokenizer_eos=True)
+    drafted = assert_drafts_change_nothing(make_runner(overlap), language, prompts, sampling)
+    assert sum(o.response.usage.accepted_tokens for o in drafted) > 4

@@ -1,0 +1,92 @@
+"""Outputs of an engine core, with drafts and without."""
+
+import asyncio
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import EngineRequest, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.plan import Runner
+from parrot.protocol.engine_api import DraftSources, GenerateResponse, StreamChunk
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import MonotonicClock
+
+Texts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    response: GenerateResponse
+    streamed: str
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """All that must not depend on drafts."""
+        r = self.response
+        return r.generated_ids, r.generated_text, r.finish_reason, self.streamed
+
+
+def outputs(
+    runner: Runner,
+    language: Language,
+    prompts: Texts,
+    sampling: SamplingConfig,
+    drafts: Texts | None = None,
+) -> list[Output]:
+    """Of prompts that come together, drafted from a text each, and from themselves; None: not."""
+    most = 0 if drafts is None else 32
+    config = BuiltinConfig(model="embedded", scheduler={"max_draft_tokens": most})
+    core = EngineCore(config, runner, language, MonotonicClock())
+    outcomes: list[list[Any]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        constraint = None
+        if language.grammars is not None:
+            constraint = asyncio.run(language.grammars.constraint(sampling))
+        wanted = EngineRequest(
+            i,
+            (Piece(i, array("i", prompt)),),
+            sampling=sampling.model_copy(),  # a runner tells jobs by it, and this core's are new
+            stream=True,
+            constraint=constraint,
+            drafts=DraftSources(texts=() if drafts is None else (list(drafts[i]),)),
+        )
+        core.requests.submit(wanted, outcomes[i].append)
+    while core.has_work:
+        core.wait_until_due()
+        core.step()
+        for call, argument in core.requests.outbox.take():
+            call(argument)
+        core.check_integrity()
+    return [
+        Output(o[-1], "".join(c.text for c in o if isinstance(c, StreamChunk))) for o in outcomes
+    ]
+
+
+def edited(ids: Sequence[int], most: int = 250) -> list[int]:
+    """Some tokens left out, some other ones put in."""
+    numbers = random.Random(len(ids))
+    kept = [i for i in ids if numbers.random() > 0.1]
+    for _ in range(len(ids) // 12):
+        kept.insert(numbers.randrange(len(kept) + 1), numbers.randrange(most))
+    return kept
+
+
+def assert_drafts_change_nothing(
+    runner: Runner, language: Language, prompts: Texts, sampling: SamplingConfig
+) -> list[Output]:
+    """Drafts of what will be said, and of nearly that. Returns the outputs of the former."""
+    plain = outputs(runner, language, prompts, sampling)
+    assert all(o.response.usage.drafted_tokens == 0 for o in plain)
+    said = [o.response.generated_ids for o in plain]
+    nearly = outputs(runner, language, prompts, sampling, [edited(ids) for ids in said])
+    drafted = outputs(runner, language, prompts, sampling, said)
+    for output in (nearly, drafted):
+        assert [o.said for o in output] == [o.said for o in plain]
+        for usage in [o.response.usage for o in output]:
+            assert usage.accepted_tokens <= min(usage.drafted_tokens, usage.output_tokens)
+    return drafted
