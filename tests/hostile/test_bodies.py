@@ -31,11 +31,15 @@ LARGE_ROUTES = [
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
 ]
 SMALL_ROUTES = [
     ("POST", "/v1/session"),
     ("DELETE", "/v1/session/1"),
     ("GET", "/v1/session/1"),
+    ("GET", "/v1/sessions"),
     ("GET", "/v1/semantic_var/v"),
     ("GET", "/v1/semantic_var/v/stream"),
     ("POST", "/v1/semantic_var/v/cancel"),

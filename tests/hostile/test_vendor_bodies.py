@@ -97,3 +97,27 @@ async def test_the_first_of_many_errors_is_enough(site: Site, path: str) -> None
         status, answer = await site.send(path, given)
         assert status == 400
         assert len(json.dumps(answer)) < 1000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [1] * 300_000 + ["a"],
+        [[1] * 100] * 2047 + [["a"]],
+        [["a"] * 80] * 2048,
+        ["a"] * 150_000,
+        [["a"]],
+        [[[1]]],
+        [{"a": 1}] * 2000,
+        [True],
+        [1.5],
+        [2**31],
+        nested(200),
+    ],
+    ids=lambda given: f"{str(given)[:20]}-{len(given)}",
+)
+async def test_inputs_of_embeddings_that_are_none(site: Site, given: Any) -> None:
+    status, answer = await site.send("/v1/embeddings", {"model": MODEL, "input": given})
+    assert status == 400
+    assert len(json.dumps(answer)) < 1000
+    assert not site.engine.embedded

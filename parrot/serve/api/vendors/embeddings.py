@@ -19,7 +19,7 @@ from parrot.serve.execution.embedder import Embedder, Input
 MAX_INPUTS = 2048  # OpenAI's
 
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _Ids = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TEXT)]
 _Texts = Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 _Lists = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
