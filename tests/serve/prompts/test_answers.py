@@ -183,8 +183,8 @@ def test_what_only_looks_like_a_call_is_text(template: str, text: str) -> None:
     ["", "no json", "[]", "3", '{"name": 3, "arguments": {}}', '{"name": "f", "arguments": "x"}'],
 )
 def test_what_is_no_call_is_text(inner: str) -> None:
-    text = f"<tool_call>{inner}</tool_call>"
-    assert said(read_answer(parser(HERMES)(), text)) == (text, [])
+    for text in (f"<tool_call>{inner}</tool_call>", f"So \n<tool_call>{inner}</tool_call> there"):
+        assert said(read_answer(parser(HERMES)(), text)) == (text, [])
 
 
 def test_only_the_first_call() -> None:
