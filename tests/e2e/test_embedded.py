@@ -1,5 +1,7 @@
 """Programs on the real embedded model: PFunc, ServeCore and the builtin engine together."""
 
+import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +134,45 @@ async def test_chat_completions_in_a_format(cluster: Cluster) -> None:
         status, answer = await ask(response_format=wrong)
         assert (status, answer["error"]["param"]) == (400, "json_schema")
         assert "uniqueItems" in answer["error"]["message"]
+
+
+async def test_how_likely_the_tokens_of_an_answer_were(cluster: Cluster) -> None:
+    """Greedy tokens are the likeliest ones, and the same for a prompt as text and as tokens."""
+    text = "The capital of France is the city of"
+    asked = {"model": "embedded", "max_tokens": 6, "temperature": 0, "logprobs": 3}
+    async with aiohttp.ClientSession(cluster.core_url) as http:
+
+        async def ask(path: str, **fields: Any) -> Any:
+            async with http.post(path, json=fields) as response:
+                assert response.status == 200, await response.text()
+                return await response.json()
+
+        tokens = (await ask("/tokenize", model="embedded", prompt=text))["tokens"]
+        first, again = [
+            await ask("/v1/completions", **asked, prompt=prompt) for prompt in (text, tokens)
+        ]
+        (choice,), (other,) = first["choices"], again["choices"]
+        found, same = choice["logprobs"], other["logprobs"]
+        assert same["tokens"] == found["tokens"]
+        assert same["token_logprobs"] == pytest.approx(found["token_logprobs"], abs=1e-3)
+        assert "".join(found["tokens"]) == choice["text"]
+        for i, likely in enumerate(found["top_logprobs"]):
+            assert max(likely, key=likely.__getitem__) == found["tokens"][i]
+            assert likely[found["tokens"][i]] == found["token_logprobs"][i]
+            assert 0 < sum(math.exp(value) for value in likely.values()) < 1 + 1e-4
+            assert choice["text"][found["text_offset"][i] :].startswith(found["tokens"][i])
+        many = await ask(
+            "/v1/completions", **asked | {"temperature": 1.5, "seed": 3}, prompt=tokens, best_of=8
+        )
+        (best,) = many["choices"]
+        alone = await ask(
+            "/v1/completions", **asked | {"temperature": 1.5, "seed": 3}, prompt=tokens, n=8
+        )
+        means = {
+            choice["text"]: statistics.fmean(choice["logprobs"]["token_logprobs"])
+            for choice in alone["choices"]
+        }
+        assert best["text"] == max(means, key=means.__getitem__)
 
 
 def test_outputs_of_one_call_and_of_calls_that_feed_each_other(vm: P.VirtualMachine) -> None:

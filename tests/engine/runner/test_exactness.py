@@ -22,6 +22,7 @@ from parrot.engine.core.plan import Runner, StepPlan, StepResult
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.cpu import ModelRunner
+from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
 from parrot.utils.clock import MonotonicClock
@@ -44,6 +45,7 @@ PROMPT_LENGTH = 11  # prompts of one length are one batch without padding
 class Golden:
     prompts: list[list[int]]
     outputs: list[list[int]]
+    logits: torch.Tensor  # [prompts, tokens, vocab]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,15 @@ def golden(checkpoint: Checkpoint) -> Golden:
     twin.eval()
     twin.generation_config.eos_token_id = None
     with torch.inference_mode():
-        ids = twin.generate(torch.tensor(prompts), max_new_tokens=NUM_TOKENS, do_sample=False)
-    return Golden(prompts, ids[:, PROMPT_LENGTH:].tolist())
+        made = twin.generate(
+            torch.tensor(prompts),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    logits = torch.stack(made.logits, dim=1).float()
+    return Golden(prompts, made.sequences[:, PROMPT_LENGTH:].tolist(), logits)
 
 
 def test_alone(runner: ModelRunner, golden: Golden) -> None:
@@ -159,10 +168,10 @@ def language() -> Language:
     return Language.of(open_checkpoint("embedded").load_tokenizer())
 
 
-def complete(
+def answers_of(
     runner: Runner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
-) -> list[list[int]]:
-    """The tokens that an engine core generates for prompts that arrive together."""
+) -> list[GenerateResponse]:
+    """The answers of an engine core for prompts that arrive together."""
     core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
     outcomes: list[list[object]] = [[] for _ in requests]
     for i, (prompt, sampling) in enumerate(requests):
@@ -171,7 +180,15 @@ def complete(
     while core.step():
         deliver(core.requests.outbox.take())
     core.check_integrity()
-    return [outcome.generated_ids for (outcome,) in outcomes]
+    answers = [outcome for (outcome,) in outcomes if isinstance(outcome, GenerateResponse)]
+    assert len(answers) == len(requests), outcomes
+    return answers
+
+
+def complete(
+    runner: Runner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
+) -> list[list[int]]:
+    return [answer.generated_ids for answer in answers_of(runner, requests, **config)]
 
 
 def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
@@ -185,6 +202,24 @@ def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> No
     assert complete(counting, requests, tokens_capacity=capacity) == want
     num_needed = len(golden.prompts) * (PROMPT_LENGTH + num_tokens - 1)
     assert counting.num_tokens > num_needed + 20, "nobody was preempted"
+
+
+@pytest.mark.parametrize("config", [{}, {"fill_chunk_size": 4}, {"tokens_capacity": 96}])
+def test_log_probabilities(runner: ModelRunner, golden: Golden, config: dict[str, int]) -> None:
+    """In one step and in chunks, and of tokens whose KV was lost and computed again."""
+    sampling = SamplingConfig(
+        temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, logprobs=5
+    )
+    answers = answers_of(runner, [(prompt, sampling) for prompt in golden.prompts], **config)
+    want = torch.log_softmax(golden.logits, dim=-1)
+    for i, answer in enumerate(answers):
+        assert answer.generated_ids == golden.outputs[i]
+        assert answer.logprobs is not None
+        ids = torch.tensor(answer.logprobs.ids).view(NUM_TOKENS, 6).long()
+        values = torch.tensor(answer.logprobs.values).view(NUM_TOKENS, 6)
+        assert ids[:, 0].tolist() == ids[:, 1].tolist() == answer.generated_ids
+        assert torch.allclose(values, want[i].gather(1, ids), atol=1e-3)
+        assert torch.allclose(values[:, 1:], want[i].topk(5, dim=-1).values, atol=1e-3)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(

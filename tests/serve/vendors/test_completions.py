@@ -186,3 +186,16 @@ async def test_best_of_as_many_as_are_wanted_is_streamed(site: Site) -> None:
     chunks = payloads(await site.stream(PATH, body("x", n=2, best_of=2, stream=True)))
     assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1}
     assert site.engine.requests[0].sampling_config.logprobs is None
+
+
+async def test_tokens_with_the_same_text_are_not_the_same_prompt(site: Site) -> None:
+    """The first bytes of two characters are both shown as U+FFFD."""
+    begin = ids_of("a text that is longer than a block")
+    prompts = [[*begin, ids_of(character)[0]] for character in ("é", "€")]
+    for prompt in prompts:
+        await site.post(PATH, body(prompt))
+    found = [
+        site.engine.contexts[request.context_id][: len(prompt)]
+        for request, prompt in zip(site.engine.requests, prompts, strict=True)
+    ]
+    assert found == prompts
