@@ -33,7 +33,8 @@ def time_steps(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, f
             "instance": {"num_kv_cache_blocks": 100_000, "block_size": BLOCK_SIZE},
         }
     )
-    core = EngineCore(config, SimRunner(config.instance), LANGUAGE, MonotonicClock())
+    clock = MonotonicClock()
+    core = EngineCore(config, SimRunner(config.instance, clock), LANGUAGE, clock)
     served = serve_all(core, [(prompt, OUTPUT) for prompt in prompts])
     return {
         "seconds": served.seconds,

@@ -164,6 +164,10 @@ class SimInstance(ConfigModel):
     prefill_pair_s: Seconds = Field(
         0.0, description="Per prompt token and token before it: long prompts are quadratic."
     )
+    num_host_kv_blocks: int = Field(0, ge=0, description="Blocks that the host holds besides.")
+    host_token_s: Seconds = Field(
+        2.6e-6, description="Per token whose KV is copied to the host or back: both ways at once."
+    )
     shared_prefix: bool = Field(
         True, description="KV that sequences of a step share is read once, not once for each."
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from parrot.protocol.engine_api import RuntimeInfo
+from parrot.protocol.engine_api import HostTierInfo, RuntimeInfo
 
 _MIB = 2**20
 _NS = 1e-9
@@ -26,3 +26,29 @@ def engine_families(info: RuntimeInfo) -> Iterable[Metric]:
         yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
     steps = info.num_steps or 0
     yield CounterMetricFamily("parrot_engine_steps", "Steps run.", value=steps)
+    tokens = CounterMetricFamily(
+        "parrot_engine_prompt_tokens",
+        "Tokens of prompts, by where their KV was found.",
+        labels=["found"],
+    )
+    for found, count in info.prompt_tokens.model_dump().items():
+        tokens.add_metric([found], count)
+    yield tokens
+    if info.host_tier is not None:
+        yield from _host_families(info.host_tier)
+
+
+def _host_families(host: HostTierInfo) -> Iterable[Metric]:
+    gauges = {
+        "host_kv_blocks": ("Blocks of KV that the host holds at most.", host.num_max_blocks),
+        "host_kv_blocks_free": ("Of these, those that hold nothing.", host.num_free_blocks),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
+    text = "Bytes of KV copied between the device and the host."
+    copied = CounterMetricFamily("parrot_engine_kv_copied_bytes", text, labels=["to"])
+    copied.add_metric(["host"], host.stored_bytes)
+    copied.add_metric(["device"], host.returned_bytes)
+    yield copied
+    text = "Copies of KV that failed."
+    yield CounterMetricFamily("parrot_engine_kv_copies_failed", text, value=host.failed_transfers)

@@ -136,6 +136,7 @@ class Usage(InternalPayload):
     from its first step to its last."""
 
     cached_tokens: int = Field(0, description="prompt tokens whose KV was already there")
+    host_tokens: int = Field(0, description="of these, brought back from the host")
     computed_tokens: int = Field(0, description="prompt tokens computed for this request")
     output_tokens: int = 0
     drafted_tokens: int = Field(0, description="verified by steps that computed several at once")
@@ -227,6 +228,27 @@ class StepCosts(InternalPayload):
         return self.step_s + num_sequences * self.sequence_s + num_tokens * self.token_s
 
 
+class HostTierInfo(InternalPayload):
+    """KV that an engine keeps on its host. Bytes and failures are counted from its start."""
+
+    num_max_blocks: int
+    num_free_blocks: int = Field(description="blank ones; KV gives way in the others")
+    stored_bytes: int = Field(0, description="copied to the host")
+    returned_bytes: int = Field(0, description="copied back")
+    failed_transfers: int = 0
+    token_s: float | None = Field(
+        None, description="seconds to bring back a token, as measured; null: not known"
+    )
+
+
+class PromptTokens(InternalPayload):
+    """Tokens of the prompts of all requests that have ended well, by where their KV was found."""
+
+    device: int = 0
+    host: int = 0
+    nowhere: int = Field(0, description="computed")
+
+
 class RuntimeInfo(InternalPayload):
     """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
 
@@ -246,6 +268,8 @@ class RuntimeInfo(InternalPayload):
         "for the heartbeat timeout is lost; null: the engine does not count",
     )
     costs: StepCosts | None = Field(None, description="as measured; null: not known")
+    host_tier: HostTierInfo | None = None
+    prompt_tokens: PromptTokens = PromptTokens()
 
 
 class PingResponse(InternalPayload):

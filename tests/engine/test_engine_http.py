@@ -322,7 +322,7 @@ def threaded(**keys) -> tuple[RunnerService, SimConfig]:
     config = SimConfig(instance=ZERO, **keys)
 
     def load() -> EngineCore:
-        runner = FaultyRunner(config.instance)
+        runner = FaultyRunner(config.instance, MonotonicClock())
         return EngineCore(config, runner, Language.of(byte_tokenizer_response()), MonotonicClock())
 
     return RunnerService(config, ThreadDriver(load), warm_up=True), config

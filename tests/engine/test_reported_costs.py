@@ -47,7 +47,8 @@ async def generate(service: RunnerService, number: int) -> None:
 
 def test_an_engine_measures_its_steps_from_its_warm_up_on() -> None:
     async def main() -> tuple[StepCosts | None, StepCosts | None]:
-        clock, runner = LoopClock(), UnknownRunner(CONFIG.instance)
+        clock = LoopClock()
+        runner = UnknownRunner(CONFIG.instance, clock)
         core = EngineCore(CONFIG, runner, Language.of(byte_tokenizer_response()), clock)
         driver = SimDriver(core, clock, runner)
         service = RunnerService(CONFIG, driver, warm_up=True)

@@ -41,7 +41,8 @@ class RefusingDriver:
 
     async def start(self) -> EngineCore:
         language = Language.of(byte_tokenizer_response())
-        return EngineCore(CONFIG, SimRunner(CONFIG.instance), language, ManualClock())
+        clock = ManualClock()
+        return EngineCore(CONFIG, SimRunner(CONFIG.instance, clock), language, clock)
 
     def post(self, verb: Callable[[Any], None]) -> None:
         verb(self.core)

@@ -374,6 +374,8 @@ class EngineCore:
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,
             costs=self._costs.costs(),
+            host_tier=self._found.host_info(),
+            prompt_tokens=self.requests.prompts.payload(),
         )
 
     def check_integrity(self) -> None:

@@ -21,6 +21,7 @@ from parrot.protocol.engine_api import (
     FillResponse,
     GenerateResponse,
     PoolingKind,
+    PromptTokens,
     StreamChunk,
     Usage,
 )
@@ -120,6 +121,25 @@ class StepTotals:
         self.num_prompt_tokens += num_prompt_tokens
 
 
+@dataclass(slots=True)
+class PromptTotals:
+    """The prompt tokens of requests that have ended well, by where their KV was found."""
+
+    num_on_device: int = 0
+    num_on_host: int = 0
+    num_computed: int = 0
+
+    def add(self, request: "RequestState") -> None:
+        self.num_on_device += request.num_cached - request.num_from_host
+        self.num_on_host += request.num_from_host
+        self.num_computed += request.num_missing
+
+    def payload(self) -> PromptTokens:
+        return PromptTokens(
+            device=self.num_on_device, host=self.num_on_host, nowhere=self.num_computed
+        )
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
@@ -181,6 +201,7 @@ class RequestState:
         drafts = next((job.drafts for job in self.jobs if job.drafts is not None), None)
         return Usage.model_construct(
             cached_tokens=self.num_cached,
+            host_tokens=self.num_from_host,
             computed_tokens=self.num_missing,
             output_tokens=num_output_tokens,
             drafted_tokens=0 if drafts is None else drafts.num_drafted,

@@ -14,6 +14,7 @@ from parrot.engine.core.jobs import (
     Job,
     Piece,
     Pooling,
+    PromptTotals,
     RequestState,
     Sink,
     StepTotals,
@@ -78,6 +79,7 @@ class RequestTable:
         self._clock = clock
         self._totals = totals
         self.outbox = Outbox()
+        self.prompts = PromptTotals()
         self._requests: dict[int, RequestState] = {}
         self._job_ids = IdCounter()
 
@@ -258,6 +260,7 @@ class RequestTable:
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             self._close(request)
+            self.prompts.add(request)
             response = request.response(self._clock.now(), self._totals)
             self.outbox.add(request.sink, response)
 

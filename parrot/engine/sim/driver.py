@@ -96,8 +96,22 @@ class SimDriver:
         deliver(core.requests.outbox.take())
         if step is None and not self._inbox:
             self._wake.clear()
-            await self._wake.wait()
+            await self._rest()
             self._busy_until = self._clock.now()
+
+    async def _rest(self) -> None:
+        """Wait for a verb, or until a copy between the tiers has landed."""
+        landing = self._runner.next_landing
+        if landing is None:
+            await self._wake.wait()
+            return
+        delay = max(0.0, landing - self._clock.now())
+        waits = [asyncio.ensure_future(w) for w in (self._clock.sleep(delay), self._wake.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _spend(self, seconds: float) -> None:
         """Let the step's time pass. Sleeping too long is made up for in the next step."""

@@ -19,7 +19,7 @@ class SimService(RunnerService):
         self, config: SimConfig, clock: Clock | None = None, *, leaps: bool = False
     ) -> None:
         clock = clock or MonotonicClock()
-        runner = SimRunner(config.instance)
+        runner = SimRunner(config.instance, clock)
         core = EngineCore(config, runner, Language.of(byte_tokenizer_response()), clock)
         self._sim_driver = SimDriver(core, clock, runner, leaps=leaps)
         super().__init__(config, self._sim_driver, warm_up=False)

@@ -7,13 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parrot.engine.config import SimInstance
-from parrot.engine.core.plan import RunnerInfo, SequenceStep, StepPlan, StepResult, TokenScores
+from parrot.engine.core.plan import (
+    Landed,
+    RunnerInfo,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+    TokenScores,
+    Transfer,
+)
 from parrot.engine.core.step_costs import UniqueKv
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
+from parrot.engine.sim.transfers import SimTransfers
 from parrot.protocol.engine_api import StepCosts
+from parrot.utils.clock import Clock
 
 _LEAST_STEP_S = 1e-6  # reported of steps that cost nothing
 _TYPICAL_DEPTH = 1000  # tokens before a prompt token, for engines whose prompts are quadratic
+_TOKEN_BYTES = 128 << 10  # of KV, as in an 8B model
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
 LETTER_IDS = frozenset(_LETTERS)
 _LOGPROBS = {
@@ -37,8 +48,9 @@ class SimRunner:
     """Samples letters and spaces, chosen by a checksum of the context: the same context gives the
     same text, whatever else is in the batch. It never ends a text by itself."""
 
-    def __init__(self, instance: SimInstance) -> None:
+    def __init__(self, instance: SimInstance, clock: Clock) -> None:
         self._instance = instance
+        self._transfers = SimTransfers(instance.block_size * instance.host_token_s, clock)
         self._unique_kv = UniqueKv(instance.block_size)
         self._checksums: dict[int, tuple[int, int]] = {}  # of the last step's jobs: tokens, sum
         self._info = RunnerInfo(
@@ -54,11 +66,25 @@ class SimRunner:
                 token_s=instance.context_token_s,
                 prefill_s=instance.prefill_token_s + _TYPICAL_DEPTH * instance.prefill_pair_s,
             ),
+            num_host_blocks=instance.num_host_kv_blocks,
+            block_bytes=instance.block_size * _TOKEN_BYTES,
         )
 
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers.begin(transfers)
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        """Whoever waits must let time pass until `next_landing`."""
+        return self._transfers.landed()
+
+    @property
+    def next_landing(self) -> float | None:
+        """When a transfer lands next, by the clock; None if none is under way."""
+        return self._transfers.next_landing
 
     def run(self, plan: StepPlan) -> StepResult:
         known, self._checksums = self._checksums, {}

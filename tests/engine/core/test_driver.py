@@ -32,7 +32,7 @@ class BlockingRunner(SimRunner):
     """Steps wait while `may_run` is not set, like those of a stuck device."""
 
     def __init__(self) -> None:
-        super().__init__(CONFIG.instance)
+        super().__init__(CONFIG.instance, MonotonicClock())
         self.may_run = threading.Event()
         self.may_run.set()
         self.is_stuck = threading.Event()
@@ -46,11 +46,13 @@ class BlockingRunner(SimRunner):
 
 def make_core(runner: SimRunner | None = None) -> EngineCore:
     language = Language.of(byte_tokenizer_response())
-    return EngineCore(CONFIG, runner or SimRunner(CONFIG.instance), language, MonotonicClock())
+    clock = MonotonicClock()
+    return EngineCore(CONFIG, runner or SimRunner(CONFIG.instance, clock), language, clock)
 
 
 def on_loop() -> Driver:
-    return SimDriver(make_core(), MonotonicClock(), SimRunner(CONFIG.instance))
+    clock = MonotonicClock()
+    return SimDriver(make_core(), clock, SimRunner(CONFIG.instance, clock))
 
 
 def in_thread() -> Driver:

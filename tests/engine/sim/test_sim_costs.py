@@ -12,6 +12,7 @@ from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
 from parrot.engine.core.step_costs import UniqueKv
 from parrot.engine.sim.runner import SimRunner
 from parrot.protocol.sampling import SamplingConfig
+from tests.support.manual_clock import ManualClock
 
 SIZE = 4
 CONFIGS = sorted((Path(__file__).parents[3] / "sample_configs" / "engine").glob("sim_*.json"))
@@ -36,10 +37,10 @@ def positions(sequences: list[SequenceStep]) -> int:
 def test_shared_kv_is_read_once_or_by_each():
     plan = StepPlan((step(1, [5, 6, 7], 10), step(2, [5, 6, 8, 9], 13), step(3, [4], 2)))
     costs = FREE | {"context_token_s": 1.0, "block_size": SIZE}
-    shared = SimRunner(SimInstance(**costs))
+    shared = SimRunner(SimInstance(**costs), ManualClock())
     assert shared.cost(plan) == positions(list(plan.sequences)) == 8 + 2 + 5 + 2
     assert shared.cost(plan) == 17
-    alone = SimRunner(SimInstance(**costs, shared_prefix=False))
+    alone = SimRunner(SimInstance(**costs, shared_prefix=False), ManualClock())
     assert alone.cost(plan) == 10 + 13 + 2
 
 
@@ -76,7 +77,7 @@ def test_counting_from_step_to_step_is_counting_anew(data):
 
 
 def test_long_prompts_cost_by_the_pairs_of_their_tokens():
-    runner = SimRunner(SimInstance(**FREE, prefill_pair_s=1.0, block_size=SIZE))
+    runner = SimRunner(SimInstance(**FREE, prefill_pair_s=1.0, block_size=SIZE), ManualClock())
     whole = runner.cost(StepPlan((step(1, list(range(25)), 100, 100),)))
     first = runner.cost(StepPlan((step(1, list(range(15)), 60, 60),)))
     rest = runner.cost(StepPlan((step(1, list(range(25)), 100, 40),)))
@@ -96,12 +97,12 @@ def test_a_token_depends_on_the_whole_context_and_on_nothing_else():
         steps = (SequenceStep(s.job_id, array("i", [1]), 0, [1], s) for s in specs)
         return list(runner.run(StepPlan(tuple(steps))).tokens.values())
 
-    runner = SimRunner(SimInstance())
+    runner = SimRunner(SimInstance(), ManualClock())
     text = b"once upon a time"
     for end in range(1, len(text)):
         (token, other) = sample(runner, (1, text[:end]), (2, text[::-1][:end]))
-        assert [token] == sample(SimRunner(SimInstance()), (7, text[:end]))
-        assert [other] == sample(SimRunner(SimInstance()), (1, text[::-1][:end]))
+        assert [token] == sample(SimRunner(SimInstance(), ManualClock()), (7, text[:end]))
+        assert [other] == sample(SimRunner(SimInstance(), ManualClock()), (1, text[::-1][:end]))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
 from parrot.engine.core.room import IdleContexts
+from parrot.protocol.engine_api import HostTierInfo
 
 
 class FoundKv:
@@ -32,10 +33,12 @@ class FoundKv:
         return self._tier is not None and self._tier.has_work
 
     def adopt(self, job: Job) -> int:
-        """Let the job begin behind all of its tokens that are published on the device; returns how
-        many that are."""
+        """Let the job begin behind all of its tokens that are published on the device, unless it
+        waits for others; returns how many that are."""
         context = job.context
-        if context.num_missing <= 1 or not (num_found := self._tree.adopt(context)):
+        if job.arrival is not None or context.num_missing <= 1:
+            return 0
+        if not (num_found := self._tree.adopt(context)):
             return 0
         if not job.has_begun:
             job.request.num_missing -= num_found
@@ -93,6 +96,10 @@ class FoundKv:
             job.arrival = None
             most = len(arrival.keys) * self._tree.block_size
             job.request.num_from_host += min(most, self.adopt(job))
+
+    def host_info(self) -> HostTierInfo | None:
+        """Plain reads: may be called from any thread."""
+        return None if self._tier is None else self._tier.info()
 
     def check_integrity(self) -> None:
         """Recount the references to blocks, and check both tiers."""

@@ -11,6 +11,7 @@ from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.stores import HostStores
 from parrot.engine.core.plan import Landed, Transfer
+from parrot.protocol.engine_api import HostTierInfo
 from parrot.utils.ids import IdCounter
 
 _TRANSFER_BYTES = 64 << 20  # of one transfer, so that waiting for one takes about a millisecond
@@ -64,6 +65,7 @@ class HostTier(Generic[W]):
         """`prefill_s`: what computing a token costs, if it is known."""
         self._pool = pool
         self._host = HostPool(num_slots)
+        self._block_bytes = block_bytes
         self._prefill_s = prefill_s
         self._block_s: float | None = None  # to bring one back, as measured
         self._per_transfer = max(1, _TRANSFER_BYTES // max(1, block_bytes))
@@ -215,6 +217,17 @@ class HostTier(Generic[W]):
                 self._host.touch(key, goes_first=True)
             else:
                 self._host.discard(key)
+
+    def info(self) -> HostTierInfo:
+        totals, block_s = self.totals, self._block_s
+        return HostTierInfo(
+            num_max_blocks=self.num_slots,
+            num_free_blocks=self.num_blank,
+            stored_bytes=totals.num_stored * self._block_bytes,
+            returned_bytes=totals.num_brought_back * self._block_bytes,
+            failed_transfers=totals.num_failed,
+            token_s=None if block_s is None else block_s / self._pool.block_size,
+        )
 
     def check_integrity(self) -> None:
         flights = [*self._flights.values(), *self._planned]
