@@ -264,7 +264,7 @@ def test_reset_forgets_everything():
         ([piece(1, "x" * 62)], PromptTooLong, "65 tokens"),
         ([piece(2, "x" * 40), piece(3, "x" * 40, parent=2)], PromptTooLong, "80 tokens"),
         ([Piece(2, array("i", [259]))], InvalidRequest, "vocabulary of 259"),
-        ([piece(2)], InvalidRequest, "empty context"),
+        ([piece(2)], InvalidRequest, "the context is empty"),
     ],
 )
 def test_refusals_leave_no_trace(order, error, message):
