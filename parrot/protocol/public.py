@@ -147,9 +147,7 @@ class VarSetRequest(SessionScoped):
 class ReadOptions(SessionScoped):
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     timeout: Timeout | None = Field(None, description="Seconds until the read fails.")
-    deadline: Timeout | None = Field(
-        None, description="Seconds until the value is wanted: it orders work, and ends nothing."
-    )
+    deadline: Timeout | None = Field(None, description="In how many seconds: it only orders work.")
 
 
 class VarGetRequest(ReadOptions):
@@ -162,6 +160,8 @@ class TokenUsage(BaseModel):
     prompt_tokens: int
     cached_tokens: int = Field(description="of the prompt's: they were in memory already")
     output_tokens: int
+    drafted_tokens: int = Field(0, description="of which steps verified several at once")
+    accepted_tokens: int = Field(0, description="of the drafted: they became output")
 
 
 class VarGetResponse(BaseModel):

@@ -29,6 +29,8 @@ _HISTOGRAMS = {
 }
 _TOTALS = {
     "parrot_prefix_shared_tokens": "Prompt tokens whose KV was there already.",
+    "parrot_drafted_tokens": "Output tokens that engines drafted, to verify several in a step.",
+    "parrot_accepted_tokens": "Of the drafted tokens, those that became output.",
     "parrot_calls_reused": "Completions that took the result of an identical one.",
     "parrot_call_retries": "Further attempts of completions.",
 }
@@ -98,6 +100,8 @@ class CoreMetrics:
         self._tokens[label, "prompt"] += stats.cached_tokens + stats.computed_tokens
         self._tokens[label, "generation"] += stats.output_tokens
         self._totals["parrot_prefix_shared_tokens"] += stats.cached_tokens
+        self._totals["parrot_drafted_tokens"] += stats.drafted_tokens
+        self._totals["parrot_accepted_tokens"] += stats.accepted_tokens
         self._totals["parrot_call_retries"] += max(0, stats.attempts - 1)
 
     def render(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> bytes:

@@ -105,6 +105,8 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
             output_tokens=stats.output_tokens,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
         ),
     )
 

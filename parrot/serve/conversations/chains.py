@@ -68,13 +68,14 @@ class Chains:
         output = None
         if chain.output is not None:
             output = _known(session, chain.output, "parrot.output")
-        usage = usage_of(fill, 0 if output else len(request.samplings))
+        usage = usage_of(fill, 0 if output else len(request.samplings), request.prediction)
         session.account.require(**usage)
         options = CallOptions(
             func_name=request.func_name,
             models=(request.model,),
             cache_prefix=not isinstance(request.prompt, str),
             tenant=session.tenant,
+            prediction=request.prediction,
         )
         request_id, completions = session.graph.submit_prompt(
             Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
@@ -124,10 +125,10 @@ class Chains:
                 )
 
 
-def usage_of(fill: Sequence[Piece], num_new: int) -> dict[str, int]:
+def usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str, int]:
     """The amounts that a session keeps for a call with this prompt and its new variables."""
     pieces = [piece for piece in fill if isinstance(piece, TextPiece)]
-    size = num_bytes([piece.text for piece in pieces])
+    size = num_bytes([prediction, *(piece.text for piece in pieces)])
     size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
     return {"calls": 1, "variables": num_new, "text_bytes": size}
 

@@ -44,7 +44,7 @@ class TurnRequest:
     may have special tokens in it; `tokens` are its tokens, where the text does not tell them. There
     is an answer for each of `samplings`. `program` names the program that asks. `calls`: what
     answers may call of the tools in `options`. `deadline`: in how many seconds the answers are
-    wanted."""
+    wanted. `prediction`: text that they may repeat."""
 
     tenant: str
     model: str
@@ -58,6 +58,7 @@ class TurnRequest:
     deadline: float | None = None
     chain: Chain | None = None
     tokens: TokenizedText | None = None
+    prediction: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -97,7 +97,7 @@ class Turns:
         fill = shown.pieces(0 if ending is None else ending.length)
         if request.tokens is not None:
             fill = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
-        usage = usage_of(fill, len(request.samplings))
+        usage = usage_of(fill, len(request.samplings), request.prediction)
         if ending is None:
             known = self._doctor.program_of(request.tenant, prompt)
             session = self._sessions.with_room(request.tenant, request.program, usage, known)
@@ -111,6 +111,7 @@ class Turns:
             cache_prefix=not isinstance(request.prompt, str),
             tenant=request.tenant,
             remark="" if left is None else f"prefix: {left}",
+            prediction=request.prediction,
         )
         previous = None if ending is None else ending.completion
         request_id, completions = session.graph.submit_prompt(

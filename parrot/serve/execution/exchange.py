@@ -15,6 +15,7 @@ from parrot.protocol.errors import EngineFailed
 from parrot.serve.contexts.index import Boundary
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
+from parrot.serve.execution.draft_sources import DraftTexts
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.likelihoods import appended, joined_logprobs, stop_ids_of
 from parrot.serve.execution.request import open_request
@@ -33,6 +34,7 @@ class Exchange:
 
     def __init__(self, ledger: ContextLedger) -> None:
         self._ledger = ledger
+        self._draft_texts = DraftTexts()
 
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
@@ -42,9 +44,11 @@ class Exchange:
         parts = await self._encode(run, attempt)
         if run.text:
             await _resume(run, attempt)
+        drafts = await self._draft_texts.sources(attempt)
         request = open_request(self._ledger, run, attempt, parts)
         if request is None:
             return Outcome(run.text, None, 0, _NOTHING_MORE)
+        request.drafts = drafts
         before = run.text
         logprobs = None if run.stats.logprobs is None else run.stats.logprobs.part(0)
         if run.wants_stream or run.may_lose:
@@ -52,6 +56,7 @@ class Exchange:
         else:
             response = await attempt.engine.client.generate(request)
         outcome = _outcome(run, attempt, before, response)
+        self._draft_texts.learn(run.completion, outcome)
         run.stats.logprobs = joined_logprobs(logprobs, attempt, response)
         return outcome
 

@@ -109,7 +109,14 @@ class ResultCache:
 def reused(made: RunStats) -> RunStats:
     """The statistics of a call that takes the result which another one made."""
     return replace(
-        made, attempts=0, cached_tokens=0, computed_tokens=0, recomputed_tokens=0, is_reused=True
+        made,
+        attempts=0,
+        cached_tokens=0,
+        computed_tokens=0,
+        recomputed_tokens=0,
+        drafted_tokens=0,
+        accepted_tokens=0,
+        is_reused=True,
     )
 
 

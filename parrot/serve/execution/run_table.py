@@ -353,6 +353,7 @@ class RunTable:
         num_prompt = usage.cached_tokens + usage.computed_tokens - num_resumed
         stats.prompt_tokens = max(0, num_prompt)  # of a server that counts nothing
         stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
+        stats.drafted_tokens, stats.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
         stats.decode_s = usage.decode_s if usage.steps else None
         stats.finish_reason = outcome.response.finish_reason
         stats.stop_string = outcome.response.stop_string

@@ -113,6 +113,8 @@ class RunStats:
     recomputed_tokens: int = 0  # of these, those that some context has or had
     prompt_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0  # that steps verified several at once
+    accepted_tokens: int = 0  # of these, those that became output
     decode_s: float | None = None  # from its first token to its last
     finish_reason: FinishReason | None = None  # why the text ends, once it does
     stop_string: str | None = None  # the one that ended it
@@ -131,6 +133,7 @@ class CallOptions:
     tenant: str = ""
     reuse: bool = True  # identical deterministic calls may share a run
     remark: str = ""  # for people who look at the session
+    prediction: str = ""  # text that the outputs may repeat
 
 
 @dataclass(slots=True, eq=False)

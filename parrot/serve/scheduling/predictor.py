@@ -105,7 +105,7 @@ class Estimates:
         if _has_fixed_length(completion.sampling):
             return limit
         prior = limit * _OUTPUT_SHARE
-        lengths = self._functions.get(_function(completion))
+        lengths = self._functions.get(function_key(completion))
         return 1 + int(prior if lengths is None else lengths.expect(prior, limit))
 
     def tokens_per_char(self, models: tuple[str, ...]) -> float:
@@ -129,7 +129,7 @@ class Estimates:
         """Take in an answer. Engines that count nothing teach nothing."""
         if not usage.output_tokens:
             return
-        key, models = _function(completion), completion.options.models
+        key, models = function_key(completion), completion.options.models
         if (lengths := self._functions.get(key)) is None:
             self._functions.put(key, lengths := OutputLengths())
         lengths.observe(usage.output_tokens)
@@ -145,7 +145,7 @@ def _has_fixed_length(sampling: SamplingConfig) -> bool:
     )
 
 
-def _function(completion: Completion) -> int:
+def function_key(completion: Completion) -> int:
     """Calls of one tenant with the same template are one function, each output for itself. (A hash,
     so that a template is not kept for its statistics.)"""
     texts = tuple([piece.text for piece in completion.fill if isinstance(piece, TextPiece)])

@@ -6,13 +6,15 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 import pytest
+from tokenizers import Tokenizer
 
-from parrot.protocol.engine_api import NO_PARENT, FinishReason
+from parrot.protocol.engine_api import NO_PARENT, EngineType, FinishReason
 from parrot.protocol.errors import EngineFailed, PromptTooLong
 from parrot.serve.api.vendors import endpoint
 from parrot.serve.config import CoreConfig
 from tests.serve.prompts.test_transcript import HERMES
 from tests.serve.vendors.conftest import MODEL, Site, payloads, serve
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.fake_engine import Script, fake_engine
 
 PATH = "/v1/chat/completions"
@@ -93,6 +95,20 @@ async def test_a_history_that_was_changed_shares_what_did_not_change(site: Site)
     shared = f"{USER}Hello{ASSISTANT}Something else<|im_end|>\n{USER}"
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= len(shared.replace("<|im_end|>", "x").replace("<|im_start|>", "x"))
+
+
+@pytest.mark.parametrize(
+    "content", ["as it is", [{"type": "text", "text": "as "}, {"type": "text", "text": "it is"}]]
+)
+async def test_a_prediction_goes_to_the_engine(site: Site, content: Any) -> None:
+    site.engine.info = site.engine.info.model_copy(update={"engine_type": EngineType.BUILTIN})
+    for engine in site.core.fleet:
+        engine.info = site.engine.info
+    await site.post(PATH, body(user("Hi"), prediction={"type": "content", "content": content}))
+    drafts = site.engine.requests[-1].drafts
+    assert drafts is not None
+    codec = Tokenizer.from_str(byte_tokenizer().tokenizer_json)
+    assert [codec.decode(ids) for ids in drafts.texts] == ["as it is"]
 
 
 async def test_programs_by_name_have_a_session_each(site: Site) -> None:

@@ -68,6 +68,7 @@ class ChatCompletions:
                 deadline=request.deadline,
                 calls=rules_of(request),
                 chain=request.chain(),
+                prediction=request.predicted,
             )
         )
         caller.tell(turn)

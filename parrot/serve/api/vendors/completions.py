@@ -140,6 +140,7 @@ class Completions:
                     criteria=request.wanted,
                     deadline=request.deadline,
                     chain=request.chain(),
+                    prediction=request.predicted,
                 )
                 turns.append(self._turns.submit(turn_request))
                 caller.tell(turns[-1])
