@@ -247,6 +247,7 @@ class RunnerService:
             max_seq_len=core.max_context_len,
             tasks_capacity=config.tasks_capacity,
             tokens_capacity=core.tokens_capacity,
+            host_tokens_capacity=core.host_tokens_capacity,
             block_size=core.info.block_size,
             costs=self.runtime_info().costs,
         )

@@ -222,6 +222,12 @@ class StepCosts(InternalPayload):
     sequence_s: float = Field(3e-5, ge=0.0, description="each sequence of the step")
     token_s: float = Field(4e-8, ge=0.0, description="each token read, shared ones once")
     prefill_s: float = Field(2.2e-5, ge=0.0, description="each prompt token computed")
+    host_token_s: float = Field(
+        0.0,
+        ge=0.0,
+        description="each token whose KV is brought back from the host, before the step; 0: not "
+        "known, or there is no host tier",
+    )
 
     def decode_step_s(self, num_sequences: float, num_tokens: float) -> float:
         """Seconds of a step without prompts."""
@@ -236,9 +242,6 @@ class HostTierInfo(InternalPayload):
     stored_bytes: int = Field(0, description="copied to the host")
     returned_bytes: int = Field(0, description="copied back")
     failed_transfers: int = 0
-    token_s: float | None = Field(
-        None, description="seconds to bring back a token, as measured; null: not known"
-    )
 
 
 class PromptTokens(InternalPayload):
@@ -307,6 +310,9 @@ class EngineInfo(InternalPayload):
     max_seq_len: int = Field(ge=1)
     tasks_capacity: int = Field(256, ge=1)
     tokens_capacity: int = Field(ge=1, description="tokens of KV the engine can hold")
+    host_tokens_capacity: int = Field(
+        0, ge=0, description="tokens of KV that its host can hold besides"
+    )
     block_size: int = Field(1, ge=1)
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     labels: dict[str, Any] = {}

@@ -61,6 +61,10 @@ class Watcher(Protocol):
         """The block has lost its key."""
         ...
 
+    def abandoned(self, keys: Sequence[bytes]) -> None:
+        """A context was freed that has lost the blocks of these keys, from its beginning on."""
+        ...
+
     def distrusted(self, key: bytes) -> None:
         """What was computed for `key` may be wrong. Its block loses it."""
         ...

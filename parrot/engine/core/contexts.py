@@ -270,6 +270,8 @@ class ContextTree:
         del self._contexts[context.context_id]
         self.pending.pop(context, None)
         self.publish(context)
+        if self.pool.watcher is not None:
+            self.pool.watcher.abandoned(context.keys[len(context.block_ids) :])
         self.pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0

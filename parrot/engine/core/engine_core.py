@@ -84,6 +84,7 @@ class EngineCore:
         self._found = FoundKv(self._tree)
         if is_found and self._runner.has_host_tier:
             self._found.use_host(self._runner, self._costs.prefill_s)
+        self.host_tokens_capacity = self._found.host_tokens_capacity
         self._scheduler = LocalScheduler(config, self._tree, self._found)
         self._drafter = make_drafter(config.scheduler, info.draft_sizes)
         self._totals = StepTotals()
@@ -373,7 +374,7 @@ class EngineCore:
             model_mem=self.info.model_mem,
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,
-            costs=self._costs.costs(),
+            costs=self._found.with_copies(self._costs.costs()),
             host_tier=self._found.host_info(),
             prompt_tokens=self.requests.prompts.payload(),
         )

@@ -54,6 +54,15 @@ class Context:
     retired: FreeReason | None = None
     num_forks: int = 0  # so far
     awaiting: tuple[Source, float] | None = None
+    on_host: bool = False  # its KV would have to be brought back
+
+    def num_on_host(self, length: int) -> int:
+        """How many of its first `length` tokens are on its engine's host."""
+        count = 0
+        for link in self.lineage():
+            count += max(0, length - link.parent_len) if link.on_host else 0
+            length = min(length, link.parent_len)
+        return count
 
     def lineage(self) -> "Iterator[Context]":
         """Yield it and those that it was forked from, itself first."""

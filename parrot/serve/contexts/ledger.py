@@ -20,6 +20,7 @@ from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, Least
 from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, next_use
 from parrot.serve.contexts.index import Boundary, Context, FreeReason, Owner, PrefixIndex
 from parrot.serve.contexts.kv_log import KvLog
+from parrot.serve.contexts.residence import Residence
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
@@ -30,13 +31,20 @@ _SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits 
 
 @dataclass(slots=True)
 class Account:
-    """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children."""
+    """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children.
+    `capacity` counts the host's, too; `residence` None: there is no host tier."""
 
     capacity: int
     block_size: int
     idle: EvictionOrder
     contexts: dict[int, Context] = field(default_factory=dict)
     used: int = 0
+    residence: Residence | None = None
+
+    def use(self, context: Context) -> None:
+        """A run has it on the device."""
+        if self.residence is not None:
+            self.residence.use(context)
 
     def size(self, context: Context) -> int:
         """Tokens of the blocks that only this context and its forks have: a fork inside a block
@@ -54,6 +62,8 @@ class Account:
         assert set(self.idle.context_ids()) == idle, (self.idle, idle)
         for context in contexts:
             _check_links(context, self.contexts)
+        if self.residence is not None:
+            self.residence.check_integrity()
 
 
 def _check_links(context: Context, live: Mapping[int, Context]) -> None:
@@ -144,12 +154,17 @@ class ContextLedger:
 
     # Engines
 
-    def add_engine(self, engine_id: int, capacity: int, block_size: int = 1) -> None:
+    def add_engine(
+        self, engine_id: int, capacity: int, block_size: int = 1, host_capacity: int = 0
+    ) -> None:
         idle: EvictionOrder = LeastRecentlyUsed()
         if self._eviction == "next_use":
             predict = partial(next_use, self.expectations, self.think_times)
             idle = FarthestNextUse(predict, self._clock)
-        self._accounts[engine_id] = Account(capacity, block_size, idle)
+        account = Account(capacity + host_capacity, block_size, idle)
+        if host_capacity:
+            account.residence = Residence(capacity, account.size)
+        self._accounts[engine_id] = account
 
     def forget_engine(self, engine_id: int) -> None:
         """The engine is gone, and its contexts with it."""
@@ -194,12 +209,15 @@ class ContextLedger:
         for boundary in boundaries:
             self.index.publish(context, boundary)
         account.idle.add(context, recent=True)
+        account.use(context)
         return context
 
     def pin(self, context: Context) -> None:
         """A run uses it."""
         context.users += 1
-        self._accounts[context.engine_id].idle.discard(context)
+        account = self._accounts[context.engine_id]
+        account.idle.discard(context)
+        account.use(context)
         for link in context.lineage():
             link.pins += 1
             if link.pins > 1:
@@ -226,6 +244,7 @@ class ContextLedger:
         account.used -= account.size(context)
         context.length, context.reserved = length, 0
         account.used += account.size(context)
+        account.use(context)
         context.mark_computed()
         if boundary is not None and context.retired is None:
             self.index.publish(context, boundary)
@@ -367,6 +386,8 @@ class ContextLedger:
         account.used -= account.size(context)
         del account.contexts[context.id]
         account.idle.discard(context)
+        if account.residence is not None:
+            account.residence.forget(context)
         self._forget(context, reason)
         if (parent := context.parent) is not None:
             parent.children.discard(context)

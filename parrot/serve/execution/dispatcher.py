@@ -246,7 +246,8 @@ class Dispatcher:
     def _on_joined(self, engine: Engine) -> None:
         info = engine.info
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
-        self._ledger.add_engine(engine.id, info.tokens_capacity * units, info.block_size)
+        capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
+        self._ledger.add_engine(engine.id, capacity, info.block_size, on_host)
         self._scheduler.engines.add(
             engine.id,
             info.model,

@@ -160,9 +160,19 @@ class PredictedSeconds(Placer):
             return None
         output, outlook = task.expected_output, load.outlook(now)
         prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
-        cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s
+        cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s + self._copy_s(task, load)
         cost_s += outlook.steps_s(output) + output * growth_s
         return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
+
+    def _copy_s(self, task: CompletionTask, load: EngineLoad) -> float:
+        """Seconds in which the engine brings back what it has on its host of the prompt. Nobody
+        else waits for that."""
+        if not load.costs.host_token_s or self._index is None:
+            return 0.0
+        match = self._index.match(load.id, task.keys)
+        if match is None:
+            return 0.0
+        return match.context.num_on_host(match.boundary.length) * load.costs.host_token_s
 
     def _growth_s(
         self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings

@@ -67,7 +67,7 @@ def test_kv_comes_back_in_the_time_of_its_copy():
         assert info.host_tier.num_max_blocks == 200
         assert 0 < info.host_tier.num_free_blocks < 120
         assert info.host_tier.returned_bytes == usage.host_tokens * (128 << 10)
-        assert abs(info.host_tier.token_s - 1e-5) < 1e-9
+        assert abs(info.costs.host_token_s - 1e-5) < 1e-9
         assert info.prompt_tokens.host == usage.host_tokens
         assert info.prompt_tokens.device == 640 - usage.host_tokens
         assert info.prompt_tokens.nowhere == 640 + 1000 + 10

@@ -47,8 +47,11 @@ def test_an_engine_that_still_computes_prompts_is_passed_over() -> None:
     assert bench.run() == {task: 1}
 
 
-def cache(bench: Bench, task: CompletionTask, engine_id: int, length: int) -> None:
+def cache(
+    bench: Bench, task: CompletionTask, engine_id: int, length: int, *, on_host: bool = False
+) -> None:
     context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
+    context.on_host = on_host
     bench.index.publish(context, Boundary(task.keys[0], length, 0))
 
 
@@ -60,6 +63,24 @@ def test_a_cached_prefix_attracts(ctx_aware: bool) -> None:
     cache(bench, task, 33, 2000)
     bench.add(task)
     assert (bench.run()[task] == 33) is ctx_aware
+
+
+@pytest.mark.parametrize("host_token_s", [0.0, 1e-6, 1e-4])
+def test_a_prefix_on_the_host_attracts_less_than_on_the_device(host_token_s: float) -> None:
+    """And more than none, unless bringing it back takes longer than to compute it."""
+    bench = Bench()
+    bench.engines(3, costs=StepCosts(host_token_s=host_token_s))
+    task = bench.task("system", prefix_len=2000)
+    cache(bench, task, 1, 2000, on_host=True)
+    bench.add(task)
+    assert (bench.run()[task] == 1) is (host_token_s < 1e-5)
+    if host_token_s:
+        bench = Bench()
+        bench.engines(3, costs=StepCosts(host_token_s=host_token_s))
+        cache(bench, task, 1, 2000, on_host=True)
+        cache(bench, task, 2, 2000)
+        bench.add(task)
+        assert bench.run()[task] == 2
 
 
 def test_a_cached_prefix_does_not_outweigh_the_load() -> None:

@@ -7,7 +7,7 @@ from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
 from parrot.engine.core.room import IdleContexts
-from parrot.protocol.engine_api import HostTierInfo
+from parrot.protocol.engine_api import HostTierInfo, StepCosts
 
 
 class FoundKv:
@@ -96,6 +96,19 @@ class FoundKv:
             job.arrival = None
             most = len(arrival.keys) * self._tree.block_size
             job.request.num_from_host += min(most, self.adopt(job))
+
+    @property
+    def host_tokens_capacity(self) -> int:
+        """Tokens whose KV the host holds besides the device's; of a few, both have it."""
+        if self._tier is None:
+            return 0
+        return max(0, self._tier.num_slots - self._tier.margin) * self._tree.block_size
+
+    def with_copies(self, costs: StepCosts | None) -> StepCosts | None:
+        """These costs, and those of bringing back KV. May be called from any thread."""
+        if costs is None or self._tier is None:
+            return costs
+        return costs.model_copy(update={"host_token_s": self._tier.token_s})
 
     def host_info(self) -> HostTierInfo | None:
         """Plain reads: may be called from any thread."""

@@ -11,7 +11,7 @@ to be given away: as many of those as `margin` says are free with a copy, or bla
     given away                                                     | the rest, oldest first
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from parrot.engine.core.block_pool import BlockPool
@@ -68,6 +68,10 @@ class HostStores:
         self._cold.pop(block, None)
         self._host.touch(key)
         self.may_choose = True
+
+    def abandoned(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._host.touch(key, goes_first=True)  # the end of the prefix before its beginning
 
     def distrusted(self, key: bytes) -> None:
         self._host.discard(key)

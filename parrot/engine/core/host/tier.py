@@ -219,15 +219,19 @@ class HostTier(Generic[W]):
                 self._host.discard(key)
 
     def info(self) -> HostTierInfo:
-        totals, block_s = self.totals, self._block_s
+        totals = self.totals
         return HostTierInfo(
             num_max_blocks=self.num_slots,
             num_free_blocks=self.num_blank,
             stored_bytes=totals.num_stored * self._block_bytes,
             returned_bytes=totals.num_brought_back * self._block_bytes,
             failed_transfers=totals.num_failed,
-            token_s=None if block_s is None else block_s / self._pool.block_size,
         )
+
+    @property
+    def token_s(self) -> float:
+        """Seconds to bring back a token, as measured; 0 before the first."""
+        return (self._block_s or 0.0) / self._pool.block_size
 
     def check_integrity(self) -> None:
         flights = [*self._flights.values(), *self._planned]

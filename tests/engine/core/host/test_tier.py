@@ -198,6 +198,18 @@ def test_together_the_tiers_hold_more_than_either():
         assert len({*device._by_key, *host._by_key}) >= 11
 
 
+def test_what_a_freed_context_has_on_the_host_goes_first():
+    """The end of it before its beginning."""
+    harness = Tiered(num_blocks=8, num_host_blocks=20)
+    for number, letter in ((1, "a"), (2, "b")):
+        harness.fill(piece(number, letter * 12))
+        harness.run()
+    fill_the_device(harness)
+    keys = list(harness.context(2).keys)
+    harness.free(2)
+    assert list(harness.tier._host._held.values())[:3] == keys[::-1]
+
+
 def test_kv_that_may_be_wrong_leaves_the_host():
     harness = Tiered()
     harness.fill(piece(1, "abcdefgh"))

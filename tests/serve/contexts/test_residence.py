@@ -1,0 +1,62 @@
+"""What the ledger knows of an engine's two tiers: what was used last is on the device."""
+
+import random
+from collections import Counter
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.contexts.ledger import ContextLedger
+from tests.support.manual_clock import ManualClock
+
+
+def make(capacity: int = 100, host_capacity: int = 200) -> ContextLedger:
+    ledger = ContextLedger(CoreConfig(), ManualClock(), lambda engine_id, context_id: None)
+    ledger.add_engine(1, capacity, 10, host_capacity)
+    return ledger
+
+
+def add(ledger: ContextLedger, length: int, parent: Context | None = None) -> Context:
+    begin = 0 if parent is None else parent.length
+    boundary = Boundary(b"%d" % random.getrandbits(60), length, 0)
+    context = ledger.open(1, 7, [boundary], length=length, parent=parent, parent_len=begin)
+    ledger.make_room(1)
+    ledger.check_integrity({}, Counter())
+    return context
+
+
+def test_what_was_used_last_is_on_the_device():
+    ledger = make()
+    first, second, third = add(ledger, 40), add(ledger, 40), add(ledger, 40)
+    assert [c.on_host for c in (first, second, third)] == [True, False, False]
+    assert first.num_on_host(35) == 35
+    ledger.pin(first)
+    assert [c.on_host for c in (first, second, third)] == [False, True, False]
+    ledger.unpin(first)
+
+
+def test_a_fork_goes_before_what_it_was_forked_from():
+    ledger = make()
+    root = add(ledger, 40)
+    fork = add(ledger, 70, root)
+    add(ledger, 40)
+    assert (root.on_host, fork.on_host) == (False, True)
+    assert fork.num_on_host(70) == 30
+    assert fork.num_on_host(50) == 10
+    assert fork.num_on_host(30) == 0
+
+
+def test_both_tiers_count_before_anything_is_given_up():
+    ledger = make()
+    contexts = [add(ledger, 50) for _ in range(6)]
+    assert ledger.usage(1) == (6, 300)
+    add(ledger, 50)
+    assert ledger.usage(1) == (6, 300)
+    assert ledger._accounts[1].contexts.get(contexts[0].id) is None
+
+
+def test_without_a_host_tier_nothing_is_on_it():
+    ledger = make(host_capacity=0)
+    first, _ = add(ledger, 50), add(ledger, 50)
+    assert not first.on_host
+    add(ledger, 50)
+    assert ledger.usage(1) == (2, 100)
