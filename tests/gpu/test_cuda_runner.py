@@ -49,6 +49,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "opt": SIZES | {"word_embed_proj_dim": 64},
 }
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "word_embed_proj_dim": 128}
+"""Sizes for quantised KV, whose heads have at least 32 numbers."""
 MakeRunner = Callable[..., CudaRunner]
 
 
@@ -60,7 +62,9 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    return {f: make_tiny_model(root / f, f, overrides=o) for f, o in OVERRIDES.items()}
+    narrow = {f: make_tiny_model(root / f, f, overrides=o) for f, o in OVERRIDES.items()}
+    wide = {f"wide {f}": make_tiny_model(root / f"wide {f}", f, overrides=WIDE) for f in OVERRIDES}
+    return narrow | wide
 
 
 @pytest.fixture
@@ -71,7 +75,8 @@ def make_runner(folders: dict[str, Path]) -> MakeRunner:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> CudaRunner:
-        checkpoint = open_checkpoint(str(folders[family]))
+        name = f"wide {family}" if options.get("quantised") else family
+        checkpoint = open_checkpoint(str(folders[name]))
         model = load_decoder(checkpoint, dtype, torch.device("cuda"))
         runner = CudaRunner(model, 64, 64, CudaOptions(max_rows=16, gate=gate, **options))
         runner.warm_up()
@@ -200,7 +205,8 @@ def test_quantised_kv_gives_the_tokens_of_the_cpu(
     prompts = random_prompts(3, 70, 130)
     driver = Driver(make_runner(family, quantised=True))
     outputs = driver.generate([driver.context(p) for p in prompts], 20)
-    model = load_decoder(open_checkpoint(str(folders[family])), torch.float32, torch.device("cpu"))
+    checkpoint = open_checkpoint(str(folders[f"wide {family}"]))
+    model = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
     exact = Driver(cpu.ModelRunner(model, 64, 16, quantised=True))
     seen: list[torch.Tensor] = []
 

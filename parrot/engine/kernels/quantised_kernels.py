@@ -216,6 +216,19 @@ def attend_quantised_items(
 
 
 @triton.jit
+def _exponents_at(k_exponents, v_exponents, BN: tl.constexpr):
+    """Where the exponents of a tile's keys, then of its values, are for row 0. One load for both
+    gives each thread one of them; the layout of scores has each thread load dozens."""
+    both = tl.arange(0, 2 * BN)
+    return tl.where(both < BN, k_exponents + both, v_exponents + (both - BN))
+
+
+@triton.jit
+def _split_exponents(exponents, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(exponents.to(tl.int32), [2, BN]), (1, 0)))
+
+
+@triton.jit
 def attend_quantised_tiles(
     q_ptr,
     k_rows,
@@ -243,7 +256,7 @@ def attend_quantised_tiles(
     OWN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """`attend_tiles`; k_rows and v_rows are descriptors of uint8 codes."""
+    """`attend_tiles`; the descriptors are of uint8 codes. Exponents are fetched a tile ahead."""
     HKV: tl.constexpr = H // G
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
@@ -258,6 +271,9 @@ def attend_quantised_tiles(
     head = kv_head * G + offs_m % G
     live = (member < q_count) & (offs_m < (BM // G) * G)
     page = tl.load(table + kv_first // PAGE)
+    row = (page * HKV + kv_head) * PAGE + kv_first % PAGE
+    exponents_at = _exponents_at(k_exponents_ptr, v_exponents_ptr, BN)
+    exponents = tl.load(exponents_at + row)
     token = row_tokens(token_order, q_first, OWN, member, live, q_count)
     q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     IN_FLOAT32: tl.constexpr = q.dtype == tl.float32
@@ -278,8 +294,9 @@ def attend_quantised_tiles(
         row = (page * HKV + kv_head) * PAGE + first % PAGE
         k = numbers_of(k_rows.load([row, 0]), IN_FLOAT32)
         v = numbers_of(v_rows.load([row, 0]), IN_FLOAT32)
-        k_exponents = _load_exponents(k_exponents_ptr, row, offs_n, PAGE, BN)
-        v_exponents = _load_exponents(v_exponents_ptr, row, offs_n, PAGE, BN)
+        next_row = (next_page * HKV + kv_head) * PAGE + (first + BN) % PAGE
+        next_exponents = tl.load(exponents_at + next_row)
+        k_exponents, v_exponents = _split_exponents(exponents, BN)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         weights, addend, decay, maximum = _weigh(
             scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, False
@@ -287,6 +304,7 @@ def attend_quantised_tiles(
         total = total * decay + tl.sum(addend, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         page = next_page
+        exponents = next_exponents
     if OWN:
         end = tl.minimum(kv_end, position + q_count)
         for first in tl.range(whole, end, BN, num_stages=1):
@@ -297,8 +315,7 @@ def attend_quantised_tiles(
             # What lies past the end may be NaN, and zero weights do not stop a NaN.
             inside = first + offs_n < end
             v = tl.where(inside[:, None], v, 0.0).to(k.dtype)
-            k_exponents = _load_exponents(k_exponents_ptr, row, offs_n, PAGE, BN)
-            v_exponents = _load_exponents(v_exponents_ptr, row, offs_n, PAGE, BN)
+            k_exponents, v_exponents = _split_exponents(tl.load(exponents_at + row), BN)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             weights, addend, decay, maximum = _weigh(
                 scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, True

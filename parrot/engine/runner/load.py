@@ -102,11 +102,13 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     reasons = []
     if find_spec("triton") is None:
         reasons.append("triton is not installed")
-    if spec.head_dim < _MIN_HEAD_DIM or not _is_power_of_two(spec.head_dim):
+    quantised = instance.kv_cache_dtype == "fp8"
+    least = _MIN_HEAD_DIM * (2 if quantised else 1)  # of codes, two make a number of the kernels
+    if spec.head_dim < least or not _is_power_of_two(spec.head_dim):
         reasons.append(f"the kernels have no heads of size {spec.head_dim}")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
-    if instance.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _E4M3:
+    if quantised and torch.cuda.get_device_capability(device) < _E4M3:
         reasons.append("`instance.kv_cache_dtype` fp8 needs compute capability 8.9 or later")
     if reasons and instance.attn_func == "triton":
         raise ConfigError(f"`instance.attn_func`: triton cannot be used: {'; '.join(reasons)}")

@@ -1,0 +1,192 @@
+"""What outputs lose by KV in e4m3, on a CPU: logits of given texts, and greedy outputs.
+
+    python -m benchmark.engine.bench_quantised_kv [--output FILE.json]
+
+The embedded model reads pages of docs/, models with random weights read random tokens. `logits`:
+of all positions of a text, against the same model in float32; KL divergences in nats. `greedy`: 48
+tokens behind each of 16 prompts. A model in bfloat16, weights and KV, stands beside as what is
+taken for granted."""
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from benchmark.results import ROOT, Report, run
+from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
+from parrot.engine.attention.work_list import StepRows, plan_work
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.families import spec_from_config
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.kv_cache import KVCache, KVLayout
+from parrot.testing.runner_driver import Driver
+
+Row = dict[str, Any]
+Variant = tuple[torch.dtype, bool]  # quantised or not
+
+PAGES = ("architecture", "engines", "kernels", "scheduling", "security", "openai")
+NUM_TEXT, NUM_PROMPTS, NUM_OUTPUT, BLOCK_SIZE = 512, 16, 48, 16
+CPU = torch.device("cpu")
+EXACT: Variant = (torch.float32, False)
+VARIANTS: dict[str, Variant] = {
+    "float32, KV e4m3": (torch.float32, True),
+    "bfloat16": (torch.bfloat16, False),
+    "bfloat16, KV e4m3": (torch.bfloat16, True),
+}
+_RANDOM = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+RANDOM = {
+    "random Llama": _RANDOM | {"architectures": ["LlamaForCausalLM"]},
+    "random Qwen3": _RANDOM | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`load` gives the model in a type; `texts` are what it reads."""
+
+    load: Callable[[torch.dtype], Decoder]
+    texts: list[list[int]]
+
+
+def embedded() -> Subject:
+    checkpoint = open_checkpoint("embedded")
+    tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
+    pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in PAGES]
+    texts = [tokenizer.encode(page).ids[:NUM_TEXT] for page in pages]
+    return Subject(lambda dtype: load_decoder(checkpoint, dtype, CPU), texts)
+
+
+def random_model(config: dict[str, Any]) -> Subject:
+    """Weights with which a layer adds about as much as there is."""
+    spec = spec_from_config(config, "a random model")
+    shapes = spec.tensor_shapes()
+
+    def take(name: str, dtype: torch.dtype) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shapes[name], dtype=dtype)
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        scale = shapes[name][-1] ** -0.5
+        return torch.empty(shapes[name]).normal_(0.0, scale, generator=generator).to(dtype)
+
+    numbers = random.Random(0)
+    texts = [numbers.choices(range(spec.vocab_size), k=NUM_TEXT) for _ in PAGES]
+    return Subject(lambda dtype: Decoder(spec, partial(take, dtype=dtype), dtype, CPU), texts)
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, text: list[int], quantised: bool) -> torch.Tensor:
+    """Float32 [tokens, vocab], as if token by token: attention reads what the pool has."""
+    num_blocks = -(-len(text) // BLOCK_SIZE)
+    layout = KVLayout.of(model.spec, BLOCK_SIZE, model.dtype, quantised=quantised)
+    attention = TorchAttention(KVCache(layout, num_blocks, CPU).pooled, model.spec.num_heads)
+    tables = np.arange(num_blocks + 1, dtype=np.int32)[None] % num_blocks
+    step = StepRows(tables, np.zeros(1, dtype=np.int32), np.array([len(text)], dtype=np.int32))
+    plan = attention.plan(plan_work(step, attention.shape, None, WHOLE_SPANS), step)
+    tokens, positions = torch.tensor(text), torch.arange(len(text))
+    return model.logits(model.forward(tokens, positions, partial(attention.run, plan=plan)))
+
+
+def compare_logits(exact: torch.Tensor, other: torch.Tensor, text: list[int]) -> Row:
+    difference = (other - exact).abs()
+    logs, other_logs = exact.log_softmax(-1), other.log_softmax(-1)
+    divergence = F.kl_div(other_logs, logs, log_target=True, reduction="none").sum(-1)
+    same = exact.argmax(-1) == other.argmax(-1)
+    targets = torch.tensor(text[1:])
+    return {
+        "max_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "mean_kl": float(divergence.mean()),
+        "max_kl": float(divergence.max()),
+        "same_best": float(same.float().mean()),
+        "loss": float(F.cross_entropy(other[:-1], targets)),
+        "exact_loss": float(F.cross_entropy(exact[:-1], targets)),
+    }
+
+
+def bench_logits(subject: Subject) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    model = subject.load(torch.float32)
+    expected = [logits_of(model, text, False) for text in subject.texts]
+    spread = float(torch.stack([logits.std() for logits in expected]).mean())
+    for name, (dtype, quantised) in VARIANTS.items():
+        model = subject.load(dtype)
+        rows = [
+            compare_logits(exact, logits_of(model, text, quantised), text)
+            for exact, text in zip(expected, subject.texts, strict=True)
+        ]
+        found[name] = {
+            key: max(row[key] for row in rows) if key.startswith("max") else _mean(rows, key)
+            for key in rows[0]
+        } | {"spread_of_logits": spread}
+    return found
+
+
+def _mean(rows: list[Row], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def greedy(model: Decoder, prompts: list[list[int]], quantised: bool) -> list[list[int]]:
+    num_blocks = len(prompts) * (-(-(len(prompts[0]) + NUM_OUTPUT) // BLOCK_SIZE) + 1)
+    driver = Driver(ModelRunner(model, num_blocks, BLOCK_SIZE, quantised=quantised))
+    return driver.generate([driver.context(prompt) for prompt in prompts], NUM_OUTPUT)
+
+
+def bench_greedy(subject: Subject) -> dict[str, Row]:
+    """Prompts of 40 to 220 tokens out of the texts."""
+    numbers = random.Random(1)
+    prompts = []
+    for index in range(NUM_PROMPTS):
+        text, length = subject.texts[index % len(subject.texts)], 40 + 12 * index
+        first = numbers.randrange(len(text) - length + 1)
+        prompts.append(text[first : first + length])
+    prompts.sort(key=len, reverse=True)
+    expected = greedy(subject.load(EXACT[0]), prompts, EXACT[1])
+    found: dict[str, Row] = {}
+    for name, (dtype, quantised) in VARIANTS.items():
+        outputs = greedy(subject.load(dtype), prompts, quantised)
+        firsts = [
+            next((i for i in range(NUM_OUTPUT) if a[i] != b[i]), NUM_OUTPUT)
+            for a, b in zip(expected, outputs, strict=True)
+        ]
+        found[name] = {
+            "same_outputs": sum(first == NUM_OUTPUT for first in firsts) / len(firsts),
+            "median_first_different": median(firsts),
+            "first_different": sorted(firsts),
+        }
+    return found
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", default=["embedded", *RANDOM])
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report |= {"text_tokens": NUM_TEXT, "texts": len(PAGES), "output_tokens": NUM_OUTPUT}
+    for name in args.models:
+        report.uses(name, RANDOM.get(name, name))
+        subject = random_model(RANDOM[name]) if name in RANDOM else embedded()
+        for key, bench in (("logits", bench_logits), ("greedy", bench_greedy)):
+            for variant, row in bench(subject).items():
+                report.add(key, {"model": name, "variant": variant} | row)
+
+
+if __name__ == "__main__":
+    run(__name__)
