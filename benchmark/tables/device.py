@@ -66,6 +66,19 @@ def _name(key: str) -> str:
     return f"{what}, {units[ending]}"
 
 
+def quantised_steps() -> str:
+    """Decode steps with KV in bfloat16 and in e4m3, on one card."""
+    plain = {row["case"]: row for row in load("engine_gpu_llama-3.1-8b_long.json")["rows"]}
+    rows: list[Row] = []
+    for row in load("engine_gpu_llama-3.1-8b_fp8.json")["rows"]:
+        if row["case"].startswith("decode"):
+            before = plain[row["case"]]["ms"]
+            floor, ms = row["floor_ms"], row["ms"]
+            rows.append([row["case"], before, ms, f"{before / ms:.2f}", floor, f"{ms / floor:.2f}"])
+    heads = ("case", "bfloat16, ms", "e4m3, ms", "ratio", "floor of e4m3, ms", "/ floor")
+    return table(list(heads), rows)
+
+
 def sampling() -> str:
     """Milliseconds per step by how tokens are chosen, decodes at 1k tokens launched ahead."""
     found, rows = load("engine_gpu_steps.json"), []
