@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "quantised narrow deep": {**QUANTISED, "rows": 16, "max_registers": 128},
     "quantised narrow deep D64 G3": {**QUANTISED, "rows": 16, "dim": 64, "group": 3},
-    "quantised narrow, page 16": {**QUANTISED, "rows": 16, "page": 16, "max_registers": 128},
+    "quantised narrow, page 16": {**QUANTISED, "rows": 16, "page": 16},
     "shared quantised": {**QUANTISED, "rows": 64, "tiles": True},
     "shared quantised D64 G3": {**QUANTISED, "rows": 64, "tiles": True, "dim": 64, "group": 3},
     "fill quantised": {**QUANTISED, "rows": 64, "tiles": True, "own": True},
