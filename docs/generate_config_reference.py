@@ -3,19 +3,22 @@
     python docs/generate_config_reference.py
 
 makes docs/configuration.md, and in docs/rest.md and docs/engine_api.md fills what stands between
-`<!-- fields: MODEL -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
+`<!-- fields: MODEL -->` and `<!-- end -->`, and in docs/metrics.md what stands between
+`<!-- metrics: PROCESS -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
 clients have done, and `<!-- wire -->`, what becomes of the fields that they send."""
 
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
 from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
+from parrot.engine.metrics import EngineMetrics
 from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
@@ -23,6 +26,9 @@ from parrot.serve.api.vendors.completions import CompletionRequest
 from parrot.serve.api.vendors.openai_chat import ChatRequest
 from parrot.serve.api.vendors.responses.fields import ResponseRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.telemetry.metrics import CoreMetrics
+from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent
 FILLED_PAGES = ("rest.md", "engine_api.md")
@@ -60,6 +66,7 @@ REFUSED = {
 }
 _TABLE = re.compile(r"(<!-- (clients|wire) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_METRICS = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
 
@@ -316,11 +323,37 @@ def _plain_table(head: list[str], rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def _metrics_page(page: str) -> str:
+    config = CoreConfig()
+    core = CoreMetrics(config).families([], Dispatcher(config, MonotonicClock()))
+    host = engine_api.HostTierInfo(num_max_blocks=0, num_free_blocks=0)
+    engine = EngineMetrics("", "").families(engine_api.RuntimeInfo(host_tier=host))
+    made = {"core": metrics_table(core), "engine": metrics_table(engine)}
+    return _METRICS.sub(lambda match: match[1] + made[match[2]] + match[3], page)
+
+
+def metrics_table(families: Iterable[Metric]) -> str:
+    rows = [
+        [f"`{_series(family)}`", family.type, _labels(family), family.documentation]
+        for family in families
+    ]
+    return _plain_table(["metric", "type", "labels", ""], rows)
+
+
+def _series(family: Metric) -> str:
+    return family.name + ("_total" if family.type == "counter" else "")
+
+
+def _labels(family: Metric) -> str:
+    return ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+
+
 def pages() -> dict[Path, str]:
     """Every generated page and what it should hold."""
     made = {DOCS / "configuration.md": configuration_page()}
     return made | {
         DOCS / "clients.md": _clients_page((DOCS / "clients.md").read_text()),
+        DOCS / "metrics.md": _metrics_page((DOCS / "metrics.md").read_text()),
         **{DOCS / name: filled((DOCS / name).read_text()) for name in FILLED_PAGES},
     }
 

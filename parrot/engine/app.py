@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.metrics import engine_families
+from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.endpoint import Endpoint, install_description
@@ -27,7 +27,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
 from parrot.protocol.server import create_base_app, require_cluster_token
-from parrot.utils.metrics import CONTENT_TYPE, render_metrics
+from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
@@ -45,7 +45,8 @@ def create_app(
         host=config.host,
         allowed_hosts=config.allowed_hosts,
     )
-    endpoints = [*_verbs(service, reorder), *_facts(service, incarnation)]
+    metrics = EngineMetrics(config.engine_name, config.model)
+    endpoints = [*_verbs(service, reorder, metrics), *_facts(service, incarnation, metrics)]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
     install_description(app, endpoints)
     if config.cluster_token is not None:
@@ -53,7 +54,9 @@ def create_app(
     return app
 
 
-def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
+def _verbs(
+    service: EngineService, reorder: ReorderBuffer, metrics: EngineMetrics
+) -> list[Endpoint]:
     """A client that disconnects aborts its request."""
 
     async def fill(request: FillRequest) -> FillResponse:
@@ -61,18 +64,26 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
         return await service.fill(request)
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
-        await service.prepare(request)
-        await reorder.enter((*request.fills, request))
-        return await service.generate(request)
+        with metrics.request() as answered:
+            await service.prepare(request)
+            await reorder.enter((*request.fills, request))
+            response = await service.generate(request)
+            answered(response)
+            return response
 
     async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
-        await service.prepare(request)
-        await reorder.enter((*request.fills, request))
-        async with aclosing(service.generate_stream(request)) as events:
-            async for event in events:
-                yield ("done" if isinstance(event, GenerateResponse) else "chunk"), event
+        with metrics.request() as answered:
+            await service.prepare(request)
+            await reorder.enter((*request.fills, request))
+            async with aclosing(service.generate_stream(request)) as events:
+                async for event in events:
+                    if isinstance(event, GenerateResponse):
+                        answered(event)
+                        yield "done", event
+                    else:
+                        yield "chunk", event
 
     async def embed(request: EmbedRequest) -> EmbedResponse:
         return await service.embed(request)
@@ -100,7 +111,7 @@ def _verbs(service: EngineService, reorder: ReorderBuffer) -> list[Endpoint]:
     ]
 
 
-def _facts(service: EngineService, incarnation: str) -> list[Endpoint]:
+def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> list[Endpoint]:
     def ping() -> PingResponse:
         ready()
         return PingResponse(runtime_info=service.runtime_info(), incarnation=incarnation)
@@ -119,7 +130,7 @@ def _facts(service: EngineService, incarnation: str) -> list[Endpoint]:
         """It answers."""
 
     def metrics() -> bytes:
-        return render_metrics(engine_families(service.runtime_info()))
+        return counts.render(service.runtime_info())
 
     return [
         Endpoint("POST", "/ping", ping, "What runs here", errors=(401, 503)),

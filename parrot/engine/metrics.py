@@ -1,54 +1,158 @@
-"""An engine's state as metrics."""
+"""What an engine tells of its state and of its requests, under the field's names."""
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
-from parrot.protocol.engine_api import HostTierInfo, RuntimeInfo
+from parrot.protocol.engine_api import GenerateResponse, HostTierInfo, RuntimeInfo
+from parrot.utils.metrics import (
+    FIRST_TOKEN_S,
+    LATENCY_S,
+    PER_TOKEN_S,
+    TOKENS,
+    Histogram,
+    counter,
+    histogram,
+    render_metrics,
+)
 
 _MIB = 2**20
 _NS = 1e-9
+_LABELS = ("engine", "model_name")
+_HISTOGRAMS = {
+    "e2e_request_latency_seconds": ("Requests, from their arrival to their end.", LATENCY_S),
+    "request_queue_time_seconds": ("From the arrival to the first step.", LATENCY_S),
+    "request_prefill_time_seconds": ("From the first step to the first token.", LATENCY_S),
+    "request_decode_time_seconds": ("From the first token to the last.", LATENCY_S),
+    "time_to_first_token_seconds": ("From the arrival to the first token.", FIRST_TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean time between output tokens.", PER_TOKEN_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "request_generation_tokens": ("Output tokens of a request.", TOKENS),
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of requests.",
+    "generation_tokens": "Output tokens of requests.",
+    "prefix_cache_queries": "Prompt tokens that were looked up.",
+    "prefix_cache_hits": "Prompt tokens whose KV was there already.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that became output.",
+}
 
 
-def engine_families(info: RuntimeInfo) -> Iterable[Metric]:
-    gauges = {
-        "kv_blocks": ("Blocks of the KV pool.", info.num_max_blocks),
+class EngineMetrics:
+    """Counts of the requests that generate."""
+
+    def __init__(self, engine_name: str, model: str) -> None:
+        self._labels = (engine_name, model)
+        self._histograms = {name: Histogram(about[1]) for name, about in _HISTOGRAMS.items()}
+        self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._reasons: Counter[tuple[str, ...]] = Counter()
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[GenerateResponse], None]]:
+        """Measure the request that is served in the block, which gives its response to the function
+        that is yielded, or raises."""
+        began, reason = time.perf_counter(), "abort"
+
+        def answered(response: GenerateResponse) -> None:
+            nonlocal reason
+            reason = response.finish_reason.value
+            self._answered(response, time.perf_counter() - began)
+
+        try:
+            yield answered
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            self._reasons[*self._labels, reason] += 1
+
+    def _answered(self, response: GenerateResponse, seconds: float) -> None:
+        usage = response.usage
+        num_prompt = usage.cached_tokens + usage.computed_tokens
+        self._observe("e2e_request_latency_seconds", seconds)
+        self._observe("request_prompt_tokens", num_prompt)
+        self._observe("request_generation_tokens", usage.output_tokens)
+        if usage.steps:
+            self._observe("request_queue_time_seconds", usage.queue_s)
+            self._observe("request_prefill_time_seconds", usage.prefill_s)
+            self._observe("request_decode_time_seconds", usage.decode_s)
+            self._observe("time_to_first_token_seconds", usage.queue_s + usage.prefill_s)
+            if (num_more := usage.output_tokens - 1) > 0:
+                self._observe("request_time_per_output_token_seconds", usage.decode_s / num_more)
+        counts = self._counts
+        counts["prompt_tokens"] += num_prompt
+        counts["generation_tokens"] += usage.output_tokens
+        counts["prefix_cache_queries"] += num_prompt
+        counts["prefix_cache_hits"] += usage.cached_tokens
+        counts["spec_decode_num_draft_tokens"] += usage.drafted_tokens
+        counts["spec_decode_num_accepted_tokens"] += usage.accepted_tokens
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def render(self, info: RuntimeInfo) -> bytes:
+        return render_metrics(self.families(info))
+
+    def families(self, info: RuntimeInfo) -> Iterator[Metric]:
+        gauges = _gauges(info) | ({} if info.host_tier is None else _host_gauges(info.host_tier))
+        for name, (text, value) in gauges.items():
+            family = GaugeMetricFamily(f"parrot_engine_{name}", text, labels=_LABELS)
+            family.add_metric(self._labels, value)
+            yield family
+        counts = {"steps": info.num_steps or 0, **self._counts}
+        for name, text in ({"steps": "Steps run."} | _COUNTERS).items():
+            yield counter(f"parrot_engine_{name}", text, {self._labels: counts[name]}, *_LABELS)
+        for name, (text, _) in _HISTOGRAMS.items():
+            series = {self._labels: self._histograms[name]}
+            yield histogram(f"parrot_engine_{name}", text, series, *_LABELS)
+        sources = info.prompt_tokens.model_dump().items()
+        yield self._by(
+            "prompt_tokens_by_source",
+            "Prompt tokens, by where their KV was.",
+            "source",
+            dict(sources),
+        )
+        if (host := info.host_tier) is not None:
+            copied = {"host": host.stored_bytes, "device": host.returned_bytes}
+            text = "KV copied between the device and the host."
+            yield self._by("kv_copied_bytes", text, "to", copied)
+            failed = {self._labels: host.failed_transfers}
+            yield counter("parrot_engine_kv_copies_failed", "Copies that failed.", failed, *_LABELS)
+        success = "Requests that ended, by the reason."
+        labels = (*_LABELS, "finished_reason")
+        yield counter("parrot_engine_request_success", success, self._reasons, *labels)
+
+    def _by(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+        series = {(*self._labels, value): count for value, count in counts.items()}
+        return counter(f"parrot_engine_{name}", text, series, *_LABELS, label)
+
+
+def _gauges(info: RuntimeInfo) -> dict[str, tuple[str, float]]:
+    num_blocks, num_waiting = info.num_max_blocks, info.num_total_jobs - info.num_running_jobs
+    usage = 1 - info.num_free_blocks / num_blocks if num_blocks else 0.0
+    return {
+        "num_requests_running": ("Requests that have room for their KV.", info.num_running_jobs),
+        "num_requests_waiting": ("Requests that wait for room.", max(0, num_waiting)),
+        "kv_cache_usage_perc": ("Used part of the KV blocks, 0 to 1.", usage),
+        "kv_blocks": ("Blocks of the KV pool.", num_blocks),
         "kv_blocks_free": ("Blocks of the KV pool that hold nothing.", info.num_free_blocks),
         "kv_block_size_tokens": ("Tokens in one block.", info.block_size),
         "cached_tokens": ("Tokens of the blocks in use.", info.num_cached_tokens),
-        "jobs_running": ("Jobs that have room for their KV.", info.num_running_jobs),
-        "requests": ("Requests that have not ended.", info.num_total_jobs),
         "cache_bytes": ("Memory of the KV pool.", info.cache_mem * _MIB),
         "model_bytes": ("Memory of the weights.", info.model_mem * _MIB),
         "step_seconds": ("Recent average of a step.", info.recent_average_latency * _NS),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
-    steps = info.num_steps or 0
-    yield CounterMetricFamily("parrot_engine_steps", "Steps run.", value=steps)
-    tokens = CounterMetricFamily(
-        "parrot_engine_prompt_tokens",
-        "Tokens of prompts, by where their KV was found.",
-        labels=["found"],
-    )
-    for found, count in info.prompt_tokens.model_dump().items():
-        tokens.add_metric([found], count)
-    yield tokens
-    if info.host_tier is not None:
-        yield from _host_families(info.host_tier)
 
 
-def _host_families(host: HostTierInfo) -> Iterable[Metric]:
-    gauges = {
+def _host_gauges(host: HostTierInfo) -> dict[str, tuple[str, float]]:
+    return {
         "host_kv_blocks": ("Blocks of KV that the host holds at most.", host.num_max_blocks),
         "host_kv_blocks_free": ("Of these, those that hold nothing.", host.num_free_blocks),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"parrot_engine_{name}", text, value=value)
-    text = "Bytes of KV copied between the device and the host."
-    copied = CounterMetricFamily("parrot_engine_kv_copied_bytes", text, labels=["to"])
-    copied.add_metric(["host"], host.stored_bytes)
-    copied.add_metric(["device"], host.returned_bytes)
-    yield copied
-    text = "Copies of KV that failed."
-    yield CounterMetricFamily("parrot_engine_kv_copies_failed", text, value=host.failed_transfers)

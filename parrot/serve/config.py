@@ -9,6 +9,7 @@ from parrot.utils.config import ConfigModel
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Secret = Annotated[str, Field(min_length=1, max_length=4096)]
 
 KvEviction = Literal["next_use", "lru"]
@@ -99,6 +100,14 @@ class TenantQuota(ConfigModel):
     )
 
 
+class TokenPrices(ConfigModel):
+    """What a million tokens of a model cost, in whatever currency."""
+
+    input: Price = Field(0.0, description="Prompt tokens that are computed.")
+    cached: Price = Field(0.0, description="Prompt tokens whose KV is there already.")
+    output: Price = Field(0.0, description="Output tokens.")
+
+
 class CoreConfig(ConfigModel):
     """Everything that can be set of a ServeCore process. Durations are in seconds."""
 
@@ -179,6 +188,19 @@ class CoreConfig(ConfigModel):
         description="Of programs that resend their history: say where a prompt left the one before "
         "it (`report`), and take out the lines `x-anthropic-billing-header:` of system prompts, "
         "which differ with each request (`on`).",
+    )
+    prices: dict[str, TokenPrices] = Field(
+        {},
+        max_length=1024,
+        description="Prices by model, for the costs in metrics (docs/metrics.md); `*`: "
+        "of every model that is not named.",
+    )
+    max_metric_names: int = Field(
+        20,
+        ge=1,
+        le=1000,
+        description="Functions, and applications, that have series of their own in metrics: those "
+        "that are used most. The others are `other`.",
     )
     native_workers: int = Field(
         3,

@@ -19,12 +19,12 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.metrics import CoreMetrics
 from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
-from parrot.serve.sessions import Session, SessionRegistry, is_key, tenant_labels, tenant_of
+from parrot.serve.sessions import Session, SessionRegistry, is_key, tenant_of
+from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue
@@ -57,7 +57,7 @@ class ServeCore:
         self.fleet = self._dispatcher.fleet
         self.decisions = self._dispatcher.decisions
         self.contexts = self._dispatcher.contexts
-        self._metrics = CoreMetrics(tenant_labels(config.api_keys))
+        self._metrics = CoreMetrics(config)
         self._observers = Observers(observers)
         self._runner = TaskRunner(
             config,
@@ -200,6 +200,6 @@ class ServeCore:
         session.graph.close(error)
         self._dispatcher.release_session(session.id)
         self.sessions.remove(session)
-        self._metrics.session_ended(self.clock.now() - session.created_at)
+        self._metrics.session_ended(session, self.clock.now() - session.created_at)
         self.turns.forget(session)
         self._observers.tell(lambda one: one.session_ended(session))

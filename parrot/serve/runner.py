@@ -7,10 +7,10 @@ from parrot.protocol.public import NativeCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, Task
-from parrot.serve.metrics import CoreMetrics
 from parrot.serve.native import NativeRunner, Sandbox, check_call
 from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
+from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.utils.clock import Clock
 
 
@@ -74,7 +74,7 @@ class TaskRunner:
         session = self._find_session(task.session_id)
         if session is not None:
             session.task_finished(task, self._clock.now())
-            self._metrics.task_finished(task, session.tenant)
+            self._metrics.task_finished(task, session)
 
     async def close(self) -> None:
         await self._native.close()

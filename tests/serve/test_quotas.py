@@ -243,7 +243,7 @@ async def test_keys_that_anyone_may_make_up_share_one_series_of_the_metrics() ->
     for task in list(dispatcher.started):
         dispatcher.finish(task)
     series = tenant_series(core)
-    assert len(series) == 4  # two directions, of "public" and of all others
+    assert len(series) == 6  # three directions, of "public" and of all others
     assert 'parrot_tenant_tokens_total{direction="prompt",tenant="other"}' in " ".join(series)
     await core.close()
 
@@ -254,7 +254,7 @@ async def test_each_configured_tenant_has_its_own_series() -> None:
     for world in worlds:
         world.run(1)
         dispatcher.finish(dispatcher.started[0])
-    assert len(tenant_series(core)) == 4
+    assert len(tenant_series(core)) == 6
     assert "other" not in "".join(tenant_series(core))
     await core.close()
 

@@ -212,7 +212,7 @@ async def test_a_deleted_session_does_not_expire_as_well(
     world.core.delete_session(*world.scope.values())
     await world.clock.advance(120)
     assert not caplog.records
-    assert "parrot_session_e2e_seconds_count 1.0" in world.core.metrics().decode()
+    assert 'parrot_session_e2e_seconds_count{app="unnamed"} 1.0' in world.core.metrics().decode()
 
 
 async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
@@ -467,7 +467,7 @@ async def test_metrics_count_what_happened(world: World) -> None:
         'parrot_variables{state="ready"} 1.0',
         'parrot_variables{state="empty"} 1.0',
         'parrot_calls_total{kind="semantic",state="done"} 1.0',
-        'parrot_call_queue_seconds_bucket{le="+Inf"} 1.0',
+        'parrot_call_queue_seconds_bucket{function="unnamed",le="+Inf"} 1.0',
         'parrot_engine_up{engine="e0",model_name="m"} 1.0',
         'parrot_engine_heartbeat_age_seconds{engine="e0",model_name="m"} 0.5',
     ):

@@ -24,7 +24,7 @@ from parrot.serve.graph.activation import Activation
 from parrot.serve.graph.build import Ancestor, Prompt, build_completions, index_parameters
 from parrot.serve.graph.flow import Flow
 from parrot.serve.graph.links import link, link_all
-from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, Reader, Task
+from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, Reader, Task, unnamed
 from parrot.serve.graph.replays import Replays
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState, new_variable
@@ -241,7 +241,7 @@ class SessionGraph:
             bound,
             ancestor,
             options=CallOptions(
-                func_name=request.func_name or f"call_{request_id}",
+                func_name=request.func_name or unnamed(request_id),
                 models=tuple(request.models),
                 cache_prefix=request.cache_prefix,
                 chat=request.chat,

@@ -256,3 +256,8 @@ class NativeCall(Node):
 
 
 Task = Completion | NativeCall
+
+
+def unnamed(request_id: int) -> str:
+    """The function's name of a call that gave none."""
+    return f"call_{request_id}"

@@ -4,7 +4,7 @@ take, and nobody waits for those of others."""
 import asyncio
 
 from parrot.engine.config import SimConfig
-from parrot.engine.metrics import engine_families
+from parrot.engine.metrics import EngineMetrics
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import GenerateRequest, Usage
 from parrot.simulation.loop import LoopClock, run_virtual
@@ -73,13 +73,16 @@ def test_kv_comes_back_in_the_time_of_its_copy():
         assert info.prompt_tokens.nowhere == 640 + 1000 + 10
         samples = {
             (sample.name, *sample.labels.values()): sample.value
-            for family in engine_families(info)
+            for family in EngineMetrics("e", "m").families(info)
             for sample in family.samples
         }
-        assert samples["parrot_engine_prompt_tokens_total", "host"] == usage.host_tokens
-        copied = samples["parrot_engine_kv_copied_bytes_total", "device"]
+        assert (
+            samples["parrot_engine_prompt_tokens_by_source_total", "e", "m", "host"]
+            == usage.host_tokens
+        )
+        copied = samples["parrot_engine_kv_copied_bytes_total", "e", "m", "device"]
         assert copied == info.host_tier.returned_bytes
-        assert samples["parrot_engine_host_kv_blocks",] == 200
+        assert samples["parrot_engine_host_kv_blocks", "e", "m"] == 200
 
     run_virtual(main())
 

@@ -1,0 +1,1 @@
+"""What ServeCore tells of its work: metrics, costs and traces."""

@@ -1,0 +1,194 @@
+"""Counts of what ServeCore does. Cheap to update: plain numbers."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.execution.fleet import EngineView
+from parrot.serve.graph.nodes import Completion, RunStats, Task, unnamed
+from parrot.serve.graph.variable import VariableState
+from parrot.serve.sessions import Session, tenant_labels
+from parrot.serve.telemetry.by_name import OTHER, SeriesByName
+from parrot.serve.telemetry.calls import (
+    CallSeries,
+    EngineSeries,
+    Measured,
+    call_families,
+    engine_call_families,
+)
+from parrot.serve.telemetry.costs import PriceTable
+from parrot.utils.metrics import LATENCY_S, Histogram, counter, histogram, render_metrics
+
+UNNAMED = "unnamed"
+
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_MAX_ENGINES = 256  # names with series of their own: engines that restart elsewhere get new ones
+
+
+class _Runs:
+    """Durations of native functions, or of sessions."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.seconds = Histogram(bounds)
+
+    def add(self, other: "_Runs") -> None:
+        self.seconds.add(other.seconds)
+
+
+class CoreMetrics:
+    """Counts of what happens. Each tenant that has a key of the config has its own series, the
+    others one; so have the functions and applications that are used most."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        max_names = config.max_metric_names
+        self._tenants = tenant_labels(config.api_keys)
+        self._prices = PriceTable(config.prices)
+        self._functions = SeriesByName(max_names, CallSeries)
+        self._apps = SeriesByName(max_names, CallSeries)
+        self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
+        self._sessions = SeriesByName(max_names, lambda: _Runs(LATENCY_S))
+        self._engines: dict[tuple[str, str], EngineSeries] = {}
+        self._num_reused = 0
+        self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
+        self._breaks: Counter[tuple[str, ...]] = Counter()  # (reason)
+        self._tokens: Counter[tuple[str, ...]] = Counter()  # (tenant, direction)
+        self._costs: defaultdict[tuple[str, ...], float] = defaultdict(float)  # (tenant)
+
+    def prefix_broken(self, reason: str) -> None:
+        self._breaks[(reason,)] += 1
+
+    def session_ended(self, session: Session, seconds: float) -> None:
+        self._sessions.use(app_of(session)).seconds.observe(seconds)
+
+    def task_finished(self, task: Task, session: Session) -> None:
+        if not isinstance(task, Completion):
+            self._tasks["native", task.state.value] += 1
+            times = task.times
+            if times.started is not None and times.finished is not None:
+                taken_s = times.finished - times.started
+                self._natives.use(_function_of(task)).seconds.observe(taken_s)
+            return
+        self._tasks["semantic", task.state.value] += 1
+        self._num_reused += task.stats.is_reused
+        call = Measured.of(task, self._prices.cost(task.stats))
+        if call is None:
+            return
+        self._functions.use(_function_of(task)).count(call)
+        self._apps.use(app_of(session)).count(call)
+        self._engine(task.stats).count(call)
+        label = session.tenant if session.tenant in self._tenants else OTHER
+        self._tokens[label, "prompt"] += call.num_prompt
+        self._tokens[label, "cached"] += call.num_cached
+        self._tokens[label, "generation"] += call.num_output
+        self._costs[(label,)] += call.cost
+
+    def _engine(self, stats: RunStats) -> EngineSeries:
+        key = (stats.engine_name or OTHER, stats.model or OTHER)
+        if (series := self._engines.get(key)) is not None:
+            return series
+        if len(self._engines) >= _MAX_ENGINES:
+            key = (OTHER, OTHER)
+        return self._engines.setdefault(key, EngineSeries())
+
+    def render(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> bytes:
+        """All counts, and what is only looked up when scraped: live sessions and engines."""
+        return render_metrics(self.families(sessions, dispatcher))
+
+    def families(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> Iterator[Metric]:
+        yield from self._own_families()
+        yield from _session_families(list(sessions))
+        yield from _dispatcher_families(dispatcher)
+
+    def _own_families(self) -> Iterator[Metric]:
+        yield from engine_call_families(self._engines)
+        yield from call_families("parrot_call", "function", self._functions.items())
+        yield from call_families("parrot_app_call", "app", self._apps.items())
+        for name, text, label, runs in (
+            ("parrot_session_e2e_seconds", "Life of ended sessions.", "app", self._sessions),
+            ("parrot_function_seconds", "Native functions that ran.", "function", self._natives),
+        ):
+            yield histogram(name, text, {(key,): r.seconds for key, r in runs.items()}, label)
+        yield counter("parrot_calls", "Tasks that ended.", self._tasks, "kind", "state")
+        reused = {(): self._num_reused}
+        yield counter("parrot_calls_reused", "Completions that took another's result.", reused)
+        tokens = "Tokens of completions; `cached` are of the prompts'."
+        yield counter("parrot_tenant_tokens", tokens, self._tokens, "tenant", "direction")
+        cost = "Price of the tokens, by `prices`."
+        yield counter("parrot_tenant_cost", cost, self._costs, "tenant")
+        breaks = "Prompts that left their program's prefix."
+        yield counter("parrot_prefix_breaks", breaks, self._breaks, "reason")
+
+
+def app_of(session: Session) -> str:
+    """The application's name: the first that the program gave."""
+    return session.apps[0] if session.apps else UNNAMED
+
+
+def _function_of(task: Task) -> str:
+    return UNNAMED if task.func_name == unnamed(task.request_id) else task.func_name
+
+
+def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:
+    queued = dispatcher.num_queued
+    yield GaugeMetricFamily("parrot_num_requests_waiting", "Completions queued.", value=queued)
+    yield from _engine_families(dispatcher.fleet.views())
+    yield from _kv_families(dispatcher.kv_counts)
+    yield counter(
+        "parrot_eager_fill_tokens",
+        "Prompt tokens computed while their calls waited for inputs, and what became of them.",
+        {(outcome,): n for outcome, n in asdict(dispatcher.prefetch_counts).items()},
+        "outcome",
+    )
+
+
+def _session_families(sessions: Sequence[Session]) -> Iterable[Metric]:
+    yield GaugeMetricFamily("parrot_sessions", "Live sessions.", value=len(sessions))
+    variables = GaugeMetricFamily(
+        "parrot_variables", "Variables of live sessions.", labels=["state"]
+    )
+    for state in VariableState:
+        count = sum(session.graph.num_variables(state) for session in sessions)
+        variables.add_metric([state.value], count)
+    yield variables
+
+
+def _kv_usage(engine: EngineView) -> float | None:
+    runtime = engine.runtime
+    if runtime is None or not runtime.num_max_blocks:
+        return None
+    return 1 - runtime.num_free_blocks / runtime.num_max_blocks
+
+
+_ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineView], float | None]]] = {
+    "parrot_engine_up": ("The engine is live.", lambda e: 1),
+    "parrot_engine_heartbeat_age_seconds": ("Since its last sign of life.", lambda e: e.silent_s),
+    "parrot_num_requests_running": ("Completions on the engine.", lambda e: e.num_running),
+    "parrot_engine_contexts": ("Contexts that ServeCore keeps there.", lambda e: e.num_contexts),
+    "parrot_kv_cache_usage_perc": ("Used part of its KV blocks, 0 to 1.", _kv_usage),
+}
+
+
+def _engine_families(engines: Sequence[EngineView]) -> Iterable[Metric]:
+    for name, (text, value_of) in _ENGINE_GAUGES.items():
+        family = GaugeMetricFamily(name, text, labels=["engine", "model_name"])
+        for engine in engines:
+            if (value := value_of(engine)) is not None:
+                family.add_metric([engine.info.engine_name, engine.info.model], value)
+        yield family
+
+
+def _kv_families(counts: KvCounts) -> Iterable[Metric]:
+    hit = "Prompt tokens that a context had."
+    yield counter("parrot_kv_hit_tokens", hit, {(): counts.hit})
+    recomputed = "Prompt tokens computed again, by what became of the context that had them."
+    freed = "Tokens of freed contexts, by the reason."
+    for name, text, by_reason in (
+        ("parrot_kv_recomputed_tokens", recomputed, counts.recomputed),
+        ("parrot_kv_freed_tokens", freed, counts.freed),
+    ):
+        yield counter(name, text, {(key,): n for key, n in by_reason.items()}, "reason")

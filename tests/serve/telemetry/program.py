@@ -1,0 +1,50 @@
+"""A program that leaves something in every series: two functions, a native one, a failure."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from parrot.engine.config import SimConfig
+from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
+from parrot.protocol.serve_client import ServeClient
+from parrot.serve.config import CoreConfig
+from parrot.simulation import PATIENT, SimCluster, run_virtual
+
+T = TypeVar("T")
+SOURCE = "def join(a: P.Input, b: P.Output):\n    b.set(a + '!')\n"
+
+
+def semantic(scope: dict[str, Any], name: str, text: str, **inputs: dict[str, str]) -> Any:
+    out = {"name": "out", "is_output": True, "sampling_config": {"max_gen_length": 5}}
+    given = [{"name": key, **value} for key, value in inputs.items()]
+    holes = "".join(f"{{{{{key}}}}}" for key in inputs)
+    body = {"template": f"{text} {holes} {{{{out}}}}", "parameters": [*given, out]}
+    return SemanticCallRequest.model_validate(scope | body | {"func_name": name})
+
+
+def native(scope: dict[str, Any], name: str, var_id: str) -> NativeCallRequest:
+    parameters = [{"name": "a", "var_id": var_id}, {"name": "b", "is_output": True}]
+    body = {"func_name": name, "func_source": SOURCE, "parameters": parameters}
+    return NativeCallRequest.model_validate(scope | body)
+
+
+async def write_and_review(client: ServeClient, apps: list[str]) -> dict[str, Any]:
+    """write -> join (native) -> review. Returns the session's scope."""
+    scope = (await client.create_session(apps=apps)).model_dump()
+    text = await client.semantic_call(semantic(scope, "write", "Write it.", topic={"value": "sea"}))
+    joined = await client.native_call(native(scope, "join", text.param_info[-1].var_id))
+    reviewed = await client.semantic_call(
+        semantic(scope, "review", "Review it.", essay={"var_id": joined.param_info[-1].var_id})
+    )
+    await client.get_var(**scope, var_id=reviewed.param_info[-1].var_id)
+    return scope
+
+
+def in_cluster(body: Callable[[SimCluster], Awaitable[T]], **config: Any) -> T:
+    """Run `body` in virtual time in a cluster of two engines; `config` are ServeCore's keys."""
+
+    async def main() -> T:
+        core = CoreConfig.model_validate(dict(PATIENT) | config)
+        async with SimCluster(2, engine=SimConfig(model="m"), core=core) as cluster:
+            return await body(cluster)
+
+    return run_virtual(main())
