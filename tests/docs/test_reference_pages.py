@@ -16,9 +16,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "INSTALL.md"])
 
 
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gen", DOCS / "generate_config_reference.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gen", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,9 +25,15 @@ def generator() -> ModuleType:
     return module
 
 
-def test_reference_pages_are_up_to_date(generator: ModuleType) -> None:
-    for path, text in generator.pages().items():
-        assert path.read_text() == text, "run: python docs/generate_config_reference.py"
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return load("generate_config_reference")
+
+
+@pytest.mark.parametrize("name", ["generate_config_reference", "generate_pfunc_reference"])
+def test_reference_pages_are_up_to_date(name: str) -> None:
+    for path, text in load(name).pages().items():
+        assert path.read_text() == text, f"run: python docs/{name}.py"
 
 
 def test_every_key_is_in_the_configuration_page(generator: ModuleType) -> None:

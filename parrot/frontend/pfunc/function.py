@@ -157,6 +157,7 @@ class SemanticFunction(BasicFunction):
     async def ainvoke_statefully(
         self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
     ) -> Any:
+        """The same as `invoke_statefully` for async code."""
         session, submitting = self._stateful(SemanticCall(self, args, kwargs), context_successor)
         return await session.loop.arun(submitting)
 

@@ -17,6 +17,9 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class ParamType(Enum):
+    """What a parameter is: `INPUT_LOC` and `OUTPUT_LOC` as `P.Input` and `P.Output` say, or
+    `INPUT_PYOBJ`, a Python object whose `str()` is inserted."""
+
     INPUT_LOC = 0
     OUTPUT_LOC = 1
     INPUT_PYOBJ = 2
@@ -48,10 +51,12 @@ class Parameter:
 
     @property
     def is_output(self) -> bool:
+        """Whether a call generates it."""
         return self.typ is ParamType.OUTPUT_LOC
 
     @property
     def is_required(self) -> bool:
+        """Whether each call must give it."""
         return not self.is_output and self.default is inspect.Parameter.empty
 
 

@@ -84,6 +84,7 @@ async def aany_of(
     timeout: Limit = None,
     deadline: Limit = None,
 ) -> SemanticVariable:
+    """The same as `any_of` for async code. Cancelling withdraws the read."""
     return (await afirst_k(variables, 1, criteria, timeout, deadline))[0]
 
 

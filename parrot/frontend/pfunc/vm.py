@@ -58,10 +58,12 @@ class VirtualMachine:
 
     @property
     def session_registered(self) -> bool:
+        """Whether a scope is open, and so a session."""
         return self._session is not None
 
     @property
     def session_id(self) -> int | None:
+        """The id of the session, while there is one."""
         return None if self._session is None else self._session.session_id
 
     def register_session(self) -> None:
@@ -85,6 +87,7 @@ class VirtualMachine:
         current_session.of_process = self._enter()
 
     def unset_global_env(self) -> None:
+        """Close the scope that `set_global_env` opened."""
         current_session.of_process = None
         self.unregister_session()
 
@@ -177,6 +180,7 @@ class VirtualMachine:
     async def amap(
         self, func: BasicFunction, items: Iterable[Any], /, **constants: Any
     ) -> list[Any]:
+        """The same as `map` for async code."""
         name = _mapped_input(func, constants)
         async with self.batch():
             return [await func.ainvoke(**{name: item}, **constants) for item in items]

@@ -1,0 +1,81 @@
+"""The documentation builds as a site: no broken link, no page left out, nothing from elsewhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.async_api import async_playwright
+
+ROOT = Path(__file__).parents[2]
+# What a browser fetches by itself. `<a href>` is followed by people only.
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(https?:)?//"
+    r"|<link\b(?![^>]*rel=\"?(?:canonical|prev|next))[^>]*\bhref=\"?(https?:)?//"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="the extra `docs` is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_every_page_is_there(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+    assert (site / "INSTALL.html").exists()
+    assert (site / "benchmark" / "results" / "serve_calls.json").exists()
+
+
+def test_a_link_out_of_the_docs_leads_to_the_copy(site: Path) -> None:
+    assert 'href="benchmark/results/memory.html"' in (site / "architecture.html").read_text()
+    assert 'href="configuration.html"' in (site / "INSTALL.html").read_text()
+
+
+def test_tables_show_no_escapes(site: Path) -> None:
+    assert "\\|" not in re.sub(r"(?s)<pre.*?</pre>", "", (site / "openai.html").read_text())
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not FETCHED.search(page.read_text()), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", style.read_text()), style
+
+
+async def test_search_works_from_a_folder(site: Path) -> None:
+    """In a browser, with the files alone."""
+    asked: list[str] = []
+    errors: list[str] = []
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs an installed Chromium")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = await browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        await page.goto((site / "index.html").as_uri())
+        await page.click("input[name=query]")
+        await page.locator("input[name=query]").press_sequentially("as_completed")
+        found = page.locator(".md-search-result__link[href*='pfunc_api.html']").first
+        await found.wait_for(state="attached")
+        await browser.close()
+    assert errors == []
+    assert {url.partition(":")[0] for url in asked} <= {"file", "about", "data"}
