@@ -54,6 +54,11 @@ class Program:
         self._scope: dict[str, Any] = {}
         self._num_left = 0
 
+    @property
+    def session_id(self) -> int:
+        """Of the session that its last call was in."""
+        return int(self._scope["session_id"])
+
     async def call(self, question: str) -> str:
         if not self._num_left:
             self._scope = await self._post("/v1/session", {})

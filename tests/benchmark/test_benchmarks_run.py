@@ -22,6 +22,7 @@ TINY = {
     "bench_simulation": ["--engines 2 --tasks 10"],
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
+    "bench_page": ["--viewers 1 --concurrency 2 --calls 10 --turns 2"],
     "bench_streams": ["--streams 3 --tokens 4 --rounds 1"],
 }
 COMMANDS = [(module, command) for module, commands in TINY.items() for command in commands]

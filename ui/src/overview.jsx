@@ -39,7 +39,8 @@ function Engines({ engines }) {
             <th>Engine</th>
             <th>Model</th>
             <th class="number">Running</th>
-            <th>KV room</th>
+            <th>KV</th>
+            <th title="KV that the engine keeps in its machine's memory">KV on the host</th>
             <th class="number">Step</th>
             <th class="number" title="Prompt tokens that were cached">
               Cached
@@ -56,17 +57,10 @@ function Engines({ engines }) {
               <td>{engine.model}</td>
               <td class="number">{engine.num_running}</td>
               <td>
-                {engine.blocks > 0 && (
-                  <>
-                    <meter
-                      min="0"
-                      max={engine.blocks}
-                      value={engine.blocks - engine.free_blocks}
-                      aria-label="KV blocks in use"
-                    />{" "}
-                    {share(engine.blocks - engine.free_blocks, engine.blocks)}
-                  </>
-                )}
+                <Room total={engine.blocks} free={engine.free_blocks} name="KV blocks in use" />
+              </td>
+              <td>
+                <Room total={engine.host_blocks} free={engine.host_free_blocks} name="KV blocks on the host" />
               </td>
               <td class="number">{engine.step_ms > 0 && seconds(engine.step_ms / 1000)}</td>
               <td class="number">{count(engine.hit_tokens)}</td>
@@ -76,6 +70,15 @@ function Engines({ engines }) {
         </tbody>
       </table>
     </div>
+  );
+}
+
+function Room({ total, free, name }) {
+  if (!total) return null;
+  return (
+    <>
+      <meter min="0" max={total} value={total - free} aria-label={name} /> {share(total - free, total)}
+    </>
   );
 }
 
@@ -94,6 +97,7 @@ function Sessions({ sessions }) {
           <tr>
             <th>Session</th>
             <th>Tenant</th>
+            <th>Models</th>
             <th>Calls</th>
             <th class="number">Prompt</th>
             <th class="number">Cached</th>
@@ -109,11 +113,19 @@ function Sessions({ sessions }) {
                 <a href={`#/session/${session.id}`}>{session.apps.join(", ") || session.id}</a>
               </td>
               <td>{session.tenant}</td>
+              <td>{session.models.join(", ")}</td>
               <td>
                 <Progress session={session} />
               </td>
               <td class="number">{count(session.prompt_tokens)}</td>
-              <td class="number">{share(session.cached_tokens, session.prompt_tokens)}</td>
+              <td class="number">
+                {share(session.cached_tokens, session.prompt_tokens)}
+                {session.prefix_breaks > 0 && (
+                  <span class="state failed" title="Prompts that left what their program had sent before">
+                    {session.prefix_breaks} {session.prefix_breaks === 1 ? "break" : "breaks"}
+                  </span>
+                )}
+              </td>
               <td class="number">{count(session.output_tokens)}</td>
               <td class="number">
                 <Age since={session.created_at} />

@@ -8,7 +8,7 @@ from parrot.serve.page.topic import ReadRows, Topic
 from parrot.utils.clock import Clock
 
 _INTERVAL_S = 0.1  # between two updates
-_LOAD = 0.01  # of the event loop's time, at most, for each topic
+_LOAD = 0.005  # of the event loop's time, at most, for each topic
 _MAX_VIEWERS = 256
 
 
@@ -47,10 +47,9 @@ class Feed:
         self._num_viewers += 1
         try:
             while True:
-                self._update(watched)
-                if (changes := watched.topic.since(since)) is not None:
-                    since = changes.version
-                    yield changes.payload()
+                if (changes := self._next(watched, since)) is not None:
+                    since, payload = changes
+                    yield payload
                 await self._clock.sleep(max(0.0, watched.due - self._clock.now()))
         finally:
             self._num_viewers -= 1
@@ -58,10 +57,15 @@ class Feed:
             if not watched.num_viewers:
                 del self._watched[name]
 
-    def _update(self, watched: _Watched) -> None:
+    def _next(self, watched: _Watched, since: str | None) -> tuple[str, bytes] | None:
+        """The version and the JSON of what has changed, read anew if it is time to."""
         began = self._clock.now()
-        if began < watched.due:
-            return
-        watched.topic.update()
+        is_due = began >= watched.due
+        if is_due:
+            watched.topic.update()
+        changes = watched.topic.since(since)
         ended = self._clock.now()
-        watched.due = ended + max(_INTERVAL_S, (ended - began) / _LOAD)
+        if is_due:
+            watched.due = ended + _INTERVAL_S
+        watched.due = max(watched.due, began + (ended - began) / _LOAD)
+        return changes

@@ -52,9 +52,13 @@ class PageRows:
         }
         for engine in core.fleet.views():
             rows[f"engine:{engine.id}"] = _engine_row(engine)
-        seen = [s for s in core.sessions if visitor.tenant in (None, s.tenant)]
-        for session in seen:
-            rows[f"session:{session.id}"] = self._session_row(session)
+        live = list(core.sessions)
+        for session in live:
+            if visitor.tenant in (None, session.tenant):
+                rows[f"session:{session.id}"] = self._session_row(session)
+        if len(self._sessions) > 2 * len(live):
+            kept = {session.id for session in live}
+            self._sessions = {key: row for key, row in self._sessions.items() if key in kept}
         return rows
 
     def placement(self, visitor: Visitor) -> Rows:
@@ -104,9 +108,6 @@ class PageRows:
         if known is not None and known[0] == basis:
             return known[1]
         row = self._head(session) | session_counts(session).model_dump()
-        self._sessions = {
-            s.id: self._sessions[s.id] for s in self._core.sessions if s.id in self._sessions
-        }
         self._sessions[session.id] = basis, row
         return row
 
@@ -122,6 +123,8 @@ def _engine_row(engine: EngineView) -> Row:
             "step_ms": round(runtime.recent_average_latency / 1e6, 3),
             "steps": runtime.num_steps,
         }
+        if (host := runtime.host_tier) is not None:
+            row |= {"host_blocks": host.num_max_blocks, "host_free_blocks": host.num_free_blocks}
     return row
 
 

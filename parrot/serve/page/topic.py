@@ -16,23 +16,11 @@ _EPOCH_CHARS = 12
 
 
 class Changes(NamedTuple):
-    """What changed since an earlier version. `is_whole`: these are all rows there are, and whatever
-    was known before is void."""
+    """What changed since an earlier version. `payload` is JSON: `{version, whole, rows, gone}`;
+    `whole`: these are all rows there are, and whatever was known before is void."""
 
     version: str
-    is_whole: bool
-    rows: dict[str, orjson.Fragment]
-    gone: list[str]
-
-    def payload(self) -> bytes:
-        return orjson.dumps(
-            {
-                "version": self.version,
-                "whole": self.is_whole,
-                "rows": self.rows,
-                "gone": self.gone,
-            }
-        )
+    payload: bytes
 
 
 class Topic:
@@ -48,6 +36,7 @@ class Topic:
         self._rows: dict[str, tuple[int, bytes]] = {}
         self._gone: dict[str, int] = {}  # in order of their numbers
         self._forgotten = 0  # rows that went in this update, or earlier, may be unknown
+        self._last: tuple[int, Changes] | None = None  # since which update, for who comes next
 
     @property
     def version(self) -> str:
@@ -67,6 +56,7 @@ class Topic:
         if not changed and not gone:
             return False
         self._number = number
+        self._last = None
         for key in gone:
             del known[key]
             self._gone[key] = number
@@ -82,14 +72,19 @@ class Topic:
         has."""
         number = self._number_of(version)
         if number is None or number < self._forgotten:
-            rows = {key: orjson.Fragment(text) for key, (_, text) in self._rows.items()}
-            return Changes(self.version, True, rows, [])
+            return self._changes(-1, [])
         if number == self._number:
             return None
+        if self._last is None or self._last[0] != number:
+            gone = [key for key, at in self._gone.items() if at > number]
+            self._last = number, self._changes(number, gone)
+        return self._last[1]
+
+    def _changes(self, number: int, gone: list[str]) -> Changes:
+        """Those behind an update; all rows for -1."""
         rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
-        return Changes(
-            self.version, False, rows, [k for k, at in self._gone.items() if at > number]
-        )
+        payload = {"version": self.version, "whole": number < 0, "rows": rows, "gone": gone}
+        return Changes(self.version, orjson.dumps(payload))
 
     def _number_of(self, version: str | None) -> int | None:
         epoch, _, number = (version or "").rpartition("-")
