@@ -8,6 +8,11 @@ With random weights nothing would ever be accepted, so the targets are forced: t
 all that it would, and then the token that is chosen is the next one of a given text. `edit`: the
 prompt is a file before a commit and the text is the file after it. `new`: the text is another file.
 Measured is the time from the last prompt's end to the first output's, while all sequences run.
+
+`refine_loop` and `multi_agent` are the calls of the applications of these names, whole: a text that
+is edited eight times, and 16 files that are written, then reviewed and revised three times. The
+versions of a file are those of a pair, in turns; designs and reviews are new text. Measured are
+seconds.
 """
 
 import argparse
@@ -41,6 +46,8 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
 
 ANY_TOKEN = 7
+EDITS, REQUEST = 8, 30  # of the loop, and tokens of a request
+FILES, REVISIONS, REVIEW, NAME = 16, 3, 150, 20  # of the agents; tokens of a review and of a name
 
 
 @dataclass
@@ -100,13 +107,17 @@ def force(runner: CudaRunner, targets: Targets) -> None:
 
 @dataclass(frozen=True)
 class Task:
+    """`versions`: the text before the edit, and after it."""
+
     prompt: list[int]
     target: list[int]
+    versions: tuple[list[int], list[int]] = ([], [])
 
 
-def tasks_of(pairs: Sequence[EditPair], case: str, count: int, length: int) -> list[Task]:
+def tasks_of(
+    pairs: Sequence[EditPair], case: str, count: int, length: int, tokenizer: Tokenizer
+) -> list[Task]:
     """Pairs come again where there are too few; targets have at most `length` tokens."""
-    tokenizer = Tokenizer.from_str(open_checkpoint("embedded").load_tokenizer().tokenizer_json)
     tasks = []
     for i in range(count):
         pair = pairs[i % len(pairs)]
@@ -116,8 +127,50 @@ def tasks_of(pairs: Sequence[EditPair], case: str, count: int, length: int) -> l
             after = others[(i * 7) % len(others)].after
         prompt = f"{pair.subject}\n\nThe file {pair.path}:\n{pair.before}\nThe new file {i}:\n"
         ids = tokenizer.encode(after).ids[:length]
-        tasks.append(Task(tokenizer.encode(prompt).ids, ids))
+        before = tokenizer.encode(pair.before).ids[:length]
+        tasks.append(Task(tokenizer.encode(prompt).ids, ids, (before, ids)))
     return tasks
+
+
+Rounds = list[list[Task]]  # the calls of a round begin when all of the one before have ended
+
+
+def refine_loop(pairs: Sequence[EditPair], length: int, tokenizer: Tokenizer) -> Rounds:
+    edits = tasks_of(pairs, "edit", 1, length, tokenizer)[0]
+    version, other = edits.versions
+    rounds = []
+    for number in range(EDITS):
+        request = [200 + number] * REQUEST
+        rounds.append([Task([*version, *request], other)])
+        version, other = other, version
+    return rounds
+
+
+def multi_agent(pairs: Sequence[EditPair], length: int, tokenizer: Tokenizer) -> Rounds:
+    edits = tasks_of(pairs, "edit", FILES, length, tokenizer)
+    news = [task.target for task in tasks_of(pairs[::-1], "new", FILES, length, tokenizer)]
+    files = [task.versions for task in edits]
+    design = news[0]
+    names = [[300 + i] * NAME for i in range(FILES)]
+    rounds = [[Task([7] * REQUEST, design)]]
+    rounds.append(
+        [Task([*design, *name], own) for name, (own, _) in zip(names, files, strict=True)]
+    )
+    for _ in range(REVISIONS):
+        code = [token for own, _ in files for token in own]
+        reviews = [new[:REVIEW] for new in news]
+        rounds.append([Task([*code, *n], r) for n, r in zip(names, reviews, strict=True)])
+        rounds.append(
+            [
+                Task([*code, *review, *name], other)
+                for name, review, (_, other) in zip(names, reviews, files, strict=True)
+            ]
+        )
+        files = [(other, own) for own, other in files]
+    return rounds
+
+
+APPLICATIONS = {"refine_loop": refine_loop, "multi_agent": multi_agent}
 
 
 class Bench:
@@ -129,7 +182,7 @@ class Bench:
                 "model": args.model,
                 "device": args.device,
                 "dtype": "bfloat16" if is_shape else "auto",
-                "instance": {"load_format": "dummy" if is_shape else "auto", "max_seq_len": 8192},
+                "instance": {"load_format": "dummy" if is_shape else "auto", "max_seq_len": 32768},
             }
         )
         runner, tokenizer = load_runner(self.config)
@@ -141,17 +194,17 @@ class Bench:
             force(runner, self.targets)
         else:
             self.runner = ForcedRunner(runner, self.targets)
+        self.tokenizer = _tokenizer(args.tokenizer)
         self.num_requests = 0
 
-    def measured(self, tasks: Sequence[Task], max_draft: int) -> dict[str, float]:
-        """One run; times in milliseconds."""
-        scheduler = {"scheduler": {"max_draft_tokens": max_draft, "max_batch_size": 256}}
-        config = self.config.model_copy(
-            update={"scheduler": BuiltinConfig(model="x", **scheduler).scheduler}
-        )
-        core = EngineCore(config, self.runner, self.language, MonotonicClock())
+    def _core(self, max_draft: int) -> EngineCore:
+        limits = self.config.scheduler.model_copy(update={"max_draft_tokens": max_draft})
+        config = self.config.model_copy(update={"scheduler": limits})
+        return EngineCore(config, self.runner, self.language, MonotonicClock())
+
+    def _submit(self, core: EngineCore, tasks: Sequence[Task]) -> list[list[Any]]:
+        """What comes of each."""
         outcomes: list[list[Any]] = [[] for _ in tasks]
-        first = self.num_requests
         for task, outcome in zip(tasks, outcomes, strict=True):
             self.num_requests += 1
             key = self.num_requests
@@ -167,21 +220,23 @@ class Bench:
             core.requests.submit(
                 EngineRequest(key, (piece,), sampling=sampling, stream=True), outcome.append
             )
+        return outcomes
+
+    def measured(self, tasks: Sequence[Task], max_draft: int) -> dict[str, float]:
+        """One run; times in milliseconds."""
+        core = self._core(max_draft)
+        first = self.num_requests
+        outcomes = self._submit(core, tasks)
         began, num_before, num_steps = 0.0, 0, 0
         while core.has_work and not any(_response(outcome) for outcome in outcomes):
-            core.wait_until_due()
-            core.step()
-            for call, argument in core.requests.outbox.take():
-                call(argument)
+            _step(core)
             num_steps += 1
             if not began and all(outcomes):
                 began, num_before, num_steps = time.perf_counter(), _num_tokens(outcomes), 0
         seconds = time.perf_counter() - began
         num_tokens = _num_tokens(outcomes) - num_before
         while core.has_work:
-            core.step()
-            for call, argument in core.requests.outbox.take():
-                call(argument)
+            _step(core)
         usages = [_response(outcome).usage for outcome in outcomes]
         core.requests.free(range(first + 1, self.num_requests + 1))
         return {
@@ -193,8 +248,27 @@ class Bench:
             "tokens": sum(usage.output_tokens for usage in usages),
         }
 
+    def _seconds(self, rounds: Rounds, max_draft: int) -> float:
+        core = self._core(max_draft)
+        began = time.perf_counter()
+        for tasks in rounds:
+            self._submit(core, tasks)
+            while core.has_work:
+                _step(core)
+        return time.perf_counter() - began
+
+    def application(self, pairs: Sequence[EditPair], name: str) -> dict[str, Any]:
+        rounds = APPLICATIONS[name](pairs, self.args.length, self.tokenizer)
+        found: dict[int, list[float]] = {0: [], self.args.max_draft: []}
+        for _ in range(self.args.repeats):
+            for max_draft, runs in found.items():
+                runs.append(self._seconds(rounds, max_draft))
+        off, on = (median(runs) for runs in found.values())
+        num_calls = sum(map(len, rounds))
+        return {"case": name, "calls": num_calls, "off_s": off, "on_s": on, "speedup": off / on}
+
     def row(self, pairs: Sequence[EditPair], case: str, batch: int) -> dict[str, Any]:
-        tasks = tasks_of(pairs, case, batch, self.args.length)
+        tasks = tasks_of(pairs, case, batch, self.args.length, self.tokenizer)
         found: dict[int, list[dict[str, float]]] = {0: [], self.args.max_draft: []}
         self.measured(tasks, self.args.max_draft)  # warm
         for _ in range(self.args.repeats):
@@ -216,6 +290,19 @@ class Bench:
         }
 
 
+def _tokenizer(path: Path | None) -> Tokenizer:
+    if path is not None:
+        return Tokenizer.from_file(str(path))
+    return Tokenizer.from_str(open_checkpoint("embedded").load_tokenizer().tokenizer_json)
+
+
+def _step(core: EngineCore) -> None:
+    core.wait_until_due()
+    core.step()
+    for call, argument in core.requests.outbox.take():
+        call(argument)
+
+
 def _num_tokens(outcomes: Sequence[Sequence[Any]]) -> int:
     return sum(len(c.ids) for outcome in outcomes for c in outcome if isinstance(c, StreamChunk))
 
@@ -231,9 +318,15 @@ def _response(outcome: Sequence[Any]) -> Any:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pairs", type=Path, help="made by benchmark.engine.edit_pairs")
     parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a tokenizer.json; default: the embedded model's"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--cases", nargs="+", choices=["edit", "new"], default=["edit", "new"])
+    parser.add_argument("--cases", nargs="*", choices=["edit", "new"], default=["edit", "new"])
+    parser.add_argument(
+        "--applications", nargs="*", choices=[*APPLICATIONS], default=[*APPLICATIONS]
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a target, at most")
     parser.add_argument("--max-draft", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
@@ -248,6 +341,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for case in args.cases:
         for batch in args.batches:
             report.add("rows", bench.row(pairs, case, batch))
+    for name in args.applications:
+        report.add("applications", bench.application(pairs, name))
 
 
 if __name__ == "__main__":

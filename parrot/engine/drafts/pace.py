@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MEMORY = 0.97  # of a token or a rejection, for each that comes after it
-_FIRST_HITS, _FIRST_MISSES = 2.0, 1.0
+_FIRST_HITS, _FIRST_MISSES = 1.0, 1.0
 _FORGETTING = 0.996  # of misses, for each token that is generated without a draft
 _MIN_GAIN = 1.03  # what it must bring at least: its costs are estimates
 _SMOOTHING = 0.1
@@ -50,6 +50,7 @@ class DraftCosts:
         self.turnaround_s = turnaround_s
         self.token_s = 0.0
         self._added_s: dict[int, float] = {}
+        self._num_plain = 0
 
     def added_s(self, num_tokens: int, num_drafts: int) -> float:
         """How much longer drafts make a step of `num_tokens`, with them."""
@@ -70,7 +71,8 @@ class DraftCosts:
             found = max(0.0, seconds - self.plain_s)
             known = self._added_s.setdefault(self._size(num_tokens), found)
             self._added_s[self._size(num_tokens)] = known + _SMOOTHING * (found - known)
-        smoothing = _SLOW_SMOOTHING if num_drafts else _SMOOTHING
+        self._num_plain += not num_drafts
+        smoothing = max(_SMOOTHING, 1 / self._num_plain) if not num_drafts else _SLOW_SMOOTHING
         self.plain_s += smoothing * (plain_s - self.plain_s)
 
     def turned(self, seconds: float) -> None:
