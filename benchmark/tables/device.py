@@ -59,6 +59,25 @@ def side_by_side() -> str:
     return table(["model", "case", "vLLM 0.25.1", "Parrot", "ratio"], rows)
 
 
+def drafts() -> str:
+    """Milliseconds a token of one sequence without drafts and with them; the text is forced."""
+    rows = [
+        [
+            {"edit": "edited file", "new": "new text"}[row["case"]],
+            str(row["batch"]),
+            row["off_ms"],
+            row["on_ms"],
+            f"{row['speedup']:.2f}",
+            row["tokens_per_step"],
+            row["drafted"],
+            row["acceptance"],
+        ]
+        for row in load("drafts_h200.json")["rows"]
+    ]
+    head = ["text", "batch", "without", "with", "ratio", "tokens a step", "drafted", "accepted"]
+    return table(head, rows)
+
+
 def _name(key: str) -> str:
     units = {"_tok_s": "output tokens/s", "_ms_per_step": "ms a step", "_ms": "ms", "_s": "s"}
     ending = next(ending for ending in units if key.endswith(ending))
