@@ -12,40 +12,59 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from parrot.engine.config import parse_engine_config
-from parrot.serve.config import CoreConfig
-from parrot.utils.config import ConfigError, parse_config, read_json_object
+from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.serve.config import CoreConfig, core_settings
+from parrot.utils.config import ConfigError, parse_config, read_config_object
+from parrot.utils.settings import layer
 
 Config = dict[str, Any]
 _CORE_PORT, _FIRST_ENGINE_PORT = 9000, 9001
 
 
-def read_configs(paths: Sequence[Path]) -> tuple[Config, list[Config]]:
-    """The core's config (default: all defaults) and the engines', checked, each with a port.
-    Raises `ConfigError` that names the file and what is wrong in it."""
+def read_configs(paths: Sequence[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
+    """The core's config (default: all defaults) and the engines', checked, each with a port; what
+    `environ` says is in all of them. Raises `ConfigError` that names the place and what is wrong
+    there."""
     cores: list[Config] = []
     engines: list[Config] = []
     for path in paths:
         for is_engine, where, config in _configs_in(path):
             if is_engine:
-                parse_engine_config(config, where)
-                engines.append(config)
+                engines.append(engine_config(config, where, environ))
             else:
-                parse_config(CoreConfig, config, where)
-                cores.append(config)
+                cores.append(core_config(config, where, environ))
     if len(cores) > 1:
-        raise ConfigError("more than one ServeCore: " + ", ".join(map(str, paths)))
+        raise ConfigError(
+            f"more than one ServeCore: {', '.join(map(str, paths))}; give the config of one"
+        )
     if not engines:
-        raise ConfigError("no engine among " + ", ".join(map(str, paths)))
-    core = cores[0] if cores else {}
+        raise ConfigError(
+            f"no engine among {', '.join(map(str, paths))}; give also an engine's config, such as "
+            "sample_configs/engine/embedded.json"
+        )
+    core = cores[0] if cores else core_config({}, "", environ)
     _check_tokens(core, engines)
     _give_ports(core, engines)
     return core, engines
 
 
+def core_config(config: Config, where: str, environ: Mapping[str, str]) -> Config:
+    """A ServeCore's config with what the environment says; raises `ConfigError`."""
+    settings = core_settings(layer(config, where), {}, environ)
+    parse_config(CoreConfig, settings.payload, settings.blamed)
+    return settings.payload
+
+
+def engine_config(config: Config, where: str, environ: Mapping[str, str]) -> Config:
+    """An engine's config with what the environment says; raises `ConfigError`."""
+    settings = engine_settings(layer(config, where), {}, environ)
+    parse_engine_config(settings.payload, settings.blamed)
+    return settings.payload
+
+
 def _configs_in(path: Path) -> Iterator[tuple[bool, str, Config]]:
     """(whether it is an engine's, where it stands, config) of each in the file."""
-    payload = read_json_object(path)
+    payload = read_config_object(path)
     if "engines" not in payload:
         yield "engine_type" in payload, str(path), payload
         return
@@ -72,7 +91,7 @@ def _resolve(path: Path, key: str, entry: object) -> Config:
         return overrides
     if not isinstance(base, str):
         raise ConfigError(f"{path}: `{key}.config` must be a path")
-    return {**read_json_object(path.parent / base), **overrides}
+    return {**read_config_object(path.parent / base), **overrides}
 
 
 def _check_tokens(core: Config, engines: list[Config]) -> None:

@@ -1,5 +1,6 @@
 """`parrot launch`: a cluster from config files."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
     """Run until a signal comes or ServeCore dies, and end by `SystemExit`. An engine that dies is
     started again."""
     try:
-        core, engines = read_configs(paths)
+        core, engines = read_configs(paths, os.environ)
         cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
     except (ConfigError, ClusterError) as error:
         fail(str(error))

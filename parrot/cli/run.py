@@ -1,5 +1,6 @@
 """`parrot run`, `parrot ping` and `parrot page`: with a ServeCore at an address."""
 
+import os
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
 from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.public import EngineStatus, ReadyResponse
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.page.visitors import page_url
-from parrot.utils.config import ConfigError, load_config
+from parrot.utils.config import ConfigError, parse_config
 
 
 def run_program(program: Path, args: list[str], core: str, embedded: bool) -> None:
@@ -60,7 +61,8 @@ def show_health(core: str) -> None:
 def show_page_address(core: str, config_path: Path | None) -> None:
     """The key is made of the cluster token: that of the config, or of this user's file."""
     try:
-        config = CoreConfig() if config_path is None else load_config(CoreConfig, config_path)
+        settings = core_settings(config_path, {}, os.environ)
+        config = parse_config(CoreConfig, settings.payload, settings.blamed)
         token = config.cluster_token or kept_token(config.state_dir)
     except ConfigError as error:
         fail(str(error))

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from parrot.utils.settings import without_settings
+
 _STOP_GRACE_S = 10.0
 _TAIL_LINES = 25
 
@@ -35,7 +37,7 @@ class ServerProcess:
         self.name = name
         self.log_path = log_path
         self._command = [sys.executable, "-m", "parrot.cluster.child", module, *args]
-        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        self._env = {**without_settings(os.environ), "PYTHONUNBUFFERED": "1", **env}
         self._on_death = on_death
         self._is_to_end = False
         self.started_at = 0.0

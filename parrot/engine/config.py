@@ -1,14 +1,15 @@
 """An engine's configuration file: one JSON object, typed by its `engine_type`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from parrot.protocol.engine_api import PoolingKind
 from parrot.protocol.gate.config import ConnectionLimits, HostNames
-from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_json_object
+from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
+from parrot.utils.settings import ConfigFile, Settings, read_settings
 
 _ORIGINAL_NO_CHUNK = -1
 _ORIGINAL_ATTN_FUNCS = frozenset(
@@ -286,16 +287,38 @@ CONFIG_TYPES: dict[str, type[AnyEngineConfig]] = {
 }
 
 
-def parse_engine_config(payload: Mapping[str, Any], source: str) -> AnyEngineConfig:
-    """The config of the type that `engine_type` names (default: builtin); raises `ConfigError`."""
+def config_type(
+    payload: Mapping[str, Any], source: str | Callable[[Loc], str]
+) -> type[AnyEngineConfig]:
+    """The type that `engine_type` names (default: builtin); raises `ConfigError`."""
     engine_type = payload.get("engine_type", "builtin")
-    config_type = CONFIG_TYPES.get(engine_type) if isinstance(engine_type, str) else None
-    if config_type is None:
+    found = CONFIG_TYPES.get(engine_type) if isinstance(engine_type, str) else None
+    if found is None:
+        where = source if isinstance(source, str) else source(("engine_type",))
         allowed = ", ".join(CONFIG_TYPES)
-        raise ConfigError(f"{source}: `engine_type`: {engine_type!r} is not one of {allowed}")
-    return parse_config(config_type, payload, source)
+        raise ConfigError(f"{where}: `engine_type`: {engine_type!r} is not one of {allowed}")
+    return found
+
+
+def parse_engine_config(
+    payload: Mapping[str, Any], source: str | Callable[[Loc], str]
+) -> AnyEngineConfig:
+    """The config of the type that `engine_type` names; raises `ConfigError`."""
+    return parse_config(config_type(payload, source), payload, source)
 
 
 def load_engine_config(path: str, overrides: Mapping[str, Any] | None = None) -> AnyEngineConfig:
-    """Read a config file; `overrides` (from the command line) replace its top-level keys."""
-    return parse_engine_config({**read_json_object(path), **(overrides or {})}, str(path))
+    """Read a config file; `overrides` replace its top-level keys."""
+    return parse_engine_config({**read_config_object(path), **(overrides or {})}, str(path))
+
+
+def engine_settings(
+    file: ConfigFile, options: Mapping[str, Any], environ: Mapping[str, str]
+) -> Settings:
+    """An engine's settings from its file, its environment and its command line; raises
+    `ConfigError`."""
+
+    def model_of(known: Settings) -> type[AnyEngineConfig]:
+        return config_type(known.payload, known.blamed)
+
+    return read_settings("engine", file, options, environ, model_of)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from parrot.engine.app import create_app
-from parrot.engine.config import AnyEngineConfig, parse_engine_config
+from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
@@ -22,7 +22,7 @@ from parrot.protocol.gate.cluster_token import settled_token
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.config import ConfigError, read_json_object
+from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = options.parse_args(argv)
     try:
-        payload = read_json_object(args.config_path) if args.config_path else {}
-        payload |= given_options(args, "host", "port", "engine_name", "device", "insecure")
-        config = parse_engine_config(payload, args.config_path or "command line")
+        given = given_options(args, "host", "port", "engine_name", "device", "insecure")
+        settings = engine_settings(args.config_path, given, os.environ)
+        config = parse_engine_config(settings.payload, settings.blamed)
         run_server(args, serve(config, with_core=not args.without_core))
     except (ConfigError, DeviceLost) as error:
         sys.exit(f"error: {error}")

@@ -62,7 +62,7 @@ class AppServer(uvicorn.Server):
 
 def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config_path", help="JSON config file; without it, the defaults")
+    parser.add_argument("--config_path", help="JSON or YAML config file")
     parser.add_argument("--host", help="address to bind, instead of the config's")
     parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
     parser.add_argument(

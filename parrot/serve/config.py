@@ -1,11 +1,13 @@
-"""ServeCore's configuration: the keys of its JSON file, their defaults and bounds."""
+"""ServeCore's configuration: the keys of its file, their defaults and bounds."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from parrot.protocol.gate.config import ConnectionLimits, HostNames
 from parrot.utils.config import ConfigModel
+from parrot.utils.settings import ConfigFile, Settings, read_settings
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -226,3 +228,11 @@ class CoreConfig(ConfigModel):
         if self.no_engine_timeout is None:
             return self.engine_heartbeat_timeout
         return self.no_engine_timeout
+
+
+def core_settings(
+    file: ConfigFile, options: Mapping[str, Any], environ: Mapping[str, str]
+) -> Settings:
+    """ServeCore's settings from its file, its environment and its command line; raises
+    `ConfigError`."""
+    return read_settings("core", file, options, environ, lambda known: CoreConfig)

@@ -5,6 +5,7 @@
 
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from parrot.protocol.app_server import AppServer, given_options, run_server, ser
 from parrot.protocol.gate.cluster_token import settled_token
 from parrot.protocol.gate.names import is_loopback
 from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.core import ServeCore
 from parrot.serve.recorder import Recorder, TraceFile
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.config import ConfigError, parse_config, read_json_object
+from parrot.utils.config import ConfigError, parse_config
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = server_options("Run Parrot's ServeCore.", "core_server.log").parse_args(argv)
     _spare_garbage_collection()
     try:
-        payload = read_json_object(args.config_path) if args.config_path else {}
-        payload |= given_options(args, "host", "port", "insecure")
-        config = parse_config(CoreConfig, payload, args.config_path or "command line")
+        options = given_options(args, "host", "port", "insecure")
+        settings = core_settings(args.config_path, options, os.environ)
+        config = parse_config(CoreConfig, settings.payload, settings.blamed)
         run_server(args, serve(config))
     except ConfigError as error:
         sys.exit(f"error: {error}")

@@ -1,6 +1,6 @@
 """Reading a configuration file into a frozen pydantic model, with errors a person can act on."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,6 +8,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 T = TypeVar("T", bound=BaseModel)
+Loc = tuple[int | str, ...]
+"""Where a value stands in a configuration: keys and indices, from the top down."""
+
+_YAML_SUFFIXES = (".yaml", ".yml")
 
 
 class ConfigError(ValueError):
@@ -23,53 +27,66 @@ class ConfigModel(BaseModel):
 
 
 def load_config(model: type[T], path: str | Path) -> T:
-    """Read and check a JSON file. Raises `ConfigError` with every problem, one a line."""
-    return parse_config(model, read_json_object(path), str(path))
+    """Read and check a JSON or YAML file. Raises `ConfigError` with every problem, one a line."""
+    return parse_config(model, read_config_object(path), str(path))
 
 
-def read_json_object(path: str | Path) -> dict[str, Any]:
+def read_config_object(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file, or in a YAML file if its name ends so."""
+    is_yaml = Path(path).suffix.lower() in _YAML_SUFFIXES
     try:
-        payload = orjson.loads(Path(path).read_bytes())
+        raw = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    form = "YAML" if is_yaml else "JSON"
+    try:
+        payload = _load_yaml(raw) if is_yaml else orjson.loads(raw)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid {form}: {error}") from None
     if not isinstance(payload, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
+        raise ConfigError(f"{path}: must hold a {form} object, keys with values")
     return payload
 
 
-def parse_config(model: type[T], payload: Mapping[str, Any], source: str) -> T:
+def _load_yaml(raw: bytes) -> Any:
+    """What JSON could say, too. Raises `ValueError`."""
+    from parrot.utils.yaml_file import load_yaml
+
+    return load_yaml(raw)
+
+
+def parse_config(
+    model: type[T], payload: Mapping[str, Any], source: str | Callable[[Loc], str]
+) -> T:
     """Validate `payload` by JSON's rules (a list may become a tuple, "1" not an int); `source`,
-    usually the file's path, opens every line of the error."""
+    usually the file's path, or what it gives for a place, opens every line of the error."""
     try:
         return model.model_validate_json(orjson.dumps(dict(payload)))
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
         lines = (
-            f"{source}: {_describe(model, p['loc'], p['type'], p['msg'], p['input'])}"
+            f"{source if isinstance(source, str) else source(p['loc'])}: "
+            f"{_describe(model, p['loc'], p['type'], p['msg'], p['input'])}"
             for p in problems
         )
         raise ConfigError("\n".join(lines)) from None
 
 
-def _describe(
-    model: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, given: object
-) -> str:
+def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: object) -> str:
     key = f"`{'.'.join(map(str, loc))}`" if loc else "the configuration"
     if kind == "extra_forbidden":
-        owner = _model_at(model, loc[:-1])
+        owner, _ = section_at(model, loc[:-1])
         return f"unknown key {key}; allowed: {', '.join(sorted(owner.model_fields))}"
     return f"{key}: {message}" + ("" if kind == "missing" else f", not {given!r:.80}")
 
 
-def _model_at(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    """The section at `path`, as far as it leads through sections."""
+def section_at(model: type[BaseModel], path: Loc) -> tuple[type[BaseModel], Loc]:
+    """The section at `path`, as far as it leads through sections, and the rest of the path."""
     current = model
-    for part in path:
+    for depth, part in enumerate(path):
         field = current.model_fields.get(str(part))
         annotation = field.annotation if field else None
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
+            return current, path[depth:]
         current = annotation
-    return current
+    return current, ()
