@@ -12,11 +12,17 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     help="Parrot serves LLM applications: programs of calls joined by semantic variables.",
 )
 
+config = typer.Typer(no_args_is_help=True, help="Settings of servers.")
+app.add_typer(config, name="config")
+
 CoreOption = Annotated[str, typer.Option("--core", help="Address of ServeCore.")]
+LogDirOption = Annotated[Path, typer.Option("--log_dir", help="Where each process writes its log.")]
+ReadyTimeoutOption = Annotated[
+    float, typer.Option("--ready_timeout", help="Seconds to wait until all are up.")
+]
 
 
 @app.command(context_settings=_PASS_ON)
@@ -39,16 +45,65 @@ def _run_server(module: str, name: str, args: list[str]) -> None:
 
 
 @app.command()
+def up(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A config of sample_configs/engine by its name, an engine's config file, a folder "
+            "with weights, a GGUF file, the id of a hub model, or embedded."
+        ),
+    ],
+    engines: Annotated[
+        int | None, typer.Option(min=1, help="How many; default: one on each GPU, or one.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of ServeCore; default: 9000.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to bind; default: this machine only.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    core_config: Annotated[
+        Path | None, typer.Option("--core_config", help="A config file of ServeCore.")
+    ] = None,
+    log_dir: LogDirOption = Path("logs"),
+    ready_timeout: ReadyTimeoutOption = 1800.0,
+) -> None:
+    """Serve a model here until Ctrl-C: ServeCore, engines, the page. Says how to use it."""
+    from parrot.cli.up import UpOptions
+    from parrot.cli.up import up as serve_model
+
+    options = UpOptions(engines, host, port, device, dtype, core_config, log_dir, ready_timeout)
+    serve_model(model, options)
+
+
+@config.command("show")
+def config_show(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A config of ServeCore or of an engine; default: without a file."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="As the servers' own option.")] = None,
+    port: Annotated[int | None, typer.Option(help="As the servers' own option.")] = None,
+    only_set: Annotated[
+        bool, typer.Option("--only_set", help="Leave out what has its default.")
+    ] = False,
+) -> None:
+    """Show all settings with their values, and where each comes from."""
+    from parrot.cli.config_show import show_config
+
+    given = {"host": host, "port": port}
+    show_config(file, {key: value for key, value in given.items() if value is not None}, only_set)
+
+
+@app.command()
 def launch(
     configs: Annotated[
         list[Path], typer.Argument(help="Config files of a core and engines, or a launch file.")
     ],
-    log_dir: Annotated[
-        Path, typer.Option("--log_dir", help="Where each process writes its log.")
-    ] = Path("logs"),
-    ready_timeout: Annotated[
-        float, typer.Option("--ready_timeout", help="Seconds to wait until all are up.")
-    ] = 1800.0,
+    log_dir: LogDirOption = Path("logs"),
+    ready_timeout: ReadyTimeoutOption = 1800.0,
 ) -> None:
     """Run ServeCore and engines here until Ctrl-C. Engines that die are started again."""
     from parrot.cli.launch import launch_and_wait

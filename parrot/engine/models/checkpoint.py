@@ -215,7 +215,10 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"`device`: {name} is configured, but torch sees no CUDA device")
+        raise ConfigError(
+            f"`device`: {name} is configured, but torch sees no CUDA device; set it to cpu "
+            "(--device cpu), or see what `parrot doctor` says"
+        )
     return torch.device(name)
 
 

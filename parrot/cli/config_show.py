@@ -1,0 +1,63 @@
+"""`parrot config show`: the values that servers would use, and where each comes from."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from rich.markup import escape
+from rich.table import Column, Table
+
+from parrot.cli.console import OUT, fail
+from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.serve.config import CoreConfig, core_settings
+from parrot.utils.config import ConfigError, Loc, parse_config
+from parrot.utils.settings import DEFAULT, Settings, file_layer
+
+_HIDDEN = "(set, not shown)"
+
+
+def show_config(path: Path | None, options: dict[str, Any], only_set: bool) -> None:
+    """A table for the server whose file it is; without a file, for both kinds. Ends by `SystemExit`
+    when a value is wrong."""
+    try:
+        file = file_layer(path)
+        if "engines" in file.values:
+            fail(f"{path} is a launch file: give one of the configs that it names")
+        is_engine = "engine_type" in file.values
+        if path is None or not is_engine:
+            settings = core_settings(file, options, os.environ)
+            core = parse_config(CoreConfig, settings.payload, settings.blamed)
+            OUT.print(_table("ServeCore", core, settings, only_set))
+        if path is None or is_engine:
+            settings = engine_settings(file, options, os.environ)
+            engine = parse_engine_config(settings.payload, settings.blamed)
+            OUT.print(_table(f"an engine, {engine.engine_type}", engine, settings, only_set))
+    except ConfigError as error:
+        fail(str(error))
+
+
+def _table(title: str, config: BaseModel, settings: Settings, only_set: bool) -> Table:
+    columns = (Column(name, overflow="fold") for name in ("key", "value", "from"))
+    table = Table(*columns, title=title, title_justify="left")
+    for loc, value in _values(config, ()):
+        origin = settings.origin(loc)
+        if origin == DEFAULT and only_set:
+            continue
+        dim = "dim" if origin == DEFAULT else None
+        table.add_row(escape(".".join(map(str, loc))), escape(value), escape(origin), style=dim)
+    return table
+
+
+def _values(section: BaseModel, loc: Loc) -> Iterator[tuple[Loc, str]]:
+    """(place, value as JSON) of all keys; secrets are not shown."""
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, BaseModel):
+            yield from _values(value, (*loc, key))
+        elif value and not field.repr:
+            yield (*loc, key), _HIDDEN
+        else:
+            yield (*loc, key), orjson.dumps(value).decode()

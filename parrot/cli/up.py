@@ -1,0 +1,215 @@
+"""`parrot up MODEL`: a model, served here with all that Parrot has, in one command."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from parrot.cli.cluster_configs import Config
+from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
+from parrot.cli.launch import running
+from parrot.cluster import Cluster, ClusterError
+from parrot.cluster.ports import ask, is_free
+from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.protocol.public import ReadyResponse
+from parrot.serve.config import CoreConfig, core_settings
+from parrot.serve.page.visitors import page_url
+from parrot.utils.config import ConfigError, parse_config, read_config_object
+from parrot.utils.settings import layer
+
+_SAMPLES = Path(__file__).parents[2] / "sample_configs" / "engine"
+_HOST, _PORT = "127.0.0.1", 9000
+_OF_ONE_ENGINE = ("port", "engine_name")
+_CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
+_WEIGHTS = (
+    "a folder with config.json, a .gguf file, the id of a hub model (org/name), or `embedded`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What the command line says; None: as configs, the environment or the machine say."""
+
+    engines: int | None
+    host: str | None
+    port: int | None
+    device: str | None
+    dtype: str | None
+    core_config: Path | None
+    log_dir: Path
+    ready_timeout_s: float
+
+
+def up(model: str, options: UpOptions) -> None:
+    """Run until a signal comes or ServeCore dies, and end by `SystemExit`. An engine that dies is
+    started again."""
+    try:
+        core = _core(options)
+        engines = plan_engines(model, options, os.environ, visible_gpus(os.environ))
+        cluster = Cluster(
+            core, engines, log_dir=options.log_dir, ready_timeout_s=options.ready_timeout_s
+        )
+    except (ConfigError, ClusterError) as error:
+        fail(str(error))
+    with orderly_exit():
+        ERR.print(f"Starting {_counted(len(engines))} of {escape(model)} …", soft_wrap=True)
+        with running(cluster):
+            _say_how_to_use(cluster)
+            fail(cluster.supervise(warn).death_message())
+
+
+def _core(options: UpOptions) -> Config:
+    """ServeCore's config, with a port that is free."""
+    given = _given(host=options.host, port=options.port)
+    settings = core_settings(options.core_config, given, os.environ)
+    parse_config(CoreConfig, settings.payload, settings.blamed)
+    core = {"host": _HOST, "port": _PORT, **settings.payload}
+    if core["port"] == 0:
+        del core["port"]  # the cluster finds one
+    elif not is_free(core["host"], core["port"]):
+        raise ConfigError(
+            f"port {core['port']} of {core['host']} is in use: `parrot ping` says whether a "
+            "ServeCore has it; --port takes another"
+        )
+    return core
+
+
+def plan_engines(
+    model: str, options: UpOptions, environ: Mapping[str, str], gpus: int
+) -> list[Config]:
+    """A config for each engine: one on each GPU or, without, one that takes all cores. Raises
+    `ConfigError` that says what to do."""
+    given = _given(device=options.device, dtype=options.dtype)
+    settings = engine_settings(layer(_engine_for(model), model), given, environ)
+    parse_engine_config(settings.payload, settings.blamed)
+    config = settings.payload
+    device = config.get("device", "auto")
+    runs_model = config.get("engine_type", "builtin") in ("builtin", "huggingface")
+    on_gpus = runs_model and gpus > 0 and device in ("auto", "cuda")
+    num_engines = options.engines or (gpus if on_gpus else 1)
+    if num_engines > 1:
+        config = {key: value for key, value in config.items() if key not in _OF_ONE_ENGINE}
+    if on_gpus and num_engines > gpus:
+        raise ConfigError(
+            f"{num_engines} engines need a GPU each, and there are {gpus}: fewer --engines, or "
+            "--device cpu"
+        )
+    if on_gpus and num_engines > 1:
+        return [{**config, "device": f"cuda:{number}"} for number in range(num_engines)]
+    if runs_model and num_engines > 1 and device in ("auto", "cpu"):
+        return [_with_share_of_cores(config, num_engines)] * num_engines
+    return [config] * num_engines
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _with_share_of_cores(config: Config, num_engines: int) -> Config:
+    if config.get("engine_type", "builtin") != "builtin":
+        return config
+    threads = max(1, (os.cpu_count() or 1) // num_engines)
+    return {**config, "instance": {"num_threads": threads, **config.get("instance", {})}}
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA devices that CUDA would offer, found without loading it."""
+    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _engine_for(model: str) -> dict[str, Any]:
+    """The config that `model` names or needs. Raises `ConfigError` for what cannot be a model."""
+    path = Path(model).expanduser()
+    if path.suffix.lower() in _CONFIG_SUFFIXES:
+        return _engine_file(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{model}: no config.json in it; a model is {_WEIGHTS}")
+        return {"model": str(path)}
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ConfigError(f"{model}: neither a .gguf nor a config; a model is {_WEIGHTS}")
+        return {"model": str(path)}
+    samples = {sample.stem: sample for sample in sorted(_SAMPLES.glob("*.json"))}
+    if (sample := samples.get(_plain(model))) is not None:
+        return _engine_file(sample)
+    if model == "embedded":
+        return {"model": model}
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")) and path.suffix != ".gguf":
+        return {"model": model}
+    near = get_close_matches(_plain(model), samples, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    known = f"one of sample_configs/engine ({', '.join(samples)}), " if samples else ""
+    raise ConfigError(
+        f"{model}: no such model. {hint}It may be {known}an engine's config, {_WEIGHTS}"
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+def _engine_file(path: Path) -> dict[str, Any]:
+    config = read_config_object(path)
+    if "engine_type" not in config:
+        raise ConfigError(
+            f"{path}: no engine's config, which has `engine_type`; "
+            "`parrot launch` takes launch files, --core_config a ServeCore's"
+        )
+    return config
+
+
+def _say_how_to_use(cluster: Cluster) -> None:
+    """The page's address, and a line for each of the usual clients."""
+    core = cluster.configs["core"]
+    url = cluster.core_url
+    models = _models(cluster)
+    engines = _counted(len(cluster.engine_names))
+    OUT.print(f"Ready: {escape(', '.join(models))} on {engines} at [bold]{url}[/]\n")
+    if core.get("page", True):
+        OUT.print(f"Look at it:  {page_url(url, cluster.cluster_token)}\n", soft_wrap=True)
+    key = "KEY" if core.get("api_keys") else "any"
+    for client, line in client_lines(url, models[0], key).items():
+        OUT.print(f"[bold]{client}[/]")
+        sys.stdout.write(f"  {line}\n")  # rich would break it
+    sys.stdout.flush()
+    if key == "KEY":
+        OUT.print("KEY is one of `api_keys`.")
+    log_dir = escape(str(cluster.log_dir))
+    OUT.print(f"\nLogs are in {log_dir}. Ctrl-C stops all.")
+
+
+def client_lines(url: str, model: str, key: str) -> dict[str, str]:
+    """A shell line for each of three clients, by its name."""
+    name = shlex.quote(model)
+    provider = f'{{name="Parrot",base_url="{url}/v1",env_key="PARROT_KEY"}}'
+    return {
+        "OpenAI code": f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}",
+        "Claude Code": f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} "
+        f"ANTHROPIC_MODEL={name} ANTHROPIC_SMALL_FAST_MODEL={name} "
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 claude",
+        "Codex": f"PARROT_KEY={key} codex -c web_search=disabled -c model_provider=parrot "
+        f"-c {shlex.quote(f'model_providers.parrot={provider}')} -m {name}",
+    }
+
+
+def _models(cluster: Cluster) -> list[str]:
+    """As ServeCore names them."""
+    core = cluster.configs["core"]
+    status, answer = ask(core["host"], core["port"], "/ready", timeout_s=5.0) or (None, None)
+    if status != 200:
+        return ["MODEL"]
+    engines = ReadyResponse.model_validate(answer).engines
+    return list(dict.fromkeys(engine.model for engine in engines)) or ["MODEL"]
+
+
+def _counted(engines: int) -> str:
+    return "one engine" if engines == 1 else f"{engines} engines"

@@ -1,0 +1,178 @@
+"""`parrot up`: what it would start, and what it says; once in a process of its own."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parrot.cli.up import UpOptions, client_lines, plan_engines, visible_gpus
+from parrot.cluster.ports import ask, free_port
+from parrot.engine.config import parse_engine_config
+from parrot.utils.config import ConfigError
+
+ANY = UpOptions(None, None, None, None, None, None, Path("logs"), 60.0)
+
+
+def test_one_engine_with_all_cores_or_one_on_each_gpu() -> None:
+    assert plan_engines("embedded", replace(ANY, device="auto"), {}, 0)[0]["device"] == "auto"
+    engines = plan_engines("llama-3.1-8b", ANY, {}, 3)
+    assert [engine["device"] for engine in engines] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert engines[0]["scheduler"]["max_num_batched_tokens"] == 8192
+    assert len(plan_engines("org/name", ANY, {}, 1)) == 1
+    assert len(plan_engines("org/name", replace(ANY, device="cpu"), {}, 4)) == 1
+
+
+def test_engines_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    engines = plan_engines("embedded", replace(ANY, engines=2), {"PARROT_ENGINE__PORT": "9001"}, 0)
+    assert [engine["instance"] for engine in engines] == [{"num_threads": 4}] * 2
+    assert not any("port" in engine for engine in engines)
+    parse_engine_config(engines[0], "planned")
+    chosen = {"PARROT_ENGINE__INSTANCE__NUM_THREADS": "1"}
+    engines = plan_engines("embedded", replace(ANY, engines=2), chosen, 0)
+    assert engines[0]["instance"] == {"num_threads": 1}
+
+
+def test_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text("engine_type: builtin\nmodel: m\ndtype: float16\ndevice: cuda\n")
+    environ = {"PARROT_ENGINE__DTYPE": "bfloat16", "PARROT_ENGINE__DEVICE": "cuda:1"}
+    (engine,) = plan_engines(str(config), replace(ANY, dtype="float32"), environ, 0)
+    assert (engine["dtype"], engine["device"], engine["model"]) == ("float32", "cuda:1", "m")
+
+
+def test_folders_and_files_are_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert plan_engines(str(tmp_path), ANY, {}, 0)[0]["model"] == str(tmp_path)
+    gguf = tmp_path / "a.gguf"
+    gguf.touch()
+    assert plan_engines(str(gguf), ANY, {}, 0)[0]["model"] == str(gguf)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("qwen3_9b", "qwen3_9b: no such model. Did you mean qwen3_8b? It may be one of "),
+        ("FOLDER", "no config.json in it; a model is a folder with config.json"),
+        ("FOLDER/a.bin", "neither a .gguf nor a config"),
+        ("FOLDER/none.gguf", "no such model"),
+        ("FOLDER/none.yaml", "cannot be read: No such file"),
+        ("FOLDER/launch.json", "`parrot launch` takes launch files"),
+        ("./org/name", "no such model"),
+    ],
+)
+def test_what_is_no_model_says_what_would_be(tmp_path: Path, model: str, message: str) -> None:
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "launch.json").write_text('{"engines": []}')
+    with pytest.raises(ConfigError) as raised:
+        plan_engines(model.replace("FOLDER", str(tmp_path)), ANY, {}, 0)
+    assert message in str(raised.value)
+
+
+def test_more_engines_than_gpus() -> None:
+    with pytest.raises(ConfigError, match="3 engines need a GPU each, and there are 2"):
+        plan_engines("org/name", replace(ANY, engines=3), {}, 2)
+    with pytest.raises(ConfigError, match=r"command line: `device`: String should match pattern"):
+        plan_engines("org/name", replace(ANY, device="tpu"), {}, 0)
+
+
+def test_only_gpus_that_cuda_would_offer() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+
+def test_lines_for_clients_survive_the_shell() -> None:
+    lines = client_lines("http://localhost:9000", "my model", "any")
+    assert shlex.split(lines["OpenAI code"])[-1] == "OPENAI_MODEL=my model"
+    words = shlex.split(lines["Codex"])
+    assert words[-2:] == ["-m", "my model"]
+    provider = tomllib.loads(words[words.index("-m") - 1])["model_providers"]["parrot"]
+    assert provider["base_url"] == "http://localhost:9000/v1"
+    assert "ANTHROPIC_MODEL=my model" in shlex.split(lines["Claude Code"])
+
+
+def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1", set())
+    config = tmp_path / "engine.yaml"
+    config.write_text("engine_type: sim\nmodel: simulated\ninstance: {step_s: 0.001}\n")
+    command = [sys.executable, "-m", "parrot.cli", "up", str(config), "--engines", "2"]
+    env = {**os.environ, "PARROT_CORE__PORT": str(port), "PARROT_CORE__MAX_SESSIONS_NUM": "5"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = ""
+            for line in process.stdout:
+                said += line
+                if "Ctrl-C" in line:
+                    break
+            _, ready = ask("127.0.0.1", port, "/ready") or (None, {"engines": []})
+            engines = [engine["model"] for engine in ready["engines"]]
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+    assert engines == ["simulated"] * 2, errors
+    assert f"Ready: simulated on 2 engines at http://127.0.0.1:{port}" in said
+    assert re.search(rf"http://127.0.0.1:{port}/ui/#key=\w{{32}}\n", said)
+    assert f"OPENAI_BASE_URL=http://127.0.0.1:{port}/v1" in said
+    assert "ANTHROPIC_MODEL=simulated" in said
+    assert "codex -c" in said
+    assert process.returncode == 128 + signal.SIGINT
+    assert ask("127.0.0.1", port, "/health") is None
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "parrot.cli", *args],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200", **env},
+    )
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("up", "sim", "--port", str(port), "--log_dir", str(tmp_path))
+    assert result.returncode == 1
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    assert "--port takes another" in result.stderr
+
+
+def test_config_show(tmp_path: Path) -> None:
+    path = tmp_path / "core.yaml"
+    path.write_text("page: false\ncluster_token: secret-token\nport: 1\n")
+    result = run("config", "show", str(path), "--port", "9300", PARROT_CORE__MAX_ENGINES_NUM="4")
+    assert result.returncode == 0, result.stderr
+    for key, value, origin in (
+        ("page", "false", "core.yaml"),
+        ("port", "9300", "command line"),
+        ("max_engines_num", "4", "PARROT_CORE__MAX_ENGINES_NUM"),
+        ("global_scheduler.policy", '"critical_path"', "default"),
+    ):
+        assert re.search(rf"{key} +│ {value} +│ .*{origin}", result.stdout), key
+    assert "secret-token" not in result.stdout
+    short = run("config", "show", str(path), "--only_set").stdout
+    assert "critical_path" not in short
+    both = run("config", "show").stdout
+    assert "ServeCore" in both
+    assert "an engine, builtin" in both
+    wrong = run("config", "show", PARROT_ENGINE__PROT="1")
+    assert wrong.returncode == 1
+    assert "PARROT_ENGINE__PROT: unknown key `prot`; allowed: " in wrong.stderr
+    launch = tmp_path / "launch.json"
+    launch.write_text('{"engines": []}')
+    assert "give one of the configs that it names" in run("config", "show", str(launch)).stderr
