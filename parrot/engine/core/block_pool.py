@@ -57,6 +57,10 @@ class Watcher(Protocol):
         """A block that nobody held is in use again."""
         ...
 
+    def given_away(self, block: int) -> None:
+        """A free block is about to lose its key, since somebody else gets it."""
+        ...
+
     def forgotten(self, block: int, key: bytes) -> None:
         """The block has lost its key."""
         ...
@@ -117,6 +121,8 @@ class BlockPool:
         del self._free[-num_blocks:]
         while len(taken) < num_blocks:
             block = next(iter(self._found_free))
+            if self.watcher is not None:
+                self.watcher.given_away(block)
             self.forget((block,))
             taken.append(self._free.pop())
         for block in taken:
@@ -182,6 +188,10 @@ class BlockPool:
             if key is not None and self.watcher is not None:
                 self.watcher.distrusted(key)
             self.forget((block,))
+
+    def found_free(self) -> list[int]:
+        """The free blocks that are found by their keys, in the order in which they go."""
+        return list(self._found_free)
 
     def key_of(self, block: int) -> bytes | None:
         return self._keys[block]

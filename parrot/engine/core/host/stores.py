@@ -2,13 +2,13 @@
 
 Copies are made early, beside steps and while the engine is idle, so that giving a block away costs
 nothing. While the host has blank slots, all that is published is copied. Then the tiers shall not
-hold the same: the copy of a block in use goes first, and copied are only the blocks that are about
-to be given away: as many of those as `margin` says are free with a copy, or blank.
+hold the same: copied is only what is next to be given away, so that `margin` blocks are ready to
+be, with a copy or blank; and of the copies, those of what the device keeps go first.
 
-                blocks of the device                               slots of the host
-    in use      | . . . . . . . . . . . . . . |                    | (first to go)    |
-    free        | . . . . . | cold, no copy | margin: with copies  | kept for last    |
-    given away                                                     | the rest, oldest first
+                 blocks of the device                               slots of the host
+    in use                                                          (copies go first)
+    free         | line, longest free first . . . | ready: copied |  kept for last
+    given away                                                      the rest, oldest first
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.host.pool import HostPool
 
-_MARGIN = 1 / 8  # of all blocks
+_MARGIN = 1 / 16  # of all blocks
 
 
 class Store(NamedTuple):
@@ -41,33 +41,45 @@ class HostStores:
         self.margin = max(1, int(_MARGIN * pool.num_blocks))
         self.may_choose = False
         self._storing: dict[bytes, int] = {}  # key -> slot that is being written
-        # Published blocks without a copy: in use, and free, longest free first.
-        self._unsaved: dict[int, None] = {}
-        self._cold: dict[int, None] = {}
+        self._late: list[Store] = []  # of blocks that were given away since the last choice
+        self._uncopied: dict[int, None] = {}  # published blocks, in use or free
+        # Free published blocks, in the order in which they are given away: those ready, the others.
+        self._ready: dict[int, None] = {}
+        self._line: dict[int, None] = {}
         pool.watcher = self
 
     def published(self, block: int, key: bytes) -> None:
-        if key not in self._host and key not in self._storing:
-            self._unsaved[block] = None
+        if not self._has_copy(key):
+            self._uncopied[block] = None
             self.may_choose = True
 
     def released(self, block: int) -> None:
-        if block in self._unsaved:
-            del self._unsaved[block]
-            self._cold[block] = None
-            self.may_choose = True
+        self._line[block] = None
+        self.may_choose = True
 
     def taken(self, block: int) -> None:
-        if block in self._cold:
-            del self._cold[block]
-            self._unsaved[block] = None
-        self.may_choose = True  # the margin is smaller now
+        self._leave(block)
+        self._host.touch(self._key_of(block), goes_first=True)
+
+    def given_away(self, block: int) -> None:
+        """Nearly always it is ready. Else it is copied before anybody writes to it."""
+        if block in self._uncopied and (slot := self._take_slot()) is not None:
+            self._store(Store(block, slot, self._key_of(block)), self._late)
+            self.may_choose = True
 
     def forgotten(self, block: int, key: bytes) -> None:
-        self._unsaved.pop(block, None)
-        self._cold.pop(block, None)
+        self._uncopied.pop(block, None)
+        self._leave(block)
         self._host.touch(key)
+
+    def _leave(self, block: int) -> None:
+        self._ready.pop(block, None)
+        self._line.pop(block, None)
         self.may_choose = True
+
+    def _has_copy(self, key: bytes) -> bool:
+        """Also one that is being made."""
+        return key in self._host or key in self._storing
 
     def abandoned(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -79,43 +91,57 @@ class HostStores:
         self._on_distrust(key)
 
     def choose(self, most: int) -> list[Store]:
-        """Up to `most` blocks on their way and to be copied now; none again until something
-        changes."""
-        chosen: list[Store] = []
+        """The blocks to be copied now: those given away, and others while no more than `most` are
+        on their way; none again until something changes."""
+        chosen, self._late = self._late, []
         self.may_choose = False
-        while len(self._storing) < most and (pair := self._next()) is not None:
-            block, slot = pair
-            key = self._pool.key_of(block)
-            assert key is not None, f"block {block} has no key"
-            self._cold.pop(block, None)
-            self._unsaved.pop(block, None)
-            self._storing[key] = slot
-            chosen.append(Store(block, slot, key))
+        while len(self._storing) < most and (store := self._next()) is not None:
+            self._store(store, chosen)
         return chosen
 
-    def _next(self) -> tuple[int, int] | None:
-        """The block to be copied next, and the slot that it goes to."""
-        block = next(iter(self._cold or self._unsaved), None)
-        if block is None:
-            return None
-        slot = self._host.take()
-        if slot is None and self._cold and self._pool.num_free - len(self._cold) < self.margin:
-            slot = self._evict()
-        return None if slot is None else (block, slot)
+    def _store(self, store: Store, stores: list[Store]) -> None:
+        self._storing[store.key] = store.slot
+        del self._uncopied[store.block]
+        stores.append(store)
 
-    def _evict(self) -> int | None:
+    def _next(self) -> Store | None:
+        num_blank = self._pool.num_free - len(self._ready) - len(self._line)
+        while self._line and num_blank + len(self._ready) < self.margin:
+            block = next(iter(self._line))
+            key = self._key_of(block)
+            slot = self._take_slot() if block in self._uncopied else None
+            if slot is None and block in self._uncopied:
+                return None
+            del self._line[block]
+            self._ready[block] = None
+            if slot is not None:
+                return Store(block, slot, key)
+            self._host.touch(key)
+        first = next(iter(self._uncopied), None)
+        blank = None if first is None else self._host.take()
+        return None if first is None or blank is None else Store(first, blank, self._key_of(first))
+
+    def _key_of(self, block: int) -> bytes:
+        key = self._pool.key_of(block)
+        assert key is not None, f"block {block} has no key"
+        return key
+
+    def _take_slot(self) -> int | None:
+        """A blank slot, or else one whose copy goes."""
+        slot = self._host.take()
+        if slot is not None:
+            return slot
         evicted = self._host.evict(self._is_last_copy_soon)
         if evicted is None:
             return None
         slot, key = evicted
         if (block := self._pool.find(key)) is not None:
-            self._unsaved[block] = None
+            self._uncopied[block] = None
         return slot
 
     def _is_last_copy_soon(self, key: bytes) -> bool:
-        """Whether the device still has it, but in a block that may be given away."""
-        block = self._pool.find(key)
-        return block is not None and self._pool.num_refs(block) == 0
+        """Whether the device still has it, but is about to give it away."""
+        return self._pool.find(key) in self._ready
 
     def over(self, key: bytes, slot: int, succeeded: bool) -> None:
         """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""
@@ -133,6 +159,8 @@ class HostStores:
         for key, slot in self._storing.items():
             assert being_written.get(key) == slot, f"slot {slot} is said to be written"
             assert key not in self._host, f"slot {slot} is written for nothing"
-        for block in (*self._unsaved, *self._cold):
-            assert self._pool.key_of(block) is not None, f"block {block} has no key"
-            assert (self._pool.num_refs(block) == 0) == (block in self._cold), block
+        free = [*self._ready, *self._line]
+        assert len(set(free)) == len(free), "a free block is twice in line"
+        assert free == self._pool.found_free(), "blocks are given away in another order"
+        for block in self._uncopied:
+            assert not self._has_copy(self._key_of(block)), f"block {block} has a copy"

@@ -128,15 +128,17 @@ class HostTier(Generic[W]):
         """Plan to copy back what only the host has, as far as these keys go without a gap; None if
         there is nothing, or no room."""
         slots = tuple(self._run(keys))
+        for slot in slots:  # first: what is given away for these blocks goes to other slots
+            self._host.pin(slot)
         blocks = self._pool.allocate(len(slots)) if slots else None
         if blocks is None:
+            for slot in slots:
+                self._host.unpin(slot)
             return None
         keys = tuple(keys[: len(slots)])
         arrival = Arrival(keys, tuple(blocks), waiter)
         self._arrivals[arrival] = None
-        for key, slot in zip(keys, slots, strict=True):
-            self._arriving[key] = arrival
-            self._host.pin(slot)
+        self._arriving.update(dict.fromkeys(keys, arrival))
         for at in range(0, len(slots), self._per_transfer):
             part = slice(at, at + self._per_transfer)
             self._plan(False, arrival.blocks[part], slots[part], keys[part], arrival)
@@ -160,6 +162,7 @@ class HostTier(Generic[W]):
                 blocks, slots, keys = zip(*chosen[at : at + self._per_transfer], strict=True)
                 self._plan(True, blocks, slots, keys)
         busy = set(copied_blocks)
+        self._planned.sort(key=_comes_back)  # into blocks that may have to be copied before
         begun = [f for f in self._planned if busy.isdisjoint(f.transfer.blocks)]
         self._planned = [f for f in self._planned if f not in begun] if busy else []
         self._flights.update({flight.transfer.transfer_id: flight for flight in begun})
@@ -249,3 +252,7 @@ class HostTier(Generic[W]):
         """The blocks of each arrival."""
         for arrival in self._arrivals:
             yield arrival.blocks
+
+
+def _comes_back(flight: _Flight[W]) -> bool:
+    return flight.arrival is not None

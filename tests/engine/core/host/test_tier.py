@@ -187,7 +187,7 @@ def test_two_jobs_wait_for_the_same_copy():
 
 def test_together_the_tiers_hold_more_than_either():
     """A full host has what the device is about to lose, not what it keeps."""
-    harness = Tiered(num_blocks=8, num_host_blocks=5)
+    harness = Tiered(num_blocks=8, num_host_blocks=9)
     texts = ["a" * 16, "b" * 16, "c" * 16]
     for _ in range(3):
         for number, text in enumerate(texts):
