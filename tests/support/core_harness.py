@@ -11,7 +11,7 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.sim.tokenizer import VOCAB_SIZE, byte_tokenizer_response
-from parrot.protocol.engine_api import NO_PARENT, PoolingKind
+from parrot.protocol.engine_api import NO_PARENT, DraftSources, PoolingKind
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.answer import Answer
 from tests.support.checking_runner import CheckingRunner
@@ -41,9 +41,12 @@ class Harness:
         max_seq_len: int = 64,
         model: Callable[[Sequence[int]], int] = next_letter,
         faults: dict[str, int] | None = None,
+        draft_sizes: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
-        info = RunnerInfo(num_blocks, block_size, max_seq_len, VOCAB_SIZE, 1.0, 2.0)
+        info = RunnerInfo(
+            num_blocks, block_size, max_seq_len, VOCAB_SIZE, 1.0, 2.0, draft_sizes=draft_sizes
+        )
         self.clock = ManualClock()
         self.runner = CheckingRunner(info, self.tokens_of, model, **(faults or {}))
         self.core = EngineCore(SimConfig(**config), self.runner, LANGUAGE, self.clock)
@@ -68,6 +71,7 @@ class Harness:
         stream: bool = False,
         cache_salt: str = "",
         background_share: float = 1.0,
+        drafts: DraftSources | None = None,
     ) -> Answer:
         answer = Answer()
         self.num_orders += 1
@@ -79,6 +83,7 @@ class Harness:
             stream,
             cache_salt,
             background_share,
+            drafts=drafts or DraftSources(),
         )
         self.core.requests.submit(order, answer)
         self.deliver()
@@ -93,10 +98,13 @@ class Harness:
         length: int = 4,
         priority: int = 0,
         stream: bool = False,
+        drafts: DraftSources | None = None,
         **sampling: Any,
     ) -> Answer:
         wanted = SamplingConfig(max_gen_length=length, **sampling)
-        return self.submit(*pieces, sampling=wanted, priority=priority, stream=stream)
+        return self.submit(
+            *pieces, sampling=wanted, priority=priority, stream=stream, drafts=drafts
+        )
 
     def embed(self, *texts: str, pooling: PoolingKind = "mean", priority: int = 0) -> Answer:
         answer = Answer()
