@@ -2,23 +2,23 @@
 
     python -m benchmark.engine.bench_host_kv --output benchmark/results/host_kv_h200.json
 
-`rates`: how fast blocks are copied each way, alone and both at once. `returns`: from a request to
-its first token when most of its prompt is on the host, on the device, or nowhere. `beside`: steps
-while blocks are copied. `load256`: an engine core with a host tier and without, where there is
-nothing to bring back.
+`pinning`: how long that takes. `rates`: how fast blocks are copied each way, alone and both at
+once. `returns`: from a request to its first token when most of its prompt is on the host, on the
+device, or nowhere. `beside`: decode steps while blocks are copied. `load256`: an engine core with a
+host tier and without, where there is nothing to bring back. The model is loaded once, and each row
+shown when it is there.
 """
 
 import argparse
-import gc
 import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from benchmark.apps.workloads.shared_prompts import requests_256
-from benchmark.engine.core_load import serve_all
 from benchmark.engine.gpu_cases import Decode, Row, Sequences
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
@@ -27,20 +27,22 @@ from parrot.engine.core.jobs import EngineRequest, Outcome, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Transfer
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.host.memory import GIB, HostMemory, block_parts
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
 
-MODEL, BLOCK_SIZE = "llama-3.1-8b", 64
+PARTS = ("pinning", "rates", "beside", "returns", "load256")
+MODEL = "llama-3.1-8b"
 PER_TRANSFER = 8
-NUM_COPIED = 256  # blocks, 2 GiB
-WARM_STEPS, STEPS = 10, 100
-REPEATS = 5
-SAMPLING = SamplingConfig(temperature=0.0, max_gen_length=1, ignore_tokenizer_eos=True)
+NUM_COPIED = 128  # blocks, 1 GiB
+WARM_STEPS, STEPS = 10, 60
+REPEATS = 3
+DEVICE_TOKENS = 32768  # where KV is driven off the device
 
 
-def config_of(host_kv_gb: float, kv: str, num_blocks: int | None = None) -> BuiltinConfig:
+def config_of(host_kv_gb: float, kv: str) -> BuiltinConfig:
     return BuiltinConfig.model_validate(
         {
             "model": MODEL,
@@ -52,16 +54,21 @@ def config_of(host_kv_gb: float, kv: str, num_blocks: int | None = None) -> Buil
                 "max_seq_len": 65536,
                 "kv_cache_dtype": kv,
                 "host_kv_gb": host_kv_gb,
-                "num_kv_cache_blocks": num_blocks,
             },
         }
     )
 
 
-def make_core(config: BuiltinConfig) -> tuple[EngineCore, CudaRunner]:
-    runner, tokenizer = load_runner(config)
-    assert isinstance(runner, CudaRunner)
-    return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock()), runner
+def greedy(num_tokens: int) -> SamplingConfig:
+    return SamplingConfig(temperature=0.0, max_gen_length=num_tokens, ignore_tokenizer_eos=True)
+
+
+def pinning(runner: CudaRunner) -> Row:
+    """Seconds until memory of one GiB is pinned, and what of it is."""
+    parts = block_parts(runner._cache.block_tensors)
+    began = time.perf_counter()
+    memory = HostMemory(parts, GIB // runner.info.block_bytes)
+    return {"gib": 1, "s": time.perf_counter() - began, "is_pinned": memory.is_pinned}
 
 
 class Copier:
@@ -136,6 +143,7 @@ def beside(runner: CudaRunner, batch: int) -> Row:
         return statistics.median(times[WARM_STEPS:])
 
     return {
+        "case": "beside",
         "batch": batch,
         "alone_ms": step_ms(()),
         "to_host_ms": step_ms((True,)),
@@ -144,99 +152,109 @@ def beside(runner: CudaRunner, batch: int) -> Row:
     }
 
 
+def drain(core: EngineCore) -> None:
+    """Until all is copied that can be."""
+    while core.has_work and core.step():
+        pass
+
+
 def first_token_s(core: EngineCore, key: int, prompt: "array[int]") -> tuple[float, int]:
-    """Seconds to the first token of a new context, and the tokens of it that were found. The
-    context is freed, and what can be copied has been."""
+    """Seconds to the first token of a new context, and the tokens of it that were found. It is
+    freed then."""
     outcomes: list[Outcome] = []
     began = time.perf_counter()
-    request = EngineRequest(key, (Piece(key, prompt),), sampling=SAMPLING)
-    core.requests.submit(request, outcomes.append)
+    core.requests.submit(
+        EngineRequest(key, (Piece(key, prompt),), sampling=greedy(1)), outcomes.append
+    )
     while not (deliveries := core.requests.outbox.take()):
         core.step()
     seconds = time.perf_counter() - began
     for call, argument in deliveries:
         call(argument)
     core.requests.free([key])
-    while core.has_work and core.step():
-        pass
+    drain(core)
     answer = outcomes[0]
     assert isinstance(answer, GenerateResponse), answer
     return seconds, answer.usage.cached_tokens
 
 
 def returns(core: EngineCore, num_tokens: int) -> Row:
-    """The device has room for one such prompt and a bit. It is asked for with 64 tokens more each
-    time."""
-    rng = torch.Generator().manual_seed(num_tokens)
+    """A prompt that nobody has seen, the same and a block more, and once more when another has
+    driven it off the device."""
+    generator = torch.Generator().manual_seed(num_tokens)
 
     def prompt(length: int) -> "array[int]":
-        return array("i", torch.randint(100, 30000, (length,), generator=rng).tolist())
+        return array("i", torch.randint(100, 30000, (length,), generator=generator).tolist())
 
-    text, key = prompt(num_tokens), 0
+    size = core.info.block_size
     found: dict[str, list[tuple[float, int]]] = {"nowhere": [], "device": [], "host": []}
+    key = num_tokens
     for _ in range(REPEATS + 1):
         text = prompt(num_tokens)
-        for place, rows in found.items():
-            if place == "host":
-                first_token_s(core, key, prompt(core.tokens_capacity - BLOCK_SIZE))
+        for rows in found.values():
+            if rows is found["host"]:
+                first_token_s(core, key, prompt(core.tokens_capacity - size))
             key += 2
-            rows.append(first_token_s(core, key - 1, text + prompt(BLOCK_SIZE)))
-    row: Row = {"tokens": num_tokens}
+            rows.append(first_token_s(core, key - 1, text + prompt(size)))
+    row: Row = {"case": "returns", "tokens": num_tokens}
     for place, rows in found.items():
-        row[place] = {
-            "first_token_s": statistics.median(seconds for seconds, _ in rows[1:]),
-            "found_tokens": statistics.median(cached for _, cached in rows[1:]),
-        }
+        row[f"{place}_s"] = statistics.median(seconds for seconds, _ in rows[1:])
+        row[f"{place}_found"] = statistics.median(cached for _, cached in rows[1:])
     return row
 
 
-def load256(config: BuiltinConfig) -> Row:
-    """Seconds for 256 requests that share prompts; no room is ever short."""
-    core, _ = make_core(config)
-    times = []
-    for attempt in range(3):  # other tokens: nothing is found
-        requests = [
-            (array("i", [token + attempt for token in prompt]), output)
-            for prompt, output in requests_256()
-        ]
-        times.append(serve_all(core, requests).seconds)
-    return {"host_kv_gb": config.instance.host_kv_gb, "s": times[1:]}
-
-
-def in_turn(make: Callable[[], Row]) -> Row:
-    """The row, with all of the device's memory free again."""
-    row = make()
-    gc.collect()
-    torch.cuda.empty_cache()
-    return row
+def load256_s(core: EngineCore, attempt: int) -> float:
+    """Seconds for 256 requests, of which nothing is found."""
+    outcomes: list[Outcome] = []
+    began = time.perf_counter()
+    for number, (tokens, output) in enumerate(requests_256()):
+        prompt = array("i", [token + attempt for token in tokens])
+        request = EngineRequest(number, (Piece(number, prompt),), sampling=greedy(output))
+        core.requests.submit(request, outcomes.append)
+    while len(core.requests):
+        core.step()
+    seconds = time.perf_counter() - began
+    core.requests.free(range(256))
+    core.requests.outbox.take()
+    drain(core)
+    return seconds
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host_kv_gb", type=float, default=25.0)
-    parser.add_argument("--kv", default="auto", help="kv_cache_dtype")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--host_kv_gb", type=float, default=8.0)
+    parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    def copies() -> Row:
-        began = time.perf_counter()
-        _, runner = make_core(config_of(args.host_kv_gb, args.kv))
-        load_s = time.perf_counter() - began
-        return {
-            "load_s": load_s,
-            "rates_gb_s": rates(runner),
-            "beside": [beside(runner, batch) for batch in (1, 8, 64)],
-        }
+    config = config_of(args.host_kv_gb, args.kv)
+    report.uses(MODEL, {"config": config.model_dump(mode="json")})
+    began = time.perf_counter()
+    runner, tokenizer = load_runner(config)
+    assert isinstance(runner, CudaRunner)
+    report.add("rows", {"case": "loading", "s": time.perf_counter() - began})
 
-    def tiers() -> Row:
-        core, _ = make_core(config_of(args.host_kv_gb, args.kv, num_blocks=32768 // BLOCK_SIZE))
-        return {"returns": [returns(core, tokens) for tokens in (2048, 8192, 24576)]}
+    def core_of(tokens: int | None = None) -> EngineCore:
+        sized = config.model_copy(update={"tokens_capacity": tokens})
+        return EngineCore(sized, runner, Language.of(tokenizer), MonotonicClock())
 
-    report |= {"model": MODEL, **in_turn(copies), **in_turn(tiers)}
-    sizes = (0.0, args.host_kv_gb, 0.0, args.host_kv_gb)
-    report["load256"] = [
-        in_turn(lambda size=size: load256(config_of(size, args.kv)))  # type: ignore[misc]
-        for size in sizes
-    ]
+    def load256(*, with_host: bool) -> Row:
+        info = runner.info
+        runner._info = replace(info, num_host_blocks=info.num_host_blocks if with_host else 0)
+        seconds = load256_s(core_of(), len(report["rows"]))
+        runner._info = info
+        return {"case": "load256", "with_host": with_host, "s": seconds}
+
+    makers: dict[str, list[Callable[[], Row]]] = {
+        "pinning": [lambda: {"case": "pinning", **pinning(runner)}],
+        "rates": [lambda: {"case": "rates, GB/s", **rates(runner)}],
+        "beside": [lambda n=n: beside(runner, n) for n in (1, 8, 64)],  # type: ignore[misc]
+        "returns": [lambda n=n: returns(core_of(DEVICE_TOKENS), n) for n in (24576, 8192)],  # type: ignore[misc]
+        "load256": [lambda w=w: load256(with_host=w) for w in (False, True, False, True)],  # type: ignore[misc]
+    }
+    for part in args.parts:
+        for make in makers[part]:
+            report.add("rows", make())
 
 
 if __name__ == "__main__":

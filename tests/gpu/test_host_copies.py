@@ -178,6 +178,9 @@ def test_random_operations(tmp_path: Path) -> None:
     runner, tokenizer = load_runner(config)
     assert isinstance(runner, CudaRunner)
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
+    tier = core._found._tier
+    assert tier is not None
+    tier._prefill_s = lambda: None  # nothing is computed that can be brought back
     world = World(core, random.Random(3), free_weight=0.4)
     while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
         world.operate()
@@ -186,8 +189,6 @@ def test_random_operations(tmp_path: Path) -> None:
     world.finish()
     core.check_integrity()
     assert core.runtime_info().num_free_blocks == 30
-    tier = core._found._tier
-    assert tier is not None
     assert tier.totals.num_failed == 0
     assert tier.totals.num_stored > world.num_operations // 10
     assert tier.totals.num_brought_back > world.num_operations // 50
@@ -213,13 +214,12 @@ while True:
 
 
 def test_a_process_killed_while_it_copies_leaves_nothing_behind() -> None:
-    torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info()
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            assert process.stdout.readline() == b"copying\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-    assert torch.cuda.mem_get_info()[0] > free - GIB // 2
+    """The next one can do the same."""
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for _ in range(3):
+                assert process.stdout.readline() == b"copying\n"
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
     test_what_comes_back_is_what_left("bf16")
