@@ -93,9 +93,7 @@ class SemanticFields(CallFields):
     chat: bool = Field(
         False, description="Render the template as a chat with the serving model's chat template."
     )
-    system: Content | None = Field(
-        None, description="The system message of a chat that begins with this call."
-    )
+    system: Content | None = Field(None, description="System message of a chat that begins here.")
     reuse: bool = Field(
         True,
         description="Greedy or seeded, it may take the result of an identical call of its tenant.",
@@ -238,9 +236,7 @@ class CompletionInfo(BaseModel):
     remark: str | None = Field(None, description="where and why its prompt left a cached prefix")
     output: str = Field(description="name of the output variable")
     output_var_id: str
-    outputs: list[str] = Field(
-        [], description="var_ids of all outputs (a native call's may be many)"
-    )
+    outputs: list[str] = Field([], description="var_ids (a native call's may be many)")
     state: str
     criteria: str | None = None
     depth: int | None = None
@@ -252,13 +248,9 @@ class CompletionInfo(BaseModel):
     computed_tokens: int = 0
     recomputed_tokens: int = Field(0, description="of the computed: some context had them once")
     output_tokens: int = 0
-    decode_s: float | None = Field(
-        None, description="seconds from the first token to the last, if the engine tells its steps"
-    )
+    decode_s: float | None = Field(None, description="seconds from its first token to its last")
     finish_reason: str | None = Field(None, description="`stop` or `length`, once it has ended")
-    reused: bool = Field(
-        False, description="took the result of an identical call: nothing was computed"
-    )
+    reused: bool = Field(False, description="took an identical call's result: nothing was computed")
     submitted_s: float | None = None
     activated_s: float | None = None
     ready_s: float | None = None
@@ -272,6 +264,14 @@ class GraphEdge(BaseModel):
     variable: str
 
 
+class FunctionCosts(TokenUsage):
+    """The completions of one function that have ended; `cost`: by ServeCore's `prices`."""
+
+    func_name: str
+    calls: int
+    cost: float
+
+
 class SessionInfo(BaseModel):
     session_id: int
     state: Literal["active"]
@@ -281,6 +281,7 @@ class SessionInfo(BaseModel):
     vars: list[VarInfo]
     calls: list[CompletionInfo]
     edges: list[GraphEdge]
+    costs: list[FunctionCosts] = []
 
 
 class SessionCounts(BaseModel):
@@ -301,9 +302,7 @@ class SessionCounts(BaseModel):
 
 class SessionSummary(SessionCounts):
     session_id: int
-    kind: Literal["program", "conversation"] = Field(
-        description="`conversation`: its turns came by the API of OpenAI or Anthropic"
-    )
+    kind: Literal["program", "conversation"] = Field(description="the latter by a vendor's API")
     apps: list[str]
     age_s: float
     expires_in_s: float

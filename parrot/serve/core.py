@@ -123,7 +123,8 @@ class ServeCore:
         session = self.sessions.find(session_id)
         if session is None or not self._is_owner(session, session_auth):
             session = self.sessions.authenticate(session_id, session_auth)
-        return session_view(session, self.clock.now(), self.sessions.remaining_s(session))
+        remaining_s = self.sessions.remaining_s(session)
+        return session_view(session, self.clock.now(), remaining_s, self._metrics.prices)
 
     def _is_owner(self, session: Session, api_key: str | None) -> bool:
         keys = self.config.api_keys

@@ -1,11 +1,12 @@
 """What others may see: a program its session, anybody the engines."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from parrot.protocol.public import (
     CompletionInfo,
     EngineStatus,
+    FunctionCosts,
     GraphEdge,
     SessionCounts,
     SessionInfo,
@@ -19,11 +20,15 @@ from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, Task
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scored_tokens import logprobs_view
 from parrot.serve.sessions import Session
+from parrot.serve.telemetry.calls import Measured
+from parrot.serve.telemetry.costs import PriceTable
 
 _NO_RUN = RunStats()
 
 
-def session_view(session: Session, now: float, expires_in_s: float) -> SessionInfo:
+def session_view(
+    session: Session, now: float, expires_in_s: float, prices: PriceTable | None = None
+) -> SessionInfo:
     tasks = [task for call in session.graph.calls.values() for task in call.tasks]
     return SessionInfo(
         session_id=session.id,
@@ -34,7 +39,38 @@ def session_view(session: Session, now: float, expires_in_s: float) -> SessionIn
         vars=variables_view(session),
         calls=[task_view(task, session.created_at) for task in tasks],
         edges=[edge for task in tasks for edge in _edges(task)],
+        costs=function_costs(tasks, prices or PriceTable({})),
     )
+
+
+def function_costs(tasks: Iterable[Task], prices: PriceTable) -> list[FunctionCosts]:
+    """What engines computed for the completions that have ended, by function."""
+    costs: dict[str, FunctionCosts] = {}
+    for task in tasks:
+        if not isinstance(task, Completion) or not task.is_finished:
+            continue
+        if (call := Measured.of(task, prices.cost(task.stats))) is None:
+            continue
+        costs.setdefault(
+            task.func_name,
+            FunctionCosts(
+                func_name=task.func_name,
+                calls=0,
+                cost=0.0,
+                prompt_tokens=0,
+                cached_tokens=0,
+                output_tokens=0,
+            ),
+        )
+        own = costs[task.func_name]
+        own.calls += 1
+        own.cost += call.cost
+        own.prompt_tokens += call.num_prompt
+        own.cached_tokens += call.num_cached
+        own.output_tokens += call.num_output
+        own.drafted_tokens += call.num_drafted
+        own.accepted_tokens += call.num_accepted
+    return list(costs.values())
 
 
 def session_counts(session: Session) -> SessionCounts:

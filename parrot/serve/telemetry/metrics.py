@@ -47,7 +47,7 @@ class CoreMetrics:
     def __init__(self, config: CoreConfig) -> None:
         max_names = config.max_metric_names
         self._tenants = tenant_labels(config.api_keys)
-        self._prices = PriceTable(config.prices)
+        self.prices = PriceTable(config.prices)
         self._functions = SeriesByName(max_names, CallSeries)
         self._apps = SeriesByName(max_names, CallSeries)
         self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
@@ -75,7 +75,7 @@ class CoreMetrics:
             return
         self._tasks["semantic", task.state.value] += 1
         self._num_reused += task.stats.is_reused
-        call = Measured.of(task, self._prices.cost(task.stats))
+        call = Measured.of(task, self.prices.cost(task.stats))
         if call is None:
             return
         self._functions.use(_function_of(task)).count(call)

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.metrics import EngineMetrics
 from parrot.protocol.engine_api import FinishReason, GenerateResponse, RuntimeInfo, Usage
+from parrot.protocol.public import FunctionCosts
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
 from parrot.simulation import SimCluster
 from tests.serve.telemetry.program import in_cluster, semantic, write_and_review
@@ -127,6 +128,19 @@ def test_tokens_are_priced_by_function_and_by_tenant(page: bytes) -> None:
         cost = (10 * computed + tokens(who, "cached") + 100 * tokens(who, "generation")) / 1e6
         assert found[family, frozenset({who})] == pytest.approx(cost)
         assert tokens(who, "generation") == (10 if who == "public" else 5)
+
+
+def test_a_session_shows_its_costs_by_function() -> None:
+    async def view(cluster: SimCluster) -> list[FunctionCosts]:
+        client = cluster.client()
+        info = await client.session_info(**await write_and_review(client, []))
+        return info.costs
+
+    costs = {one.func_name: one for one in in_cluster(view, prices={"*": PRICES["m"]})}
+    assert list(costs) == ["write", "review"]
+    for one in costs.values():
+        assert (one.calls, one.output_tokens, one.cached_tokens) == (1, 5, 0)
+        assert one.cost == pytest.approx((10 * one.prompt_tokens + 100 * 5) / 1e6)
 
 
 def test_functions_that_programs_make_up_share_a_series() -> None:
