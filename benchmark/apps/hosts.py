@@ -162,7 +162,7 @@ class SimHost(Host):
             network = Network(self._network, seed, asyncio.sleep)
 
             async def scrape_core() -> str:
-                return cluster.core.metrics().decode()
+                return b"".join(cluster.core.metrics()).decode()
 
             client = cluster.client(fixed(0.0))
             backend = parrot_backend(

@@ -118,7 +118,7 @@ async def simulate(setup: Setup, num_programs: int) -> dict[str, Any]:
     async with SimCluster(1, engine=engine, core=core) as cluster:
         load = Load(setup, cluster.client())
         await load.run(num_programs)
-        counters = read_counters(cluster.core.metrics().decode())
+        counters = read_counters(b"".join(cluster.core.metrics()).decode())
     row: dict[str, Any] = {"num_programs": num_programs, **asdict(setup)}
     for name, values in load.times.items():
         row |= {f"{name}_mean": fmean(values), f"{name}_p99": percentile(values, 99)}

@@ -214,7 +214,7 @@ async def _simulate(
 
 
 def _counts(cluster: SimCluster) -> dict[str, int]:
-    counters = read_counters(cluster.core.metrics().decode())
+    counters = read_counters(b"".join(cluster.core.metrics()).decode())
     return {name: int(total(counters, counter)) for name, counter in COUNTERS.items()}
 
 

@@ -194,8 +194,8 @@ class CoreConfig(ConfigModel):
     prices: dict[str, TokenPrices] = Field(
         {},
         max_length=1024,
-        description="Prices by model, for costs in metrics and of sessions (docs/metrics.md); `*`: of "
-        "every model that is not named.",
+        description="Prices by model, for costs in metrics and of sessions (docs/metrics.md); `*`: "
+        "of every model that is not named.",
     )
     max_metric_names: int = Field(
         20,

@@ -1,6 +1,6 @@
 """ServeCore: the service as a whole, which begins and ends sessions and knows the engines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from parrot.protocol.engine_api import (
     HeartbeatRequest,
@@ -169,7 +169,8 @@ class ServeCore:
     def num_queued(self) -> int:
         return self._dispatcher.num_queued
 
-    def metrics(self) -> bytes:
+    def metrics(self) -> Iterator[bytes]:
+        """Yield one family after the other: all of them may take some ten milliseconds."""
         return self._metrics.render(self.sessions, self._dispatcher)
 
     def check_integrity(self) -> None:

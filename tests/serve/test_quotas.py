@@ -262,7 +262,7 @@ async def test_each_configured_tenant_has_its_own_series() -> None:
 def tenant_series(core: ServeCore) -> list[str]:
     return [
         line.rpartition(" ")[0]
-        for line in core.metrics().decode().splitlines()
+        for line in b"".join(core.metrics()).decode().splitlines()
         if line.startswith("parrot_tenant_tokens_total{")
     ]
 

@@ -212,7 +212,10 @@ async def test_a_deleted_session_does_not_expire_as_well(
     world.core.delete_session(*world.scope.values())
     await world.clock.advance(120)
     assert not caplog.records
-    assert 'parrot_session_e2e_seconds_count{app="unnamed"} 1.0' in world.core.metrics().decode()
+    assert (
+        'parrot_session_e2e_seconds_count{app="unnamed"} 1.0'
+        in b"".join(world.core.metrics()).decode()
+    )
 
 
 async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
@@ -461,7 +464,7 @@ async def test_metrics_count_what_happened(world: World) -> None:
     reading = world.read(world.call("y"))
     assert await reading
     world.variable()
-    text = world.core.metrics().decode()
+    text = b"".join(world.core.metrics()).decode()
     for line in (
         "parrot_sessions 1.0",
         'parrot_variables{state="ready"} 1.0',

@@ -49,7 +49,9 @@ async def chat(client: ServeClient, seed: int) -> None:
 
 
 def counters(cluster: SimCluster) -> dict[str, float]:
-    lines = re.findall(r"^parrot_kv_(\S+) (\S+)$", cluster.core.metrics().decode(), re.MULTILINE)
+    lines = re.findall(
+        r"^parrot_kv_(\S+) (\S+)$", b"".join(cluster.core.metrics()).decode(), re.MULTILINE
+    )
     return {name: float(value) for name, value in lines}
 
 

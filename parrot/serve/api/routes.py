@@ -1,5 +1,6 @@
 """ServeCore's REST API: which verb answers which method and path."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -222,14 +223,19 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
                 return card
         raise NotFound(f"unknown model: {model_id}", param="model")
 
+    async def metrics() -> bytes:
+        parts: list[bytes] = []
+        for part in core.metrics():
+            parts.append(part)
+            await asyncio.sleep(0)  # others may have a turn
+        return b"".join(parts)
+
     return [
         Endpoint("GET", "/v1/models", core.models, "Models that are served now"),
         Endpoint("GET", "/v1/models/{model_id:path}", model, "A model", errors=(404,)),
         Endpoint("GET", "/health", _alive, "The process answers"),
         Endpoint("GET", "/ready", core.readiness, "An engine is there", errors=(503,)),
-        Endpoint(
-            "GET", "/metrics", core.metrics, "Metrics for Prometheus", media_type=CONTENT_TYPE
-        ),
+        Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus", media_type=CONTENT_TYPE),
         Endpoint(
             "POST",
             "/register_engine",

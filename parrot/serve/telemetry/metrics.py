@@ -95,9 +95,10 @@ class CoreMetrics:
             key = (OTHER, OTHER)
         return self._engines.setdefault(key, EngineSeries())
 
-    def render(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> bytes:
-        """All counts, and what is only looked up when scraped: live sessions and engines."""
-        return render_metrics(self.families(sessions, dispatcher))
+    def render(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> Iterator[bytes]:
+        """Yield all counts, and what is only looked up now: live sessions and engines."""
+        for family in self.families(sessions, dispatcher):
+            yield render_metrics([family])
 
     def families(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> Iterator[Metric]:
         yield from self._own_families()

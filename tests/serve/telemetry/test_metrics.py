@@ -31,7 +31,7 @@ def samples(page: bytes) -> Samples:
 async def scrape(cluster: SimCluster) -> bytes:
     scope = await write_and_review(cluster.client(), ["essay"])
     await cluster.client().delete_session(**scope)
-    return cluster.core.metrics()
+    return b"".join(cluster.core.metrics())
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_functions_that_programs_make_up_share_a_series() -> None:
         for n in range(9):
             call = await client.semantic_call(semantic(scope, f"made_up_{n}", f"Say {n}."))
             await client.get_var(**scope, var_id=call.param_info[-1].var_id)
-        return cluster.core.metrics()
+        return b"".join(cluster.core.metrics())
 
     found = samples(in_cluster(many, max_metric_names=3))
     counts = {
