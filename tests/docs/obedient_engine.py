@@ -1,0 +1,61 @@
+"""A fake engine that writes what an output must be."""
+
+import json
+import re
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse, StreamChunk
+from parrot.protocol.sampling import SamplingConfig
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
+
+MATCHES = ("1843", "2026-11-22", "yes")  # what regular expressions of the pages allow
+
+
+class ObedientEngine(FakeEngine):
+    """Counts its answers: of `choices` they take each in turn."""
+
+    num_choices = 0
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
+        answer = self.constrained(request.sampling_config)
+        if answer is not None:
+            self.scripts.insert(0, Script(text=lambda _: answer))
+        async for event in super().generate_stream(request):
+            yield event
+
+    def constrained(self, config: SamplingConfig) -> str | None:
+        """None: anything will do."""
+        if config.choices:
+            self.num_choices += 1
+            return config.choices[(self.num_choices - 1) % len(config.choices)]
+        if config.regex:
+            return next(text for text in MATCHES if re.fullmatch(config.regex, text))
+        if config.json_schema is not None:
+            schema = config.json_schema
+            return json.dumps(instance(json.loads(schema) if isinstance(schema, str) else schema))
+        return None
+
+
+def instance(schema: dict[str, Any]) -> Any:
+    """The simplest value that the schema allows (of what the pages use)."""
+    kind = schema.get("type")
+    if "enum" in schema:
+        return schema["enum"][0]
+    if kind == "object":
+        return {key: instance(part) for key, part in schema.get("properties", {}).items()}
+    if kind == "array":
+        return [instance(schema["items"])]
+    simple: dict[Any, Any] = {"string": "a text", "integer": 3, "number": 0.5, "boolean": True}
+    return simple[kind]
+
+
+def obedient_engine() -> ObedientEngine:
+    made = fake_engine("e0", model="embedded")
+    return ObedientEngine(
+        made.info,
+        made.tokenizer_response,
+        Script(text=lambda prompt: f"A text after {len(prompt)} characters.", steps=2),
+    )
