@@ -83,6 +83,11 @@ def test_every_error_type_is_documented() -> None:
     assert known - internal <= documented
 
 
+def test_every_page_has_its_place_on_the_site() -> None:
+    places = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert {path.name for path in DOCS.glob("*.md")} <= set(places), "add it to nav in mkdocs.yml"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_pages_name_files_that_exist(page: Path) -> None:
     text = page.read_text()
