@@ -200,7 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
         ran = self.core.step()
         self.deliver()
         for plan in self.runner.plans[num_plans:]:
-            assert len(plan.sequences) <= self.limits[0]
+            assert sum(1 + s.num_drafts for s in plan.sequences) <= self.limits[0]
             assert plan.num_tokens <= self.limits[1]
         assert not self.runner.violations, self.runner.violations[0]
         can_differ = self.faults or self.runner_type is not CheckingRunner
