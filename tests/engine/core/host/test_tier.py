@@ -3,7 +3,10 @@
 from typing import Any
 
 from parrot.engine.config import SimConfig
+from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.host.pool import HostPool
+from parrot.engine.core.host.stores import HostStores
 from parrot.engine.core.host.tier import HostTier
 from parrot.engine.core.plan import RunnerInfo, Transfer
 from parrot.engine.sim.tokenizer import VOCAB_SIZE
@@ -121,6 +124,7 @@ def test_others_go_on_while_one_waits():
     assert waiting.response is None
     harness.run()
     assert waiting.text == "yz"
+    assert waiting.response.usage.cached_tokens == 8
 
 
 def test_nothing_comes_back_that_is_computed_sooner():
@@ -196,6 +200,36 @@ def test_together_the_tiers_hold_more_than_either():
             harness.free(number)
         device, host = harness.core._tree.pool, harness.tier._host
         assert len({*device._by_key, *host._by_key}) >= 11
+
+
+def test_copies_of_what_the_device_uses_go_first():
+    pool, host = BlockPool(8, 4), HostPool(8)
+    stores = HostStores(pool, host, lambda key: None)
+    blocks = pool.allocate(2)
+    for block, key in zip(blocks, (b"first", b"second"), strict=True):
+        pool.publish(block, key)
+    for store in stores.choose(8):
+        stores.over(store.key, store.slot, True)
+    pool.release(blocks)
+    assert list(host._held.values()) == [b"first", b"second"]
+    pool.share(blocks[1:])
+    assert list(host._held.values()) == [b"second", b"first"]
+    stores.check_integrity({})
+
+
+def test_what_is_given_away_in_a_hurry_is_copied_before_it_is_written():
+    harness = Tiered(num_blocks=8, block_bytes=256 << 20)  # two may be on their way
+    harness.runner.min_looks = 5
+    harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyzabcdef"))
+    harness.step()
+    harness.free(1)
+    harness.fill(piece(2, "z" * 32))
+    harness.run()
+    answer = harness.fill(piece(3, "abcdefghijklmnopqrstuvwxyzabcdef"))
+    harness.run()
+    assert answer.response.computed_tokens <= 4
+    assert harness.num_copied(to_host=False) >= 7
+    assert not harness.runner.violations
 
 
 def test_what_a_freed_context_has_on_the_host_goes_first():
