@@ -19,6 +19,7 @@ from parrot.serve.prompts.conversation import (
     FindTokenizer,
     answer_parser,
     constrained_calls,
+    reasoning_parser,
     transcript_of,
 )
 from parrot.serve.prompts.placeholders import mark_places, put_variables
@@ -58,6 +59,8 @@ class Chains:
         samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         marked = mark_places(request.prompt, list(chain.inputs))
         shown = transcript_of(marked.prompt, request.options, request.model, tokenizer)
+        if request.may_reason:
+            make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
         session = self._session(request, chain)
         self._require_room(session.tenant)
         inputs = {

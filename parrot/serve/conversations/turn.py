@@ -60,6 +60,13 @@ class TurnRequest:
     tokens: TokenizedText | None = None
     prediction: str = ""
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether answers are not constrained from their first token on."""
+        is_constrained = any(sampling.constraint is not None for sampling in self.samplings)
+        must_call = self.calls is not None and self.calls.must_call
+        return not (isinstance(self.prompt, str) or is_constrained or must_call)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:

@@ -33,6 +33,7 @@ from parrot.serve.prompts.conversation import (
     constrained_calls,
     prompt_of_tokens,
     prompt_tokens,
+    reasoning_parser,
     text_of_tokens,
     transcript_of,
 )
@@ -91,6 +92,8 @@ class Turns:
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         shown = transcript_of(request.prompt, request.options, request.model, tokenizer)
         text = shown.text
+        if request.may_reason:
+            make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
         keys = history_keys(request)
         prompt = _prompt(request, text)
         ending = self._endings.find(keys, text, self._sessions.is_live)
@@ -159,11 +162,15 @@ class Turns:
         return await text_of_tokens(ids, model, self._find_tokenizer(model))
 
     def remember(self, turn: Turn, choice: int, message: Mapping[str, Any]) -> None:
-        """The program will send `message` for this answer if it goes on."""
+        """The program will send `message` for this answer if it goes on, perhaps without the
+        reasoning."""
         completion = turn.completions[choice]
-        if turn.history is not None and completion.state is CompletionState.DONE:
-            self._endings.put(turn, completion, message)
-            self._doctor.remember_answer(completion.options.tenant, turn.session.id, message)
+        if turn.history is None or completion.state is not CompletionState.DONE:
+            return
+        bare = {name: field for name, field in message.items() if name != "reasoning_content"}
+        for shown in (message, bare) if len(bare) < len(message) else (message,):
+            self._endings.put(turn, completion, shown)
+            self._doctor.remember_answer(completion.options.tenant, turn.session.id, shown)
 
     def forget(self, session: Session) -> None:
         """A session has ended."""

@@ -20,6 +20,12 @@ class TextDelta(NamedTuple):
     text: str
 
 
+class ReasoningDelta(NamedTuple):
+    """What the model thinks before it answers."""
+
+    reasoning: str
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """`arguments`: a JSON object, as text."""
@@ -38,7 +44,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-Event = TextDelta | ToolCall
+Event = TextDelta | ReasoningDelta | ToolCall
 
 
 @dataclass(slots=True)
@@ -47,10 +53,13 @@ class Answer:
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
 
     def add(self, event: Event) -> None:
         if isinstance(event, ToolCall):
             self.calls.append(event)
+        elif isinstance(event, ReasoningDelta):
+            self.reasoning += event.reasoning
         else:
             self.text += event.text
 
@@ -59,6 +68,8 @@ class Answer:
         fields: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             fields["tool_calls"] = [call.message() for call in self.calls]
+        if self.reasoning:
+            fields["reasoning_content"] = self.reasoning
         return fields
 
 

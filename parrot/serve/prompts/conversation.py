@@ -15,6 +15,7 @@ from parrot.serve.prompts.call_families import Family, tool_family
 from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from parrot.serve.prompts.chat import PLAIN_CHAT
 from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.reasoning import with_reasoning
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
 from parrot.serve.prompts.transcript import (
@@ -120,6 +121,14 @@ def answer_parser(
         return PlainParser
     functions = [tool.get("function", {}) for tool in tools]
     return partial(_family(model, tokenizer).make_parser, functions)
+
+
+def reasoning_parser(
+    make_parser: Callable[[], AnswerParser], text: str, tokenizer: ModelTokenizer | None
+) -> Callable[[], AnswerParser]:
+    """Makes parsers of answers that may begin with reasoning, behind the prompt `text`."""
+    chat = None if tokenizer is None else tokenizer.chat
+    return make_parser if chat is None else with_reasoning(make_parser, chat.source, text)
 
 
 def constrained_calls(

@@ -20,6 +20,7 @@ from parrot.serve.api.vendors.openai_common import (
 )
 from parrot.serve.api.vendors.tool_choice import call_rules, shown
 from parrot.serve.prompts.call_grammars import CallRules
+from parrot.serve.prompts.reasoning import reasoning_options
 
 _MAX_MESSAGES = 16_384
 _MAX_TOOLS = 512
@@ -45,10 +46,11 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """Thoughts of earlier turns, which are not shown again."""
+    """Reasoning of earlier turns, which the chat template shows again or leaves out; what another
+    service has redacted is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: Ignored = None
+    thinking: _Text = ""
     signature: Ignored = None
     data: Ignored = None
 
@@ -107,13 +109,19 @@ class OutputConfig(Wire):
     effort: Ignored = None
 
 
+class Thinking(Bounded):
+    """A budget, and what is displayed, change nothing."""
+
+    type: str = Field(max_length=64)
+
+
 class CountRequest(Wire):
     model: str = Field(min_length=1, max_length=256)
     messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)
     system: Text | None = None
     tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: ToolChoice | None = None
-    thinking: Ignored = None  # a model thinks or does not, whatever it is asked
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: Ignored = None
     cache_control: Ignored = None
@@ -158,7 +166,8 @@ def template_messages(request: CountRequest) -> list[Json]:
 def template_options(request: CountRequest) -> Json:
     """The variables of the chat template beside the messages."""
     tools = [shown(function) for function in _functions(request)]
-    return {"tools": tools} if tools else {}
+    options = dict(reasoning_options(None if request.thinking is None else request.thinking.type))
+    return options | ({"tools": tools} if tools else {})
 
 
 def rules_of(request: MessagesRequest) -> CallRules | None:
@@ -188,6 +197,7 @@ def _messages(message: Message, param: str) -> Iterator[Json]:
         blocks = message.content
     texts: list[str] = []
     calls: list[Json] = []
+    thoughts: list[str] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
@@ -197,12 +207,16 @@ def _messages(message: Message, param: str) -> Iterator[Json]:
         elif isinstance(block, ToolResultBlock) and message.role == "user":
             content = "" if block.content is None else _text(block.content)
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
-        elif not isinstance(block, ThinkingBlock):
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        else:
             raise UnsupportedField(
                 f"blocks of type `{block.type}` are not supported for `{message.role}`", param=param
             )
     if texts or calls or not blocks:
         fields: Json = {"role": message.role, "content": "".join(texts)}
+        if any(thoughts) and message.role == "assistant":
+            fields["reasoning_content"] = "".join(thoughts)
         yield fields | ({"tool_calls": calls} if calls else {})
 
 

@@ -26,6 +26,7 @@ from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
     Answer,
     AnswerParser,
+    ReasoningDelta,
     ToolCall,
     read_answer,
 )
@@ -178,6 +179,8 @@ class _Stream:
             if isinstance(event, ToolCall):
                 call = {"index": len(self.answer.calls)} | _tool_call(event)
                 yield self._chunk({"tool_calls": [call]})
+            elif isinstance(event, ReasoningDelta):
+                yield self._chunk({"reasoning_content": event.reasoning})
             elif event.text:
                 yield self._chunk({"content": event.text})
             self.answer.add(event)
@@ -200,6 +203,8 @@ def _logprobs(entries: list[Entry] | None) -> Json | None:
 def _message(answer: Answer) -> Json:
     content = None if answer.calls and not answer.text else answer.text
     message: Json = {"role": "assistant", "content": content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     if answer.calls:
         message["tool_calls"] = [_tool_call(call) for call in answer.calls]
     return message

@@ -1,5 +1,6 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`, in Anthropic's format."""
 
+import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
 from typing import Literal
@@ -25,6 +26,8 @@ from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import (
     Answer,
     AnswerParser,
+    ReasoningDelta,
+    TextDelta,
     ToolCall,
     read_answer,
 )
@@ -99,7 +102,8 @@ class Messages:
         (value,) = await read_all([turn])
         answer = read_answer(parser, value.content)
         self._turns.remember(turn, 0, answer.message())
-        content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
+        content: list[Json] = [_thinking(answer.reasoning)] if answer.reasoning else []
+        content += [{"type": "text", "text": answer.text}] if answer.text else []
         content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
         ended = _ended(answer, value)
         return orjson.dumps(frame | {"content": content} | ended | {"usage": _usage(value.usage)})
@@ -128,20 +132,20 @@ class Messages:
 
 
 class _Stream:
-    """The events of an answer's content blocks, of which each is a text or a call."""
+    """The events of an answer's content blocks, of which each is reasoning, a text or a call."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.answer = Answer()
         self._parser = parser
         self._num_blocks = 0
-        self._is_text_open = False
+        self._open: type[AnswerEvent] | None = None  # what the block that is open is made of
 
     def add(self, delta: str | VarGetResponse) -> Iterator[Event]:
         if isinstance(delta, str):
             yield from self._blocks(self._parser.feed(delta))
             return
         yield from self._blocks(self._parser.finish())
-        yield from self._close_text()
+        yield from self._close_open()
         ended = _ended(self.answer, delta)
         yield _event("message_delta", delta=ended, usage=_usage(delta.usage))
 
@@ -149,24 +153,35 @@ class _Stream:
         for event in events:
             self.answer.add(event)
             if isinstance(event, ToolCall):
-                yield from self._close_text()
+                yield from self._close_open()
                 yield from self._block(_tool_use(event, {}))
-                partial = {"type": "input_json_delta", "partial_json": event.arguments}
-                yield _event("content_block_delta", index=self._num_blocks, delta=partial)
+                yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
                 yield from self._close()
+            elif isinstance(event, ReasoningDelta):
+                yield from self._open_block(ReasoningDelta, _thinking(""))
+                yield self._delta({"type": "thinking_delta", "thinking": event.reasoning})
             elif event.text:
-                if not self._is_text_open:
-                    self._is_text_open = True
-                    yield from self._block({"type": "text", "text": ""})
-                delta = {"type": "text_delta", "text": event.text}
-                yield _event("content_block_delta", index=self._num_blocks, delta=delta)
+                yield from self._open_block(TextDelta, {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": event.text})
+
+    def _open_block(self, kind: type[AnswerEvent], block: Json) -> Iterator[Event]:
+        if self._open is not kind:
+            yield from self._close_open()
+            self._open = kind
+            yield from self._block(block)
+
+    def _delta(self, delta: Json) -> Event:
+        return _event("content_block_delta", index=self._num_blocks, delta=delta)
 
     def _block(self, block: Json) -> Iterator[Event]:
         yield _event("content_block_start", index=self._num_blocks, content_block=block)
 
-    def _close_text(self) -> Iterator[Event]:
-        if self._is_text_open:
-            self._is_text_open = False
+    def _close_open(self) -> Iterator[Event]:
+        if self._open is ReasoningDelta:
+            signature = _thinking(self.answer.reasoning)["signature"]
+            yield self._delta({"type": "signature_delta", "signature": signature})
+        if self._open is not None:
+            self._open = None
             yield from self._close()
 
     def _close(self) -> Iterator[Event]:
@@ -176,6 +191,12 @@ class _Stream:
 
 def _event(kind: str, **fields: object) -> Event:
     return kind, {"type": kind} | fields
+
+
+def _thinking(reasoning: str) -> Json:
+    """A block of reasoning. Clients send the signature back, and nothing depends on it."""
+    signature = hashlib.sha256(reasoning.encode()).hexdigest() if reasoning else ""
+    return {"type": "thinking", "thinking": reasoning, "signature": signature}
 
 
 def _tool_use(call: ToolCall, arguments: object) -> Json:

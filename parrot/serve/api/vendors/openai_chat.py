@@ -17,6 +17,7 @@ from parrot.serve.api.vendors.openai_common import (
 )
 from parrot.serve.api.vendors.tool_choice import call_rules, chosen_tool, shown
 from parrot.serve.prompts.call_grammars import CallRules
+from parrot.serve.prompts.reasoning import reasoning_options
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 512
@@ -40,6 +41,7 @@ class ChatMessage(Wire):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name of it
     refusal: str | None = None
     annotations: Ignored = None
     audio: None = None
@@ -80,9 +82,10 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
     """The variables of the chat template beside the messages."""
-    options: dict[str, Any] = dict(request.chat_template_kwargs)
-    if reserved := options.keys() & {"messages", "add_generation_prompt", "tools"}:
+    given = request.chat_template_kwargs
+    if reserved := given.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")
+    options = {**reasoning_options(request.reasoning_effort), **given}
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
     if functions := _functions(request):
@@ -120,7 +123,9 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         if role != "assistant":
             raise InvalidRequest(f"a message of role `{role}` has tool calls", param="messages")
         fields["tool_calls"] = list(_calls(index, message.tool_calls))
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    if (reasoning := message.reasoning_content or message.reasoning) and role == "assistant":
+        fields["reasoning_content"] = reasoning
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             fields[name] = value
     return fields

@@ -24,6 +24,7 @@ from parrot.serve.api.vendors.openai_common import (
 from parrot.serve.api.vendors.responses.items import Dumped, Items
 from parrot.serve.api.vendors.tool_choice import call_rules, chosen_tool, shown
 from parrot.serve.prompts.call_grammars import CallRules
+from parrot.serve.prompts.reasoning import reasoning_options
 
 MAX_TOOLS = 512
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -67,7 +68,8 @@ _AnyTool = Annotated[
 
 
 class Reasoning(Bounded):
-    """`effort` is a variable of the chat template; the rest changes nothing."""
+    """`effort` is a variable of the chat template, and says whether it lets the model reason; the
+    rest changes nothing."""
 
     effort: str | None = Field(None, max_length=64)
 
@@ -145,9 +147,10 @@ class ResponseRequest(CommonFields):
 
     def template_options(self) -> Json:
         """The variables of the chat template beside the messages."""
-        options: Json = {}
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            options["reasoning_effort"] = self.reasoning.effort
+        effort = None if self.reasoning is None else self.reasoning.effort
+        options = dict(reasoning_options(effort))
+        if effort is not None:
+            options["reasoning_effort"] = effort
         if functions := self._functions():
             options["tools"] = [shown(function) for function in functions]
         return options

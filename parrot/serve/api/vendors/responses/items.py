@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -14,6 +15,7 @@ from pydantic import (
 )
 
 from parrot.serve.api.vendors.openai_common import (
+    MAX_PARTS,
     Bounded,
     Content,
     Ignored,
@@ -97,10 +99,20 @@ class ItemReference(Wire):
     id: _Id
 
 
-class ReasoningItem(Bounded):
-    """Thoughts of earlier turns, which are not shown again."""
+class ReasoningText(Bounded):
+    text: str = ""
+
+
+class ReasoningItem(Item):
+    """Reasoning before an answer, which the chat template shows again or leaves out. What another
+    service has encrypted or summed up is left out."""
+
+    model_config = ConfigDict(extra="ignore")
+    id_prefix = "rs"
 
     type: Literal["reasoning"]
+    summary: Ignored = Field([])
+    content: list[ReasoningText] = Field([], fail_fast=True, max_length=MAX_PARTS)
 
 
 class OtherItem(Bounded):
@@ -142,6 +154,7 @@ Items = Annotated[
     Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
     BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, Any]]),
 ]
+_JOINED = {"tool_calls", "reasoning_content"}  # a message with these takes an answer's text
 _OUTPUT = TypeAdapter(list[_AnyItem])
 
 
@@ -151,8 +164,8 @@ def output_items(output: Sequence[Json]) -> list[Item]:
 
 
 def template_messages(items: Iterable[Item]) -> list[Json]:
-    """The messages as chat templates take them. What an answer says and the calls that it makes are
-    items of their own, but one message."""
+    """The messages as chat templates take them. Reasoning, what an answer says and the calls that
+    it makes are items of their own, but one message."""
     messages: list[Json] = []
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -161,12 +174,16 @@ def template_messages(items: Iterable[Item]) -> list[Json]:
                 last = {"role": "assistant", "content": ""}
                 messages.append(last)
             last.setdefault("tool_calls", []).append(_call(item))
+        elif isinstance(item, ReasoningItem):
+            if reasoning := "".join([part.text for part in item.content]):
+                fields = {"role": "assistant", "content": "", "reasoning_content": reasoning}
+                messages.append(fields)
         elif isinstance(item, CallOutputItem):
             content = text_of(item.output)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         elif isinstance(item, MessageItem):
             text = text_of(item.content)
-            if item.role == "assistant" and last is not None and "tool_calls" in last:
+            if item.role == "assistant" and last is not None and last.keys() & _JOINED:
                 last["content"] += text
             else:
                 role = "system" if item.role == "developer" else item.role

@@ -164,7 +164,7 @@ class Responses:
         return Record(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
 
     def _items(self, request: ResponseRequest, tenant: str) -> Iterator[tuple[int, Item]]:
-        """The items of the request's input and their places. Thoughts are left out."""
+        """The items of the request's input and their places."""
         for i, item in enumerate(request.input):
             if isinstance(item, Item):
                 yield i, item

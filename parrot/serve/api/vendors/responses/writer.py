@@ -2,6 +2,9 @@
 
 response.created  response.in_progress
 response.output_item.added
+    response.content_part.added  response.reasoning_text.delta ... response.content_part.done
+response.output_item.done
+response.output_item.added
     response.content_part.added  response.output_text.delta ...  response.content_part.done
 response.output_item.done
 response.completed"""
@@ -19,7 +22,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.public import TokenUsage, VarGetResponse
 from parrot.serve.api.vendors.openai_common import Json
 from parrot.serve.api.vendors.token_logprobs import Entry
-from parrot.serve.prompts.answers import Answer, TextDelta, ToolCall
+from parrot.serve.prompts.answers import Answer, ReasoningDelta, TextDelta, ToolCall
 
 
 class Ended(NamedTuple):
@@ -35,7 +38,7 @@ class Likelihoods(NamedTuple):
     entries: list[Entry]
 
 
-Part = TextDelta | ToolCall | Likelihoods | Ended | ParrotError
+Part = TextDelta | ReasoningDelta | ToolCall | Likelihoods | Ended | ParrotError
 """Some more of an answer, or its end."""
 
 
@@ -48,6 +51,7 @@ class ResponseWriter:
         self.answer = Answer()
         self._number = 0  # of the next event
         self._texts: list[str] | None = None  # of the message that is open
+        self._is_reasoning = False  # an item of reasoning is open
         self._entries: list[Entry] = []  # of its tokens
         self._new_entries: list[Entry] = []  # those that no event has shown
         self._namespaces = {
@@ -80,12 +84,33 @@ class ResponseWriter:
         self.answer.add(part)
         if isinstance(part, ToolCall):
             self._new_entries.clear()  # its own tokens, which are no text
+            yield from self._close_reasoning()
             yield from self._close_message()
             yield from self._call(part)
+        elif isinstance(part, ReasoningDelta):
+            self._new_entries.clear()
+            yield from self._reason(part.reasoning)
         elif part.text:
             yield from self._text(part.text)
 
+    def _reason(self, delta: str) -> Iterator[Json]:
+        if not self._is_reasoning:
+            self._is_reasoning = True
+            item = self._reasoning([], "in_progress")
+            yield self._of_item("response.output_item.added", item=item)
+            yield self._of_reasoning("response.content_part.added", part=_reasoning_part(""))
+        yield self._of_reasoning("response.reasoning_text.delta", delta=delta)
+
+    def _close_reasoning(self, status: str = "completed") -> Iterator[Json]:
+        if self._is_reasoning:
+            self._is_reasoning = False
+            part = _reasoning_part(self.answer.reasoning)
+            yield self._of_reasoning("response.reasoning_text.done", text=part["text"])
+            yield self._of_reasoning("response.content_part.done", part=part)
+            yield from self._add_item(self._reasoning([part], status))
+
     def _text(self, delta: str) -> Iterator[Json]:
+        yield from self._close_reasoning()
         yield from self._open_message()
         assert self._texts is not None
         self._texts.append(delta)
@@ -141,6 +166,7 @@ class ResponseWriter:
         value = ended.value
         is_cut = value.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
+        yield from self._close_reasoning(status)
         if not self.response["output"]:
             yield from self._open_message()
         yield from self._close_message(status)
@@ -171,6 +197,15 @@ class ResponseWriter:
             "content": content,
         }
 
+    def _reasoning(self, content: list[Json], status: str) -> Json:
+        return {
+            "id": self._id("rs"),
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": content,
+        }
+
     def _id(self, kind: str) -> str:
         """The id of the item that is written now."""
         token = self.response["id"].partition("_")[2]
@@ -178,6 +213,9 @@ class ResponseWriter:
 
     def _of_text(self, kind: str, **fields: object) -> Json:
         return self._of_item(kind, item_id=self._id("msg"), content_index=0, **fields)
+
+    def _of_reasoning(self, kind: str, **fields: object) -> Json:
+        return self._of_item(kind, item_id=self._id("rs"), content_index=0, **fields)
 
     def _of_item(self, kind: str, **fields: object) -> Json:
         return self._event(kind, output_index=len(self.response["output"]), **fields)
@@ -192,6 +230,10 @@ class ResponseWriter:
 
 def _text_part(text: str, entries: Sequence[Entry] = ()) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(entries)}
+
+
+def _reasoning_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _code(error: ParrotError) -> str:
