@@ -19,6 +19,14 @@ config = typer.Typer(no_args_is_help=True, help="Settings of servers.")
 app.add_typer(config, name="config")
 
 CoreOption = Annotated[str, typer.Option("--core", help="Address of ServeCore.")]
+CoreConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config_path", help="ServeCore's config file, if it has its own token."),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option("--api_key", envvar="PARROT_KEY", help="If ServeCore has api_keys: one of them."),
+]
 LogDirOption = Annotated[Path, typer.Option("--log_dir", help="Where each process writes its log.")]
 ReadyTimeoutOption = Annotated[
     float, typer.Option("--ready_timeout", help="Seconds to wait until all are up.")
@@ -140,15 +148,78 @@ def ping(core: CoreOption = DEFAULT_CORE) -> None:
 @app.command()
 def page(
     core: CoreOption = DEFAULT_CORE,
-    config_path: Annotated[
-        Path | None,
-        typer.Option("--config_path", help="ServeCore's config file, if it has its own token."),
-    ] = None,
+    config_path: CoreConfigOption = None,
 ) -> None:
     """Print the address of the page that shows a running ServeCore, with the key to it."""
     from parrot.cli.run import show_page_address
 
     show_page_address(core, config_path)
+
+
+@app.command()
+def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="Ask this and leave; default: talk.")
+    ] = None,
+    core: CoreOption = DEFAULT_CORE,
+    model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    api_key: ApiKeyOption = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max_tokens", min=1, help="Of an answer.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0)] = None,
+) -> None:
+    """Talk to a model that is served, by the API of OpenAI."""
+    from parrot.cli.chat import chat as talk
+
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {key: value for key, value in given.items() if value is not None}
+    talk(core, model, question, system, api_key, options)
+
+
+@app.command()
+def top(
+    core: CoreOption = DEFAULT_CORE,
+    config_path: CoreConfigOption = None,
+    api_key: ApiKeyOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print what is there, and leave.")] = False,
+) -> None:
+    """Show engines and applications of a running ServeCore as they change, until Ctrl-C."""
+    from parrot.cli.watch.top import top as watch
+
+    watch(core, config_path, api_key, once)
+
+
+@app.command()
+def trace(
+    session: Annotated[
+        str | None, typer.Argument(help="Its id, or last; default: list those that there are.")
+    ] = None,
+    core: CoreOption = DEFAULT_CORE,
+    config_path: CoreConfigOption = None,
+    api_key: ApiKeyOption = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Take it out of what ServeCore wrote to its trace_path.")
+    ] = None,
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Where the files go.")] = Path(),
+) -> None:
+    """Write what a session did and when: for Perfetto or Chrome, and as a picture of its graph."""
+    from parrot.cli.watch.trace import trace as write_trace
+
+    write_trace(session, core, config_path, api_key, file, output_dir)
+
+
+@app.command()
+def doctor(
+    configs: Annotated[
+        list[Path] | None, typer.Argument(help="Config files, as parrot launch takes them.")
+    ] = None,
+) -> None:
+    """Say what is wrong with this machine, or with configs on it, and what to do about it."""
+    from parrot.cli.doctor import doctor as examine
+
+    examine(configs or [])
 
 
 @app.command()

@@ -184,7 +184,7 @@ def _say_how_to_use(cluster: Cluster) -> None:
     if key == "KEY":
         OUT.print("KEY is one of `api_keys`.")
     log_dir = escape(str(cluster.log_dir))
-    OUT.print(f"\nLogs are in {log_dir}. Ctrl-C stops all.")
+    OUT.print(f"\nTry it: parrot chat --core {url}\nLogs are in {log_dir}. Ctrl-C stops all.")
 
 
 def client_lines(url: str, model: str, key: str) -> dict[str, str]:

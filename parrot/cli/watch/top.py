@@ -1,0 +1,97 @@
+"""`parrot top`: engines and applications as they run."""
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Column, Table
+
+from parrot.cli.console import OUT, fail
+from parrot.cli.watch.http_lines import RequestFailed
+from parrot.cli.watch.page_feed import PageFeed, Row, Rows
+from parrot.utils.config import ConfigError
+
+_FRAME_LINES = 12  # of a screen, that are not sessions
+
+
+def top(core: str, config_path: Path | None, api_key: str | None, once: bool) -> None:
+    """Show until Ctrl-C; once, if nobody sits at a terminal. Ends by `SystemExit` when ServeCore
+    is not there, or refuses."""
+    try:
+        feed = PageFeed(core, config_path, api_key)
+        if once or not OUT.is_terminal:
+            OUT.print(screen(feed.now("overview"), None))
+            return
+        with Live(console=OUT, auto_refresh=False, screen=True) as live:
+            for rows in feed.rows("overview"):
+                live.update(screen(rows, OUT.size.height), refresh=True)
+    except (RequestFailed, ConfigError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+def screen(rows: Rows, height: int | None) -> Group:
+    """All there is, or as many sessions as fit, those that run first."""
+    engines = [row for key, row in rows.items() if key.startswith("engine:")]
+    sessions = [row for key, row in rows.items() if key.startswith("session:")]
+    sessions.sort(key=lambda row: (row.get("running", 0) == 0, -row.get("created_at", 0.0)))
+    room = None if height is None else max(1, height - _FRAME_LINES - len(engines))
+    shown = sessions[:room]
+    more = len(sessions) - len(shown)
+    service = rows.get("service", {})
+    head = (
+        f"[bold]{escape(', '.join(service.get('models', [])) or 'no model')}[/]   "
+        f"engines: {len(engines)}   queued: {service.get('queued', 0)}   sessions: {len(sessions)}"
+    )
+    end = [f"[dim]and {more} more[/]"] if more > 0 else []
+    return Group(head, _engine_table(engines), _session_table(shown), *end)
+
+
+def _engine_table(engines: Iterable[Row]) -> Table:
+    table = Table("engine", "model", *_right("running", "KV tokens", "KV used", "step ms"))
+    for row in engines:
+        used, room = row.get("used_tokens", 0), row.get("tokens_capacity", 0)
+        table.add_row(
+            _text(row.get("engine_name")),
+            _text(row.get("model")),
+            str(row.get("num_running", 0)),
+            f"{used} / {room}",
+            f"{used / room:.0%}" if room else "",
+            _text(row.get("step_ms")),
+        )
+    return table
+
+
+def _session_table(sessions: Iterable[Row]) -> Table:
+    names = ("run", "done", "failed", "prompt", "cached", "output")
+    name, began = Column("session", no_wrap=True), Column("since", no_wrap=True)
+    table = Table(name, "application", began, *_right(*names))
+    for row in sessions:
+        prompt = row.get("prompt_tokens", 0)
+        failed = row.get("failed", 0)
+        table.add_row(
+            _text(row.get("id")),
+            _text(", ".join(row.get("apps") or [])),
+            time.strftime("%H:%M:%S", time.localtime(row.get("created_at", 0.0))),
+            str(row.get("running", 0)),
+            str(row.get("done", 0)),
+            f"[red]{failed}[/]" if failed else "0",
+            str(prompt),
+            f"{row.get('cached_tokens', 0) / prompt:.0%}" if prompt else "",
+            str(row.get("output_tokens", 0)),
+        )
+    return table
+
+
+def _right(*names: str) -> Iterable[Column]:
+    return (Column(name, justify="right") for name in names)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else escape(str(value))

@@ -1,0 +1,179 @@
+"""`parrot trace`: what one session did and when, as files to look at."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from parrot.cli.calls import calls_table
+from parrot.cli.console import OUT, fail
+from parrot.cli.graph_picture import can_draw, draw_session
+from parrot.cli.watch.chrome_trace import chrome_trace
+from parrot.cli.watch.http_lines import RequestFailed
+from parrot.cli.watch.page_feed import PageFeed, Rows
+from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo
+from parrot.protocol.trace import CallSubmitted, NativeSubmitted
+from parrot.simulation.trace import TracedSession, load_trace
+from parrot.utils.config import ConfigError
+
+_LISTED = 20
+
+
+def trace(
+    session: str | None,
+    core: str,
+    config_path: Path | None,
+    api_key: str | None,
+    file: Path | None,
+    output_dir: Path,
+) -> None:
+    """Write the files of a session, or without one list those that there are. Ends by `SystemExit`
+    when there is no such session, or ServeCore refuses."""
+    try:
+        found = (
+            _live(session, PageFeed(core, config_path, api_key))
+            if file is None
+            else _recorded(session, file)
+        )
+        if found is not None:
+            _write(found, output_dir)
+    except (RequestFailed, ConfigError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{output_dir}: {error.strerror}; --output_dir names another folder")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _live(session: str | None, feed: PageFeed) -> SessionInfo | None:
+    overview = feed.now("overview")
+    known = {str(row["id"]): row for key, row in overview.items() if key.startswith("session:")}
+    newest = max(known, key=lambda name: float(known[name]["created_at"]), default=None)
+    if session is None:
+        began = {name: float(row["created_at"]) for name, row in known.items()}
+        calls = {name: int(row["calls"]) for name, row in known.items()}
+        _list([(name, began[name], calls[name]) for name in known])
+        return None
+    chosen = newest if session == "last" else session
+    if chosen not in known:
+        raise RequestFailed(
+            f"no live session {session}; `parrot trace` lists those that there are, and --file "
+            "reads those that were recorded"
+        )
+    return _session_info(int(chosen), feed.now(f"sessions/{chosen}"))
+
+
+def _session_info(session_id: int, rows: Rows) -> SessionInfo:
+    """The page's rows as REST would give them, without its variables."""
+    calls = {key.removeprefix("call:"): row for key, row in rows.items() if key.startswith("call:")}
+    edges = []
+    for target, row in calls.items():
+        for var_id in row["inputs"]:
+            variable = rows.get(f"var:{var_id}", {})
+            if (source := variable.get("producer")) is not None:
+                edges.append(
+                    GraphEdge(source=source, target=target, variable=variable.get("name", ""))
+                )
+    head = rows["session"]
+    return _info(
+        session_id,
+        [CompletionInfo.model_validate(row) for row in calls.values()],
+        edges,
+        time.time() - float(head["created_at"]),
+    )
+
+
+def _recorded(session: str | None, file: Path) -> SessionInfo | None:
+    """A session that has ended, out of a file that ServeCore wrote to its `trace_path`."""
+    sessions = {str(one.began.session_id): one for one in load_trace(file).sessions}
+    if session is None:
+        _list([(name, one.began.at, len(one.calls)) for name, one in sessions.items()], file)
+        return None
+    chosen = next(reversed(sessions)) if session == "last" else session
+    if chosen not in sessions:
+        raise ConfigError(f"{file}: no session {session}; `parrot trace --file {file}` lists them")
+    one = sessions[chosen]
+    if not one.calls:
+        raise ConfigError(f"{file}: session {chosen} has no calls, or had not ended")
+    times = [call.finished_s for call in one.calls if call.finished_s is not None]
+    return _info(int(chosen), one.calls, list(_edges(one)), max(times, default=0.0))
+
+
+def _edges(session: TracedSession) -> Iterator[GraphEdge]:
+    """From variable to variable; the outputs of one call are made one after the other."""
+    producers = {
+        var_id: call.output_var_id
+        for call in session.calls
+        for var_id in (call.outputs or [call.output_var_id])
+    }
+    of_request: dict[int, list[CompletionInfo]] = {}
+    for call in session.calls:
+        of_request.setdefault(call.request_id, []).append(call)
+    for event in session.events:
+        if not isinstance(event, CallSubmitted | NativeSubmitted):
+            continue
+        calls = of_request.get(event.request_id, [])
+        for before, after in pairwise(calls):
+            yield _edge(before.output_var_id, after.output_var_id, before.output)
+        for parameter in event.parameters:
+            source = producers.get(parameter.var_id)
+            if calls and source is not None and not parameter.is_output:
+                yield _edge(source, calls[0].output_var_id, parameter.name)
+
+
+def _edge(source: str, target: str, variable: str) -> GraphEdge:
+    return GraphEdge(source=source, target=target, variable=variable)
+
+
+def _info(
+    session_id: int, calls: list[CompletionInfo], edges: list[GraphEdge], age_s: float
+) -> SessionInfo:
+    return SessionInfo(
+        session_id=session_id,
+        state="active",
+        age_s=age_s,
+        expires_in_s=0.0,
+        vars=[],
+        calls=calls,
+        edges=edges,
+    )
+
+
+def _write(info: SessionInfo, output_dir: Path) -> None:
+    """Raises `OSError`."""
+    ends = [call.finished_s for call in info.calls if call.finished_s is not None]
+    begins = [call.submitted_s for call in info.calls if call.submitted_s is not None]
+    seconds = max(ends, default=0.0) - min(begins, default=0.0)
+    OUT.print(calls_table(info, max(seconds, 0.0)))
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir / f"session_{info.session_id}.trace.json"
+    path.write_text(json.dumps(chrome_trace(info)))
+    OUT.print(f"Open in https://ui.perfetto.dev: {escape(str(path))}", soft_wrap=True)
+    if not can_draw():
+        OUT.print("No picture of the graph: pip install matplotlib")
+        return
+    picture = output_dir / f"session_{info.session_id}.svg"
+    draw_session(info, f"Session {info.session_id}", [picture])
+    OUT.print(f"The graph: {escape(str(picture))}", soft_wrap=True)
+
+
+def _list(sessions: Iterable[tuple[str, float, int]], file: Path | None = None) -> None:
+    """(id, when it began, calls) of the newest: by the clock, or in the recording."""
+    newest = sorted(sessions, key=lambda session: -session[1])
+    table = Table("session", "began", "calls")
+    for name, began, calls in newest[:_LISTED]:
+        when = (
+            time.strftime("%H:%M:%S", time.localtime(began)) if file is None else f"{began:.1f} s"
+        )
+        table.add_row(name, when, str(calls))
+    if not newest:
+        OUT.print("there is no session")
+        return
+    OUT.print(table)
+    more = len(newest) - _LISTED
+    OUT.print((f"and {more} older. " if more > 0 else "") + "`parrot trace SESSION` shows one")

@@ -1,0 +1,110 @@
+"""What `parrot doctor` finds, and that each finding says what to do."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parrot.cli import doctor
+from parrot.cli.doctor import Finding, check_configs, check_packages, check_token, check_torch
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def wrong(findings: list[Finding]) -> list[Finding]:
+    found = [finding for finding in findings if finding.level == "wrong"]
+    assert all(finding.advice for finding in found)
+    return found
+
+
+def test_this_machine() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "parrot.cli", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+    )
+    assert "Traceback" not in result.stderr
+    assert "✓ Python 3" in result.stdout
+    assert "torch 2" in result.stdout
+    assert result.returncode == ("✗" in result.stdout)
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = [
+        "orjson>=3",
+        "pydantic>=99",
+        "nonesuch[x]>=1; python_version > '3'",
+        'torch; extra == "e"',
+    ]
+    monkeypatch.setattr(doctor, "requires", lambda name: needs)
+    (finding,) = wrong(list(check_packages()))
+    assert "nonesuch" in finding.what
+    assert "not 99 or newer" in finding.what
+    assert "orjson" not in finding.what
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TORCH", "raise OSError('libcudart.so is missing')")
+    (finding,) = wrong(list(check_torch()))
+    assert "libcudart.so is missing" in finding.what
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TORCH", "print('2.13.0+cpu', None, 0)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (finding,) = wrong(list(check_torch()))
+    assert "this torch is for CPUs only" in finding.what
+
+
+def test_a_token_that_others_can_read(tmp_path: Path) -> None:
+    assert not wrong(list(check_token(str(tmp_path / "own"))))
+    (tmp_path / "own" / "cluster_token").chmod(0o644)
+    (finding,) = wrong(list(check_token(str(tmp_path / "own"))))
+    assert "readable by nobody else" in finding.what
+
+
+def findings(tmp_path: Path, text: str, **environ: str) -> list[Finding]:
+    return list(check_configs([write(tmp_path / "config.yaml", text)], environ))
+
+
+def test_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (finding,) = wrong(findings(tmp_path, "engine_type: sim\nprot: 1\n"))
+    assert "unknown key `prot`" in finding.what
+    (finding,) = wrong(findings(tmp_path, "host: 0.0.0.0\nport: 10111\n"))
+    assert "`cluster_token` is missing" in finding.what
+    engine = "engine_type: builtin\ndevice: cuda\nmodel: embedded\nport: 10112\n"
+    (finding,) = wrong(findings(tmp_path, engine, PARROT_CORE__PORT="10113"))
+    assert "there is no GPU" in finding.what
+    assert not wrong(findings(tmp_path, "page: false\n", PARROT_CORE__PORT="10113"))
+
+
+def test_models_of_configs(tmp_path: Path) -> None:
+    def of(model: str) -> list[Finding]:
+        text = f"engine_type: builtin\nmodel: {model}\nport: 10112\n"
+        return findings(tmp_path, text, PARROT_CORE__PORT="10113")
+
+    assert "no such folder or file" in wrong(of(str(tmp_path / "none")))[0].what
+    assert "no *.safetensors" in wrong(of(str(tmp_path)))[0].what
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 100)
+    assert not wrong(of(str(tmp_path)))
+    (note,) = [each for each in of("org/name") if "hub" in each.what]
+    assert note.advice
+
+
+def test_a_port_that_is_taken_and_secrets_that_are_not_kept(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = f"host: 127.0.0.1\nport: {port}\ncluster_token: x\n"
+        write(tmp_path / "config.yaml", text).chmod(0o644)
+        found = findings(tmp_path, text)
+    assert any("others can read it" in each.what and "chmod 600" in each.advice for each in found)
+    (finding,) = wrong(found)
+    assert f"port {port} of 127.0.0.1 is taken" in finding.what

@@ -1,0 +1,212 @@
+"""`parrot chat`, `top`, `trace` and `doctor` against real servers with simulated engines."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parrot.cluster import Cluster
+from parrot.cluster.ports import free_port
+
+SIM = {"engine_type": "sim", "model": "simulated", "instance": {"step_s": 0.001}}
+
+
+def parrot(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "parrot.cli", *args],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=100,
+        env={**os.environ, "COLUMNS": "160", **env},
+    )
+
+
+def failed(*args: str, **options: str) -> str:
+    """What a command says that must fail, without a traceback."""
+    result = parrot(*args, **options)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(engines=[SIM]) as cluster:
+        yield cluster
+
+
+def post(url: str, path: str, body: Any) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def run_chain(url: str) -> dict[str, Any]:
+    """A session in which `joke` was made, and `why` of it; its scope."""
+    scope: dict[str, Any] = post(url, "/v1/session", {"apps": ["jokes"]})
+    var_id = None
+    for template, output in (("Tell: {{joke}}", "joke"), ("{{joke}} since {{why}}", "why")):
+        given = [] if var_id is None else [{"name": "joke", "var_id": var_id}]
+        sampling = {"max_gen_length": 5, "ignore_tokenizer_eos": True}
+        made = {"name": output, "is_output": True, "sampling_config": sampling}
+        body = scope | {"template": template, "func_name": f"f_{output}"}
+        answer = post(url, "/v1/semantic_call", body | {"parameters": [*given, made]})
+        var_id = answer["param_info"][-1]["var_id"]
+    query = f"session_id={scope['session_id']}&session_auth={scope['session_auth']}"
+    with urllib.request.urlopen(f"{url}/v1/semantic_var/{var_id}?{query}", timeout=30) as answer:
+        answer.read()
+    return scope
+
+
+def test_a_question_and_a_conversation(cluster: Cluster) -> None:
+    core = ("--core", cluster.core_url, "--max_tokens", "4")
+    one = parrot("chat", *core, "hello")
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.endswith("\n")
+    many = parrot("chat", *core, "--system", "Be brief.", stdin="a\n\nb\n/new\nc\n/exit\nd\n")
+    assert many.returncode == 0, many.stderr
+    listing = parrot("trace", "last", "--core", cluster.core_url, "--output_dir", os.devnull)
+    assert listing.returncode == 1
+    assert "--output_dir names another folder" in listing.stderr
+
+
+def test_top_prints_what_there_is(cluster: Cluster) -> None:
+    run_chain(cluster.core_url)
+    result = parrot("top", "--core", cluster.core_url)
+    assert result.returncode == 0, result.stderr
+    assert "engines: 1" in result.stdout
+    assert "simulated" in result.stdout
+    assert "jokes" in result.stdout
+
+
+def test_a_live_session_and_a_recorded_one_give_the_same_graph(tmp_path: Path) -> None:
+    file, live_dir, recorded_dir = tmp_path / "trace.jsonl", tmp_path / "live", tmp_path / "rec"
+    with Cluster({"trace_path": str(file)}, [SIM]) as cluster:
+        url = cluster.core_url
+        name = str(run_chain(url)["session_id"])
+        assert name in parrot("trace", "--core", url).stdout
+        live = parrot("trace", name, "--core", url, "--output_dir", str(live_dir))
+        assert live.returncode == 0, live.stderr
+    assert "f_joke" in live.stdout
+    assert (live_dir / f"session_{name}.svg").exists()
+    recorded = parrot("trace", "last", "--file", str(file), "--output_dir", str(recorded_dir))
+    assert recorded.returncode == 0, recorded.stderr
+
+    def shape(folder: Path) -> list[tuple[str, str]]:
+        events = json.loads((folder / f"session_{name}.trace.json").read_text())["traceEvents"]
+        return [(event["ph"], event["name"]) for event in events]
+
+    names = [name for _, name in shape(live_dir)]
+    assert [n for n in names if n.startswith("f_")] == ["f_joke → joke", "f_why → why"]
+    assert names.count("joke") == 2  # an arrow
+    assert shape(recorded_dir) == shape(live_dir)
+    assert name in parrot("trace", "--file", str(file)).stdout
+
+
+def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    core = ("--core", cluster.core_url)
+    nobody = ("--core", f"http://127.0.0.1:{free_port('127.0.0.1', set())}")
+    assert "--model may be simulated" in failed("chat", "x", "--model", "m", *core)
+    for command in (("chat", "x"), ("top",), ("trace",)):
+        said = failed(*command, *nobody)
+        assert "nobody answers at" in said
+        assert "`parrot up" in said
+    other = tmp_path / "core.json"
+    other.write_text('{"cluster_token": "another"}')
+    for command in ("top", "trace"):
+        said = failed(command, *core, "--config_path", str(other))
+        assert "give ServeCore's config file (--config_path) or an API key" in said
+        assert "cannot be read" in failed(command, *core, "--config_path", str(tmp_path / "no"))
+    assert "`parrot trace` lists those" in failed("trace", "12", *core)
+    assert "cannot be read" in failed("trace", "--file", str(tmp_path / "none"))
+    assert "not an http address" in failed("top", "--core", "ftp://x")
+
+
+def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
+    with Cluster({"api_keys": ["k1"], "cluster_token": "t"}, [SIM]) as cluster:
+        core = ("--core", cluster.core_url)
+        assert "--api_key, or PARROT_KEY" in failed("chat", "x", *core)
+        assert parrot("chat", "x", *core, "--max_tokens", "2", PARROT_KEY="k1").returncode == 0
+        assert parrot("top", *core, "--api_key", "k1").returncode == 0
+        assert "--api_key" in failed("top", *core, "--api_key", "k2")
+        operator = parrot("trace", *core, PARROT_CORE__CLUSTER_TOKEN="t")
+        assert "`parrot trace SESSION`" in operator.stdout, operator.stderr
+
+
+@contextmanager
+def scripted(*chunks: str) -> Iterator[str]:
+    """A server of OpenAI's API whose answer is these lines."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer("".join(f"data: {chunk}\n\n" for chunk in chunks).encode())
+
+        def answer(self, raw: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def said(text: str) -> str:
+    return json.dumps({"choices": [{"delta": {"content": text}}]})
+
+
+def test_an_answer_cannot_write_elsewhere_on_the_screen() -> None:
+    with scripted(said("a\x1b[2J\x9bb\n"), said("ü\tc"), '{"choices": []}', "[DONE]") as url:
+        result = parrot("chat", "x", "--core", url)
+    assert result.stdout == "a[2Jb\nü\tc\n"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([said("a")], "the answer broke off; say it again"),
+        ([said("a"), '{"error": {"message": "the engine is gone"}}'], "the engine is gone"),
+        (["{"], "not an answer of OpenAI's API"),
+        (["[]"], "not an answer of OpenAI's API"),
+    ],
+)
+def test_an_answer_that_fails(chunks: list[str], message: str) -> None:
+    with scripted(*chunks) as url:
+        assert message in failed("chat", "x", "--core", url)
+        assert message in failed("chat", "--core", url, stdin="x\n")
+
+
+def test_another_server_has_no_page() -> None:
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        said = failed("top", "--core", f"http://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+        thread.join()
+    assert "without its page" in said
