@@ -1,7 +1,7 @@
 """The HTTP face of an engine of any type."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -11,6 +11,7 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
+from parrot.engine.traces import EngineTracer
 from parrot.protocol.endpoint import Endpoint, install_description
 from parrot.protocol.engine_api import (
     EmbedRequest,
@@ -35,18 +36,35 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def create_app(
-    service: EngineService, reorder: ReorderBuffer, config: EngineConfig, incarnation: str = ""
+    service: EngineService,
+    reorder: ReorderBuffer,
+    config: EngineConfig,
+    incarnation: str = "",
+    tracer: EngineTracer | None = None,
 ) -> FastAPI:
-    """`incarnation`: what this start of the engine registers with."""
+    """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
+    config's, which ends with the app. Raises `ConfigError` if what that needs is missing."""
+    own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if own is not None:
+            own.close()
+
     app = create_base_app(
         "Parrot engine",
         max_body_size=MAX_BODY_SIZE,
         max_body_memory=config.connections.max_body_memory,
         host=config.host,
         allowed_hosts=config.allowed_hosts,
+        lifespan=lifespan,
     )
     metrics = EngineMetrics(config.engine_name, config.model)
-    endpoints = [*_verbs(service, reorder, metrics), *_facts(service, incarnation, metrics)]
+    endpoints = [
+        *_verbs(service, reorder, metrics, tracer or own),
+        *_facts(service, incarnation, metrics),
+    ]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
     install_description(app, endpoints)
     if config.cluster_token is not None:
@@ -55,7 +73,10 @@ def create_app(
 
 
 def _verbs(
-    service: EngineService, reorder: ReorderBuffer, metrics: EngineMetrics
+    service: EngineService,
+    reorder: ReorderBuffer,
+    metrics: EngineMetrics,
+    tracer: EngineTracer | None,
 ) -> list[Endpoint]:
     """A client that disconnects aborts its request."""
 
@@ -64,7 +85,7 @@ def _verbs(
         return await service.fill(request)
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
-        with metrics.request() as answered:
+        with _measured(metrics, tracer, request) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
             response = await service.generate(request)
@@ -74,7 +95,7 @@ def _verbs(
     async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
-        with metrics.request() as answered:
+        with _measured(metrics, tracer, request) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
             async with aclosing(service.generate_stream(request)) as events:
@@ -109,6 +130,24 @@ def _verbs(
         Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
         Endpoint("POST", "/free_context", free_context, "Drop contexts", errors=(401, 404, 413)),
     ]
+
+
+@contextmanager
+def _measured(
+    metrics: EngineMetrics, tracer: EngineTracer | None, request: GenerateRequest
+) -> Iterator[Callable[[GenerateResponse], None]]:
+    """Count and trace the request that is served in the block (see `EngineMetrics.request`)."""
+    with metrics.request() as counted:
+        if tracer is None:
+            yield counted
+            return
+        with tracer.request(request) as traced:
+
+            def answered(response: GenerateResponse) -> None:
+                counted(response)
+                traced(response)
+
+            yield answered
 
 
 def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> list[Endpoint]:

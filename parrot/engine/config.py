@@ -212,6 +212,7 @@ class EngineConfig(ConfigModel):
     )
     allowed_hosts: HostNames = Field((), description="As ServeCore's.")
     state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
+    otlp_endpoint: str | None = Field(None, min_length=1, description="As ServeCore's.")
     serve_core: ServeCoreAddress = ServeCoreAddress()
     scheduler: SchedulerConfig = SchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()

@@ -22,6 +22,7 @@ from parrot.protocol.server import (
     require_cluster_token,
     run_until_disconnect,
 )
+from parrot.utils.traces.traceparent import TraceParent
 
 
 class PathParameters(BaseModel):
@@ -43,8 +44,8 @@ class Endpoint:
     client goes away.
 
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
-    for the field `bearer` if that is not given. `cluster_token`: what the Bearer token must be.
-    `body`: which bodies are read.
+    for the field `bearer` if that is not given, and the header `traceparent` for that field.
+    `cluster_token`: what the Bearer token must be. `body`: which bodies are read.
     `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
     gives server-sent events to those who ask for them) only describe it."""
 
@@ -77,6 +78,7 @@ class Endpoint:
         self.may_stream = may_stream
         self._verb = verb
         self._wants_request = request is not None
+        self._is_traced = self.takes is not None and "traceparent" in self.takes.model_fields
         self._bearer = bearer
         self._cluster_token = cluster_token
         self._body = body
@@ -121,6 +123,10 @@ class Endpoint:
             fields = dict(request.query_params) | fields
         if fields.get(self._bearer) is None and (token := bearer_token(request)) is not None:
             fields[self._bearer] = token
+        if self._is_traced and fields.get("traceparent") is None:
+            given = request.headers.get("traceparent")
+            if TraceParent.parse(given) is not None:
+                fields["traceparent"] = given
         return fields
 
     def _response(self, result: object) -> Response:

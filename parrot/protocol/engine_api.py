@@ -55,6 +55,7 @@ class JobRequest(InternalPayload):
         max_length=1024,
         description="a request shares KV with contexts of the same salt only, and uses only such",
     )
+    traceparent: str = Field("", max_length=256, description="W3C: the span above; empty: none")
 
 
 class FillRequest(JobRequest, FillPiece):

@@ -27,8 +27,9 @@ class SessionCreateRequest(Payload):
     api_key: str | None = Field(None, max_length=4096)
     apps: list[str] | None = Field(None, max_length=256)
     on_demand: bool = Field(
-        False, description="Calls run only when a reader wants their output, unless they say else."
+        False, description="Calls run when they are read, unless they say else."
     )
+    traceparent: str | None = Field(None, max_length=256, description="W3C: the caller's span.")
 
 
 class SessionCreateResponse(BaseModel):

@@ -64,8 +64,11 @@ class ServeClient:
         apps: list[str] | None = None,
         *,
         on_demand: bool = False,
+        traceparent: str | None = None,
     ) -> SessionCreateResponse:
         body = {"api_key": api_key, "apps": apps, "on_demand": on_demand}
+        if traceparent is not None:
+            body["traceparent"] = traceparent
         return await self._ask(SessionCreateResponse, "POST", "/v1/session", body=body)
 
     async def session_info(self, session_id: int, session_auth: str) -> SessionInfo:

@@ -223,6 +223,13 @@ class CoreConfig(ConfigModel):
         description="If set, what programs ask is recorded in this file, for `parrot simulate`.",
     )
 
+    otlp_endpoint: str | None = Field(
+        None,
+        min_length=1,
+        description="If set, traces go to this address by OTLP over HTTP, for example "
+        "`http://localhost:4318/v1/traces` (docs/metrics.md). Needs the extra `otel`.",
+    )
+
     @property
     def unserved_timeout_s(self) -> float:
         if self.no_engine_timeout is None:

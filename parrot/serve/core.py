@@ -101,7 +101,12 @@ class ServeCore:
 
     def begin_session(self, tenant: str, request: SessionCreateRequest) -> SessionCreateResponse:
         """A session of a tenant that is known. Raises `QuotaExceeded`."""
-        session = self.sessions.create(tenant, request.apps or (), on_demand=request.on_demand)
+        session = self.sessions.create(
+            tenant,
+            request.apps or (),
+            on_demand=request.on_demand,
+            traceparent=request.traceparent,
+        )
         self._observers.tell(lambda one: one.session_created(session, request))
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 

@@ -16,9 +16,12 @@ from parrot.protocol.gate.names import is_loopback
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.core import ServeCore
+from parrot.serve.observers import Observer
 from parrot.serve.recorder import Recorder, TraceFile
+from parrot.serve.tracer import Tracer
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
+from parrot.utils.traces.record import span_export
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,10 @@ async def serve(config: CoreConfig) -> None:
         )
     trace = None if config.trace_path is None else TraceFile(config.trace_path)
     clock = MonotonicClock()
-    observers = [] if trace is None else [Recorder(trace, clock)]
+    observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
+    export = None if config.otlp_endpoint is None else span_export(config.otlp_endpoint, "parrot")
+    if export is not None:
+        observers.append(Tracer(export, clock))
     core = ServeCore(config, clock=clock, observers=observers, first_session_id=_first_session_id())
 
     async def end_requests() -> None:
@@ -55,6 +61,8 @@ async def serve(config: CoreConfig) -> None:
     finally:
         if trace is not None:
             trace.close()
+        if export is not None:
+            export.close()
 
 
 def _first_session_id() -> int:

@@ -21,34 +21,43 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Each method is called in the turn of the event loop in which the thing happened."""
+    """Each method is called in the turn of the event loop in which the thing happened. Whoever
+    derives from this need not override all of them."""
 
-    def engine_registered(self, info: EngineInfo) -> None: ...
+    def engine_registered(self, info: EngineInfo) -> None:
+        return
 
-    def session_created(self, session: Session, request: SessionCreateRequest) -> None: ...
+    def session_created(self, session: Session, request: SessionCreateRequest) -> None:
+        return
 
     def session_deleted(self, session: Session) -> None:
         """The program asked for the session's end, which comes next."""
+        return
 
     def session_ended(self, session: Session) -> None:
         """The session has ended in whatever way; all its variables are settled."""
+        return
 
     def call_submitted(
         self,
         session: Session,
         request: SemanticCallRequest | NativeCallRequest,
         response: CallResponse,
-    ) -> None: ...
+    ) -> None:
+        return
 
     def variable_created(
         self, session: Session, var_id: str, name: str, content: str | None
-    ) -> None: ...
+    ) -> None:
+        return
 
-    def variable_set(self, session: Session, var_id: str, content: str) -> None: ...
+    def variable_set(self, session: Session, var_id: str, content: str) -> None:
+        return
 
     def cancel_asked(
         self, session: Session, *, request_id: int | None = None, var_id: str | None = None
-    ) -> None: ...
+    ) -> None:
+        return
 
     def read_began(
         self,
@@ -60,11 +69,14 @@ class Observer(Protocol):
         is_stream: bool,
     ) -> None:
         """`k`: a read of the first `k` of several variables; None for a read of one."""
+        return
 
     def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
         """`error`: what the read raised, also when it was cancelled; None if it was answered."""
+        return
 
-    def core_closed(self, kv: KvCounts) -> None: ...
+    def core_closed(self, kv: KvCounts) -> None:
+        return
 
 
 class Observers:

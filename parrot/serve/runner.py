@@ -6,12 +6,13 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import NativeCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.graph.nodes import Completion, Task
+from parrot.serve.graph.nodes import Completion, Task, task_span_id
 from parrot.serve.native import NativeRunner, Sandbox, check_call
 from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.utils.clock import Clock
+from parrot.utils.traces.traceparent import TraceParent
 
 
 class TaskRunner:
@@ -33,6 +34,7 @@ class TaskRunner:
         self._native = NativeRunner(config, clock, sandbox, find_session)
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
+        self._is_traced = config.otlp_endpoint is not None
         self._find_session = find_session
         self.expect = dispatcher.expect
         self.unexpect = dispatcher.unexpect
@@ -54,9 +56,16 @@ class TaskRunner:
 
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
+            if self._is_traced:
+                self._trace(task)
             self._dispatcher.submit(task)
         else:
             self._native.start(task)
+
+    def _trace(self, task: Completion) -> None:
+        session = self._find_session(task.session_id)
+        if session is not None and (trace_id := session.graph.trace_id):
+            task.traceparent = str(TraceParent(trace_id, task_span_id(trace_id, task)))
 
     def withdraw(self, task: Task) -> None:
         if isinstance(task, Completion):

@@ -16,6 +16,7 @@ from parrot.serve.quotas import Account, num_bytes
 from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
+from parrot.utils.traces.traceparent import TraceParent, new_trace_id
 
 PUBLIC_TENANT = "public"
 
@@ -92,7 +93,14 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 
-    def create(self, tenant: str, apps: Sequence[str], *, on_demand: bool = False) -> Session:
+    def create(
+        self,
+        tenant: str,
+        apps: Sequence[str],
+        *,
+        on_demand: bool = False,
+        traceparent: str | None = None,
+    ) -> Session:
         """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long."""
         limit = self._config.max_sessions_num
         if len(self._sessions) >= limit:
@@ -109,6 +117,7 @@ class SessionRegistry:
             session_id,
             tenant,
             on_demand=on_demand,
+            trace_id=self._trace_id(traceparent),
             runner=self._runner,
             predictor=self._predictor,
             clock=self._clock,
@@ -119,6 +128,15 @@ class SessionRegistry:
         self._auths.add(session.auth)
         self._watch(session)
         return session
+
+    def _trace_id(self, traceparent: str | None) -> str:
+        """The trace of a new session, empty if it has none: its caller's, or one of its own."""
+        if self._config.otlp_endpoint is None:
+            return ""
+        parent = TraceParent.parse(traceparent)
+        if parent is None:
+            return new_trace_id()
+        return parent.trace_id if parent.is_sampled else ""
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
         """The live session, which counts as active now. Raises `NotFound`, `SessionGone` or

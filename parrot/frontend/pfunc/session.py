@@ -30,6 +30,7 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.utils.ids import new_token
+from parrot.utils.traces.traceparent import current_traceparent
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.function import SemanticFunction
@@ -68,7 +69,11 @@ class Session:
         self._registering = asyncio.Lock()
         self._liveness = LivenessProbe(self._calls.health, _LIVENESS_INTERVAL_S)
         try:
-            created = self.loop.run(self._calls.create_session(api_key, on_demand=on_demand))
+            created = self.loop.run(
+                self._calls.create_session(
+                    api_key, on_demand=on_demand, traceparent=current_traceparent()
+                )
+            )
         except BaseException:
             self.loop.close(self._calls.close)
             raise

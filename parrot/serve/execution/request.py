@@ -40,6 +40,7 @@ def open_request(
         task_id=completion.id,
         priority=attempt.priority,
         cache_salt=completion.options.tenant,
+        traceparent=completion.traceparent,
         context_id=context.id,
         fills=prompt.fills,
         sampling_config=attempt.sampling,

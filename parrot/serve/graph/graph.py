@@ -75,12 +75,14 @@ class SessionGraph:
         tenant: str,
         *,
         on_demand: bool = False,
+        trace_id: str = "",
         runner: Runner,
         predictor: Predictor,
         clock: Clock,
         ids: GraphIds,
     ) -> None:
         self.session_id = session_id
+        self.trace_id = trace_id
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, runner, predictor)

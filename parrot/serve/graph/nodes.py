@@ -20,6 +20,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
+from parrot.utils.traces.traceparent import span_id_of
 
 
 class PieceKind(Enum):
@@ -178,6 +179,7 @@ class Node:
     is_woken: bool = False
     is_started: bool = False
     is_ended: bool = False
+    traceparent: str = ""  # what its engine is told; empty: it is not traced
 
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     depth: int = 0
@@ -256,6 +258,11 @@ class NativeCall(Node):
 
 
 Task = Completion | NativeCall
+
+
+def task_span_id(trace_id: str, task: Task) -> str:
+    """The id of the task's span in a trace."""
+    return span_id_of(trace_id, task.session_id, task.id)
 
 
 def unnamed(request_id: int) -> str:

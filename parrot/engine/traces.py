@@ -1,0 +1,87 @@
+"""An engine's part of a trace: a span for each request that generates."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+from parrot.engine.config import EngineConfig
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
+from parrot.utils.traces.record import SpanRecord, Value, span_export
+from parrot.utils.traces.traceparent import TraceParent, span_id_of
+
+if TYPE_CHECKING:
+    from parrot.utils.traces.export import SpanExport
+
+
+class EngineTracer:
+    """Exports a span for each request that says whose it is. Spans hold nothing of texts."""
+
+    def __init__(self, export: "SpanExport", engine_name: str, model: str) -> None:
+        self._export = export
+        self._engine_name = engine_name
+        self._model = model
+
+    @classmethod
+    def to(cls, endpoint: str, config: EngineConfig) -> Self:
+        """Raises `ConfigError` if the exporter is not installed."""
+        return cls(span_export(endpoint, config.engine_name), config.engine_name, config.model)
+
+    def close(self) -> None:
+        self._export.close()
+
+    @contextmanager
+    def request(self, request: GenerateRequest) -> Iterator[Callable[[GenerateResponse], None]]:
+        """Trace the request that is served in the block, which gives its response to the function
+        that is yielded, or raises."""
+        parent = TraceParent.parse(request.traceparent)
+        responses: list[GenerateResponse] = []
+        began, error = time.time(), None
+        try:
+            yield responses.append
+        except BaseException as failure:
+            error = getattr(failure, "type", type(failure).__name__)
+            raise
+        finally:
+            if parent is not None:
+                record = self._record(request, parent, began, responses, error)
+                self._export.send(lambda: [record])
+
+    def _record(
+        self,
+        request: GenerateRequest,
+        parent: TraceParent,
+        began: float,
+        responses: Sequence[GenerateResponse],
+        error: str | None,
+    ) -> SpanRecord:
+        span_id = span_id_of(parent.trace_id, int(parent.span_id, 16), time.time_ns())
+        attributes: dict[str, Value | None] = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "parrot",
+            "gen_ai.request.model": self._model,
+            "parrot.engine": self._engine_name,
+            "parrot.task_id": request.task_id,
+        }
+        for response in responses:
+            usage = response.usage
+            attributes |= {
+                "gen_ai.usage.input_tokens": usage.cached_tokens + usage.computed_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "gen_ai.usage.output_tokens": usage.output_tokens,
+                "gen_ai.response.finish_reasons": [response.finish_reason.value],
+                "parrot.queue_s": usage.queue_s,
+                "parrot.prefill_s": usage.prefill_s,
+                "parrot.decode_s": usage.decode_s,
+                "parrot.steps": usage.steps,
+            }
+        return SpanRecord(
+            f"generate {self._model}",
+            TraceParent(parent.trace_id, span_id),
+            parent,
+            began,
+            time.time(),
+            attributes,
+            is_server=True,
+            error=error,
+        )

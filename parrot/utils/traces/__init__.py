@@ -1,0 +1,1 @@
+"""Traces, in the forms of the W3C and of OpenTelemetry."""

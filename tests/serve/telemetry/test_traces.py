@@ -1,0 +1,244 @@
+"""The spans of a session, its caller's and its engine's."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
+
+import aiohttp
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode, TraceFlags
+
+from parrot.engine.app import create_app as create_engine_app
+from parrot.engine.config import SimConfig
+from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.sim.engine import SimService
+from parrot.engine.traces import EngineTracer
+from parrot.protocol.engine_api import RegisterRequest
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.tracer import Tracer
+from parrot.utils.clock import MonotonicClock
+from parrot.utils.traces.export import SpanExport
+from parrot.utils.traces.record import SpanRecord
+from parrot.utils.traces.traceparent import (
+    TraceParent,
+    current_traceparent,
+    new_trace_id,
+    span_id_of,
+)
+from tests.serve.telemetry.program import write_and_review
+from tests.support.app_server import serve_app
+
+ADDRESS = "http://localhost:4318/v1/traces"  # nobody is asked: the exporter is in memory
+CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+
+
+class Traced:
+    """ServeCore and an engine over HTTP, whose spans are kept."""
+
+    def __init__(self, **config: Any) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.export = SpanExport(self.exporter, "parrot")
+        self.core_config = CoreConfig.model_validate({"otlp_endpoint": ADDRESS} | config)
+
+    async def run(self, caller: str | None = None) -> tuple[dict[str, Any], ServeCore]:
+        """Run the program; returns what its session shows."""
+        clock = MonotonicClock()
+        core = ServeCore(self.core_config, clock=clock, observers=[Tracer(self.export, clock)])
+        config = SimConfig(model="m", host="127.0.0.1")
+        service = SimService(config)
+        await service.start()
+        tracer = EngineTracer(self.export, "e", "m")
+        app = create_engine_app(service, ReorderBuffer(clock), config, "", tracer)
+        async with (
+            serve_app(app) as engine_url,
+            serve_app(create_app(core)) as url,
+            HttpClient(url, headers={"traceparent": caller} if caller else {}) as http,
+        ):
+            port = int(engine_url.rpartition(":")[2])
+            info = service.engine_info().model_copy(update={"port": port})
+            await core.register_engine(RegisterRequest(engine_config=info))
+            client = ServeClient(http)
+            scope = await write_and_review(client, ["essay"])
+            seen = (await client.session_info(**scope)).model_dump()
+            await client.delete_session(**scope)
+            await core.close()
+        await service.close()
+        await asyncio.to_thread(self.export.close)
+        return seen, core
+
+    @property
+    def spans(self) -> Sequence[ReadableSpan]:
+        return self.exporter.get_finished_spans()
+
+    def named(self, name: str) -> ReadableSpan:
+        (span,) = (span for span in self.spans if span.name == name)
+        return span
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def parent_id(span: ReadableSpan) -> int | None:
+    return None if span.parent is None else span.parent.span_id
+
+
+async def test_the_spans_are_the_graph() -> None:
+    traced = Traced()
+    seen, _ = await traced.run()
+    root = traced.named("invoke_workflow essay")
+    assert root.parent is None
+    assert root.context is not None
+    by_request = {
+        attributes(span)["parrot.request_id"]: span
+        for span in traced.spans
+        if parent_id(span) == root.context.span_id
+    }
+    assert {request: span.name for request, span in by_request.items()} == {
+        call["request_id"]: f"{'execute_tool' if call['kind'] == 'native' else 'text_completion'} "
+        f"{call['func_name']}"
+        for call in seen["calls"]
+    }
+    made_by = {call["output_var_id"]: call["request_id"] for call in seen["calls"]}
+    assert {
+        (link.context.span_id, request)
+        for request, span in by_request.items()
+        for link in span.links
+    } == {
+        (by_request[made_by[edge["source"]]].context.span_id, made_by[edge["target"]])
+        for edge in seen["edges"]
+    }
+    assert len({span.context.trace_id for span in traced.spans if span.context}) == 1
+
+
+async def test_a_completion_says_what_it_waited_for_and_its_engine_is_below_it() -> None:
+    traced = Traced()
+    await traced.run()
+    write, review = traced.named("text_completion write"), traced.named("text_completion review")
+    for span in (write, review):
+        facts = attributes(span)
+        parts = ("dependency", "queue", "prefill", "decode")
+        waits = [facts[f"parrot.{part}_s"] for part in parts]
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert sum(waits) == pytest.approx((span.end_time - span.start_time) / 1e9, abs=1e-5)
+        assert [event.name for event in span.events] == ["ready", "started", "first_token"]
+        assert facts["gen_ai.operation.name"] == "text_completion"
+        assert facts["gen_ai.response.model"] == "m"
+        assert facts["gen_ai.usage.output_tokens"] == 5
+        assert facts["gen_ai.response.finish_reasons"] == ["length"]
+        assert facts["parrot.attempts"] == 1
+    assert attributes(write)["parrot.dependency_s"] < attributes(review)["parrot.dependency_s"]
+    below = {parent_id(span) for span in traced.spans if span.name == "generate m"}
+    assert write.context is not None
+    assert review.context is not None
+    assert below == {write.context.span_id, review.context.span_id}
+    tool = traced.named("execute_tool join")
+    assert attributes(tool)["gen_ai.tool.name"] == "join"
+
+
+async def test_no_text_is_in_a_span() -> None:
+    traced = Traced()
+    await traced.run()
+    told = "".join(span.to_json() for span in traced.spans)
+    for text in ("sea", "Write it", "Review it", "def join"):
+        assert text not in told
+
+
+async def test_the_trace_is_that_of_the_caller() -> None:
+    traced = Traced()
+    await traced.run(CALLER)
+    root = traced.named("invoke_workflow essay")
+    assert root.parent is not None
+    assert f"{root.parent.span_id:016x}" == "cd" * 8
+    assert {f"{span.context.trace_id:032x}" for span in traced.spans if span.context} == {"ab" * 16}
+
+
+@pytest.mark.parametrize("caller", [CALLER[:-1] + "0"])
+async def test_a_caller_that_does_not_sample_is_obeyed(caller: str) -> None:
+    traced = Traced()
+    await traced.run(caller)
+    assert not traced.spans
+
+
+async def test_without_an_address_engines_are_told_nothing() -> None:
+    traced = Traced(otlp_endpoint=None)
+    await traced.run(CALLER)
+    assert not traced.spans
+
+
+@pytest.mark.parametrize(
+    "header", ["", "00-x-y-01", "00-" + "0" * 32 + "-" + "cd" * 8 + "-01", "é", "0" * 5000]
+)
+async def test_a_header_that_says_nothing_is_ignored(header: str) -> None:
+    core = ServeCore(CoreConfig(otlp_endpoint=ADDRESS))
+    async with serve_app(create_app(core)) as url, aiohttp.ClientSession() as http:
+        headers = {"traceparent": header}
+        async with http.post(f"{url}/v1/session", json={}, headers=headers) as response:
+            assert response.status == 200, await response.text()
+    await core.close()
+
+
+def test_the_callers_current_span_is_sent() -> None:
+    assert current_traceparent() is None
+    tracer = TracerProvider().get_tracer("test")
+    with tracer.start_as_current_span("mine") as span:
+        parsed = TraceParent.parse(current_traceparent())
+        assert parsed is not None
+        assert int(parsed.span_id, 16) == span.get_span_context().span_id
+        assert parsed.is_sampled
+    assert trace.get_current_span().get_span_context().trace_flags == TraceFlags.DEFAULT
+
+
+@given(st.binary(min_size=16, max_size=16), st.binary(min_size=8, max_size=8), st.booleans())
+def test_a_traceparent_is_read_as_it_is_written(trace_id: bytes, span: bytes, flag: bool) -> None:
+    one = TraceParent(trace_id.hex(), span.hex(), flag)
+    assert TraceParent.parse(str(one)) == (one if any(trace_id) and any(span) else None)
+
+
+@given(st.text())
+def test_any_text_can_be_asked_for_a_traceparent(text: str) -> None:
+    TraceParent.parse(text)
+
+
+class Stuck(InMemorySpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        raise OSError("nobody listens")
+
+
+def record(name: str, error: str | None = None) -> SpanRecord:
+    trace_id = new_trace_id()
+    own = TraceParent(trace_id, span_id_of(trace_id, 1))
+    return SpanRecord(name, own, None, 1.0, 2.0, {"a": None, "b": 1}, error=error)
+
+
+def test_an_exporter_that_fails_is_logged_and_disturbs_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    export = SpanExport(Stuck(), "parrot")
+    for _ in range(3):
+        export.send(lambda: [record("x")])
+    export.close()
+    assert caplog.text.count("could not be exported") == 3
+
+
+def test_an_error_is_named() -> None:
+    exporter = InMemorySpanExporter()
+    export = SpanExport(exporter, "parrot")
+    export.send(lambda: [record("x", "engine_failed")])
+    export.close()
+    (span,) = exporter.get_finished_spans()
+    assert span.status.status_code is StatusCode.ERROR
+    assert attributes(span) == {"b": 1, "error.type": "engine_failed"}
