@@ -64,6 +64,8 @@ def answer(prompt: str) -> str:
                 return _CALL.format(name=tool, arguments=json.dumps(_SHELLS[tool]))
     if "weather" in asked and (tool := re.search(r'"name": ?"(\w*weather\w*)"', prompt)):
         return _CALL.format(name=tool[1], arguments='{"city": "Paris"}')
+    if "Think first" in asked:
+        return "<think>\nOf France, so Paris.\n</think>\n\nParis."
     if "answer in JSON" in asked:
         return '{"city": "Paris"}'
     if "[[ ## completed ## ]]" in asked:

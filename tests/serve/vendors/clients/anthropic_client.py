@@ -7,6 +7,7 @@ from features import (
     HANG_ON,
     KEY,
     MODEL,
+    THINK,
     URL,
     WEATHER,
     feature,
@@ -89,6 +90,23 @@ def tools():
     fields = {"max_tokens": 40, "tools": TOOLS, "messages": [user(WEATHER)]}
     with client.messages.stream(model=MODEL, **fields) as stream:
         assert stream.get_final_message().content[0].input == {"city": "Paris"}
+
+
+@feature("reasoning")
+def reasoning():
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    fields = {"max_tokens": 2048, "thinking": thinking}
+    answer = create(user(THINK), **fields)
+    thought, text = answer.content
+    assert (thought.type, thought.thinking) == ("thinking", "Of France, so Paris.")
+    assert (text.text, bool(thought.signature)) == ("Paris.", True)
+    history = user(THINK), {"role": "assistant", "content": answer.content}
+    assert "Paris" in create(*history, user(CAPITAL), **fields).content[0].text
+    with client.messages.stream(model=MODEL, messages=[user(THINK)], **fields) as stream:
+        assert "thinking" in {event.type for event in stream}
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert final.content[0].signature == thought.signature
 
 
 @feature("count tokens")

@@ -16,6 +16,7 @@ from typing import Any
 
 URL, MODEL, KEY, *ONLY = sys.argv[1:]
 CAPITAL = "What is the capital of France?"
+THINK = "Think first, then say: what is the capital of France?"
 WEATHER = "What is the weather in Paris?"
 IN_JSON = "Which city is the capital of France? Please answer in JSON."
 HANG, HANG_ON = "Hang.", "Hang on."  # before the first word, and behind it

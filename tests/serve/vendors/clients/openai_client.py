@@ -11,6 +11,7 @@ from features import (
     IN_JSON,
     KEY,
     MODEL,
+    THINK,
     URL,
     WEATHER,
     feature,
@@ -211,6 +212,30 @@ def responses():
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     answer = ask(input=[*user(WEATHER), call, result], tools=[tool])
     assert "sunny" in answer.output_text
+
+
+@feature("reasoning")
+def reasoning():
+    message = chat(user(THINK), reasoning_effort="low").choices[0].message
+    assert (message.reasoning_content, message.content) == ("Of France, so Paris.", "Paris.")
+    history = [*user(THINK), message, *user(CAPITAL)]
+    assert "Paris" in chat(history).choices[0].message.content
+    deltas = [chunk.choices[0].delta for chunk in chat(user(THINK), stream=True)]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(thoughts) == "Of France, so Paris."
+    given = {"model": MODEL, "input": THINK, "reasoning": {"effort": "low"}}
+    first = client.responses.create(**given)
+    thought, _ = first.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "Of France, so Paris.")
+    assert first.output_text == "Paris."
+    resent = [*user(THINK), *first.output, *user(CAPITAL)]
+    for fields in ({"input": resent}, {"input": CAPITAL, "previous_response_id": first.id}):
+        assert "Paris" in client.responses.create(model=MODEL, **fields).output_text
+    with client.responses.stream(**given) as stream:
+        assert "response.reasoning_text.delta" in {event.type for event in stream}
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output[0].content[0].text == "Of France, so Paris."
 
 
 @feature("background responses")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from features import CAPITAL, IN_JSON, KEY, MODEL, URL, WEATHER, feature, raises, run
+from features import CAPITAL, IN_JSON, KEY, MODEL, THINK, URL, WEATHER, feature, raises, run
 from pydantic import BaseModel
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -52,6 +52,17 @@ def streams():
 
     for model in (chat(), claude()):
         assert "Paris" in asyncio.run(ask(model))
+
+
+@feature("reasoning")
+def reasoning():
+    for model in (chat(), claude()):
+        first = Agent(model).run_sync(THINK)
+        assert first.output == "Paris."
+        assert first.response.thinking == "Of France, so Paris."
+        assert (
+            "Paris" in Agent(model).run_sync(CAPITAL, message_history=first.all_messages()).output
+        )
 
 
 @feature("tools")
