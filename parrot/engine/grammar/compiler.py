@@ -3,16 +3,20 @@
 import asyncio
 import json
 import logging
+import os
+import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from parrot.engine.grammar.constraint import Constraint, Vocabulary
 from parrot.protocol.engine_api import TokenizerResponse
-from parrot.protocol.errors import InvalidRequest, QuotaExceeded
+from parrot.protocol.errors import InvalidRequest, ParrotError, QuotaExceeded
 from parrot.protocol.sampling import MAX_GRAMMAR, SamplingConfig
 from parrot.utils.heaps import LruDict
 from parrot.utils.json_schemas import check_size, exact_schema
@@ -21,37 +25,63 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 2.0
 _NUM_THREADS = 2
+_MASK_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))
 _CACHE_BYTES = 64 * 2**20
 _GRAMMAR_BYTES = 2**16  # of one, besides those that grow with its text
 _BYTES_PER_CHARACTER = 64
 _MAX_REASON = 300
 _NO_EOS = "<|no end of text|>"
+_QUICK_S = 0.05
 
 
-class _Compiled(NamedTuple):
-    """`matcher` stands at the beginning, and is only copied."""
+class _Lexer(NamedTuple):
+    """A grammar compiled once. `matcher` stands at the beginning, and is only copied; its copies,
+    which are in `users`, share what it has found out about the text, behind one lock."""
 
     matcher: LLMatcher
+    users: WeakSet[Constraint]
+    compile_s: float
+
+
+class _Grammar(NamedTuple):
+    """Compiled as often as outputs need it at the same time. `num_bytes`: of all `lexers`."""
+
+    lexers: tuple[_Lexer, ...]
     num_bytes: int
+
+    def least_used(self) -> _Lexer:
+        return min(self.lexers, key=lambda lexer: len(lexer.users))
 
 
 class GrammarCompiler:
     """Makes constraints for one tokenizer, and remembers grammars. Used from one event loop.
 
     llguidance bounds a grammar's states and steps itself; what it has not compiled after
-    `deadline_s` is refused, and its thread left to end."""
+    `deadline_s` is refused, and its thread left to end.
+
+    Masks of outputs that share a lexer are computed one after the other. So a grammar that compiles
+    quickly is compiled again for an output beside others, up to once per thread that computes
+    masks."""
 
     def __init__(
-        self, tokenizer: LLTokenizer, eos: Sequence[int], *, deadline_s: float = DEADLINE_S
+        self,
+        tokenizer: LLTokenizer,
+        eos: Sequence[int],
+        *,
+        deadline_s: float = DEADLINE_S,
+        mask_threads: int = _MASK_THREADS,
     ) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = Vocabulary((tokenizer.vocab_size + 31) // 32, eos, LLExecutor())
+        num_words = (tokenizer.vocab_size + 31) // 32
+        self._vocabulary = Vocabulary(num_words, eos, LLExecutor(mask_threads))
         self._deadline_s = deadline_s
+        self._max_lexers = mask_threads
         self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-        self._cache: LruDict[tuple[str, str], _Compiled] = LruDict(
-            _CACHE_BYTES, weigh=lambda compiled: compiled.num_bytes
+        self._cache: LruDict[tuple[str, str], _Grammar] = LruDict(
+            _CACHE_BYTES, weigh=lambda grammar: grammar.num_bytes
         )
+        self._num_compiling: Counter[tuple[str, str]] = Counter()
 
     @classmethod
     def of(cls, response: TokenizerResponse, vocab_size: int) -> "GrammarCompiler | None":
@@ -86,29 +116,68 @@ class GrammarCompiler:
             text = _text(field, getattr(sampling, field))
         except (TypeError, ValueError, RecursionError) as error:
             raise _wrong(field, str(error)) from None
-        compiled = self._cache.get((field, text))
-        if compiled is None:
-            compiled = await self._compile(field, text)
-            self._cache.put((field, text), compiled)
-        matcher = compiled.matcher.deep_copy()
+        lexer = await self._lexer(field, text)
         may_end_early = not sampling.ignore_tokenizer_eos
-        constraint = Constraint(matcher, field, self._vocabulary, may_end_early=may_end_early)
+        constraint = Constraint(
+            lexer.matcher.deep_copy(), field, self._vocabulary, may_end_early=may_end_early
+        )
+        lexer.users.add(constraint)
         if resumed_ids:
             constraint.resume(resumed_ids)
         return constraint
 
-    async def _compile(self, field: str, text: str) -> _Compiled:
+    async def _lexer(self, field: str, text: str) -> _Lexer:
+        """One that no output uses if there is, or can soon be, room for it; else the one that the
+        fewest use."""
+        known = self._cache.get((field, text))
+        if known is None:
+            return await self._another(field, text, self._deadline_s)
+        least = known.least_used()
+        if least.users and self._has_room(known, self._num_compiling[field, text]):
+            try:
+                return await self._another(field, text, 2 * _QUICK_S)
+            except ParrotError:  # the threads are busy
+                return known.least_used()
+        return least
+
+    def _has_room(self, grammar: _Grammar, num_compiling: int = 0) -> bool:
+        """Whether the grammar may be compiled once more."""
+        num_lexers = len(grammar.lexers) + num_compiling
+        num_bytes = grammar.num_bytes // len(grammar.lexers) * (num_lexers + 1)
+        is_quick = grammar.lexers[0].compile_s <= _QUICK_S
+        return is_quick and num_lexers < self._max_lexers and num_bytes <= _CACHE_BYTES // 8
+
+    async def _another(self, field: str, text: str, deadline_s: float) -> _Lexer:
+        """Compile a grammar, and remember it. Raises `InvalidRequest` and `QuotaExceeded`."""
+        key = (field, text)
+        self._num_compiling[key] += 1
+        try:
+            made = await self._compile(field, text, deadline_s)
+        finally:
+            self._num_compiling[key] -= 1
+            if not self._num_compiling[key]:
+                del self._num_compiling[key]
+        num_bytes = _GRAMMAR_BYTES + _BYTES_PER_CHARACTER * len(text)
+        known = self._cache.get(key)
+        if known is None:
+            self._cache.put(key, _Grammar((made,), num_bytes))
+        elif self._has_room(known):
+            self._cache.put(key, _Grammar((*known.lexers, made), known.num_bytes + num_bytes))
+        return made
+
+    async def _compile(self, field: str, text: str, deadline_s: float) -> _Lexer:
         work = self._threads.submit(self._make, field, text)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             if work.cancel():
                 raise QuotaExceeded("the engine is compiling too many grammars") from None
-            seconds = f"{self._deadline_s:g} s"
+            seconds = f"{deadline_s:g} s"
             raise _wrong(field, f"it takes more than {seconds} to compile") from None
 
-    def _make(self, field: str, text: str) -> _Compiled:
+    def _make(self, field: str, text: str) -> _Lexer:
+        began = time.perf_counter()
         try:
             grammar = _grammar(field, text)
         except (ValueError, RecursionError) as error:
@@ -117,7 +186,7 @@ class GrammarCompiler:
         # The first mask takes longest, so it is made in this thread; it tells if no text fits.
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_stopped():
             raise _wrong(field, matcher.get_error() or "there is no such text")
-        return _Compiled(matcher, _GRAMMAR_BYTES + _BYTES_PER_CHARACTER * len(text))
+        return _Lexer(matcher, WeakSet(), time.perf_counter() - began)
 
 
 def _wrong(field: str, reason: str) -> InvalidRequest:

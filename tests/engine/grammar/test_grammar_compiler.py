@@ -349,6 +349,53 @@ def test_grammars_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -
     assert made.count("regex") == 42
 
 
+def counted_lexers(compiler: GrammarCompiler) -> list[int]:
+    """Of each remembered grammar, how many outputs use each of its lexers."""
+    grammars = [compiler._cache.peek(key) for key in compiler._cache]
+    return sorted(len(lexer.users) for g in grammars if g is not None for lexer in g.lexers)
+
+
+def test_outputs_at_the_same_time_share_a_lexer_only_if_there_are_more_than_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("parrot.engine.grammar.compiler._QUICK_S", 60.0)
+    compiler = GrammarCompiler(COMPILER._tokenizer, COMPILER._vocabulary.eos, mask_threads=3)
+    for _ in range(3):
+        constraint_of(compiler, regex="[ab]{3}")
+    assert counted_lexers(compiler) == [0]
+    batch = [constraint_of(compiler, regex="[ab]{3}") for _ in range(5)]
+    assert counted_lexers(compiler) == [1, 2, 2]
+    assert allowed_together(batch) == [allowed(batch[0], 0)] * 5
+    batch = [constraint_of(compiler, regex="[ab]{3}")]
+    assert counted_lexers(compiler) == [0, 0, 1]
+
+    async def together() -> list[Constraint | None]:
+        sampling = SamplingConfig(regex="[cd]{3}")
+        return await asyncio.gather(*(compiler.constraint(sampling) for _ in range(5)))
+
+    cold = asyncio.run(together())
+    assert counted_lexers(compiler) == [0, 0, 1, 1, 1, 1]  # two have one that is not remembered
+    assert len(cold) == 5
+
+
+def test_what_compiles_slowly_is_shared_and_nobody_waits_for_busy_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = GrammarCompiler(COMPILER._tokenizer, COMPILER._vocabulary.eos, mask_threads=3)
+    monkeypatch.setattr("parrot.engine.grammar.compiler._QUICK_S", 0.0)
+    batch = [constraint_of(compiler, regex="[ab]{3}") for _ in range(3)]
+    assert counted_lexers(compiler) == [3]
+
+    monkeypatch.setattr("parrot.engine.grammar.compiler._QUICK_S", 60.0)
+
+    async def busy(field: str, text: str, deadline_s: float) -> Any:
+        raise QuotaExceeded("the engine is compiling too many grammars")
+
+    monkeypatch.setattr(compiler, "_compile", busy)
+    batch.append(constraint_of(compiler, regex="[ab]{3}"))
+    assert counted_lexers(compiler) == [4]
+
+
 def test_a_grammar_that_takes_too_long_is_refused_and_others_are_told_to_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
