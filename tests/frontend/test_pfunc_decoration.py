@@ -1,6 +1,6 @@
 """What a semantic function is made into, and what is refused at decoration."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
@@ -28,6 +28,24 @@ def test_a_docstring_becomes_a_body() -> None:
     assert joke.to_template_str() == (
         "Tell a {{style}} joke about {{topic}}: {{joke}} Explain it: {{why}}"
     )
+
+
+def test_annotations_for_type_checkers() -> None:
+    sampling = P.SamplingConfig(max_gen_length=3)
+
+    @P.semantic_function()
+    def joke(
+        topic: Annotated[str, P.Input],
+        style: Annotated[str, "anything"],
+        joke: Annotated[str, "anything", P.Output(sampling)],
+        why: Annotated[str, P.Output],
+    ) -> None:
+        """Tell a {{style}} joke about {{topic}}: {{joke}} Explain it: {{why}}"""
+
+    kinds = [param.typ for param in joke.params]
+    assert kinds[:2] == [P.ParamType.INPUT_LOC, P.ParamType.INPUT_PYOBJ]
+    assert [param.name for param in joke.outputs] == ["joke", "why"]
+    assert joke.outputs[0].sampling_config == sampling
 
 
 def test_text_after_the_last_output_can_be_kept() -> None:
@@ -83,7 +101,7 @@ def returns_something(x: P.Input, y: P.Output) -> str:
     return ""
 
 
-def returns_none(x: P.Input, y: P.Output) -> None:
+def two_roles(x: P.Input, y: Annotated[str, P.Output, P.Output()]):
     """{{x}} {{y}}"""
 
 
@@ -130,7 +148,7 @@ def default_of_an_output(x: P.Input, y: P.Output = "y"):
     ("function", "message"),
     [
         (returns_something, "return annotation"),
-        (returns_none, "return annotation"),
+        (two_roles, "`y` is annotated with 2 roles"),
         (no_docstring, "no docstring"),
         (unknown_placeholder, "`z`"),
         (adjacent_outputs, "`y` and `z` are adjacent"),

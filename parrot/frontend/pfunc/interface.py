@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, get_origin
 
 from pydantic import BaseModel
 
@@ -16,6 +16,7 @@ from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
 from parrot.protocol.sampling import SamplingConfig
 
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NO_RETURNS = (inspect.Signature.empty, None, "None")
 _ROLE_NAME = re.compile(r"\b(Input|Output)\b")
 
 
@@ -82,9 +83,9 @@ def semantic_function(
 ) -> Callable[[Callable[..., Any]], SemanticFunction]:
     """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
 
-    Raises `ValueError` at decoration for: a return annotation, no docstring, a placeholder that is
-    no parameter, an output that is first, adjacent to another, filled twice or nowhere; `TypeError`
-    for unknown metadata (see docs/pfunc.md for what there is)."""
+    Raises `ValueError` at decoration for: a return annotation but None, no docstring, a placeholder
+    that is no parameter, an output that is first, adjacent to another, filled twice or nowhere;
+    `TypeError` for unknown metadata (see docs/pfunc.md for what there is)."""
     mutators = [m for m in (formatter, conversation_template) if m is not None]
     for mutator in mutators:
         if not isinstance(mutator, FuncMutator):
@@ -120,7 +121,7 @@ def native_function(
     metadata = parse_metadata(NativeFuncMetadata, options)
 
     def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:
-        name, params = _read_signature(pyfunc, None, "None")
+        name, params = _read_signature(pyfunc)
         return PyNativeFunction(name, pyfunc, params, metadata)
 
     return decorate
@@ -136,12 +137,10 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     return var
 
 
-def _read_signature(
-    pyfunc: Callable[..., Any], *allowed_returns: object
-) -> tuple[str, list[Parameter]]:
+def _read_signature(pyfunc: Callable[..., Any]) -> tuple[str, list[Parameter]]:
     signature = inspect.signature(pyfunc)
     name = getattr(pyfunc, "__name__", repr(pyfunc))
-    if signature.return_annotation not in (inspect.Signature.empty, *allowed_returns):
+    if signature.return_annotation not in _NO_RETURNS:
         raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
     params = []
     for param in signature.parameters.values():
@@ -152,7 +151,7 @@ def _read_signature(
 
 
 def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Parameter:
-    annotation = _evaluated(param.annotation, pyfunc)
+    annotation = _role(_evaluated(param.annotation, pyfunc), param.name)
     if annotation is Output:
         annotation = Output()
     if isinstance(annotation, Output):
@@ -162,6 +161,17 @@ def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Par
         )
     typ = ParamType.INPUT_LOC if annotation is Input else ParamType.INPUT_PYOBJ
     return Parameter(param.name, typ, default=param.default)
+
+
+def _role(annotation: Any, name: str) -> Any:
+    """The role in an `Annotated[str, P.Output(...)]`, which type checkers take for a `str`."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    parts = annotation.__metadata__
+    roles = [part for part in parts if part is Input or part is Output or isinstance(part, Output)]
+    if len(roles) > 1:
+        raise ValueError(f"parameter `{name}` is annotated with {len(roles)} roles; give it one")
+    return roles[0] if roles else annotation
 
 
 def _evaluated(annotation: Any, pyfunc: Callable[..., Any]) -> Any:
