@@ -108,6 +108,12 @@ class SemanticVariable:
         content = "" if self._content is None else f", content={self._content!r}"
         return f"SemanticVariable(name={self.name!r}, id={self._id!r}{content})"
 
+    def _repr_html_(self) -> str:
+        """What notebooks show; it never asks for the value."""
+        from parrot.frontend.pfunc.shown import variable_html
+
+        return variable_html(self.name, self._content)
+
     def __str__(self) -> str:
         """The value, for text that the program makes. Raises `TypeError` if it is not known here:
         such a text would be wrong, silently."""

@@ -6,15 +6,16 @@ fast, also where nothing is ever run."""
 import importlib
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from parrot.frontend.pfunc.function import BasicFunction, Parameter, SemanticFunction
 from parrot.frontend.pfunc.semantic_variable import current_session
-from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.errors import InvalidRequest, ParrotError
 from parrot.utils.ids import IdCounter
 
 if TYPE_CHECKING:
@@ -92,28 +93,35 @@ class VirtualMachine:
         self.unregister_session()
 
     @contextmanager
-    def running_scope(self, timeit: bool = False) -> Iterator[None]:
+    def running_scope(self, timeit: bool = False, report: bool = False) -> Iterator[None]:
         """Calls inside go to this machine's session. Exceptions pass through; the session ends
-        either way. `stat_run_time` is the time inside, in seconds; `timeit` also logs it."""
+        either way. `stat_run_time` is the time inside, in seconds; `timeit` also logs it. `report`:
+        say at the end, on stderr, what each function cost."""
         token = current_session.of_context.set(self._enter())
         start = time.perf_counter()
         try:
             yield
         finally:
             self.stat_run_time = time.perf_counter() - start
+            if report:
+                self._report()
             self.unregister_session()
             current_session.of_context.reset(token)
             if timeit:
                 logger.info("the program ran for %.3f s", self.stat_run_time)
 
     def run(
-        self, program: Callable[..., Any], timeit: bool = False, args: Sequence[Any] = ()
+        self,
+        program: Callable[..., Any],
+        timeit: bool = False,
+        args: Sequence[Any] = (),
+        report: bool = False,
     ) -> float:
         """Run a program, a function or a coroutine function, in a scope; returns its seconds."""
         import asyncio
 
         try:
-            with self.running_scope(timeit):
+            with self.running_scope(timeit, report):
                 if inspect.iscoroutine(program):
                     asyncio.run(program)
                 elif inspect.isawaitable(result := program(*args)):
@@ -186,9 +194,18 @@ class VirtualMachine:
             return [await func.ainvoke(**{name: item}, **constants) for item in items]
 
     def session_info(self) -> "SessionInfo":
-        """The session's variables, calls (with engine, tokens and times) and graph so far."""
+        """The session's variables, calls (with engine, tokens and times) and graph so far, which
+        notebooks show as a table."""
+        from parrot.frontend.pfunc.shown import ShownSession
+
         session = self._live_session()
-        return session.loop.run(session.info())
+        return ShownSession(**dict(session.loop.run(session.info())))
+
+    def _report(self) -> None:
+        from parrot.frontend.pfunc.shown import cost_report
+
+        with suppress(ParrotError):  # a program that failed says why by itself
+            sys.stderr.write(cost_report(self.session_info(), self.stat_run_time))
 
     def _live_session(self) -> "Session":
         if self._session is None:

@@ -1,0 +1,88 @@
+"""What people see of a program: its graph and its variables in notebooks, its cost at its end."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from parrot.protocol.public import CompletionInfo, SessionInfo
+
+_SHOWN_CHARS = 4000  # of a value
+_SHOWN_CALLS = 200
+_HEAD = ("call", "reads", "state", "engine", "prompt tokens", "cached", "output tokens", "seconds")
+
+
+class ShownSession(SessionInfo):
+    """A session that a notebook shows as a table: a row per call, with what it reads."""
+
+    def _repr_html_(self) -> str:
+        reads: dict[str, list[str]] = {}
+        for edge in self.edges:
+            reads.setdefault(edge.target, []).append(edge.variable)
+        rows = [_row(call, reads.get(call.output_var_id, ())) for call in self.calls[:_SHOWN_CALLS]]
+        more = len(self.calls) - len(rows)
+        end = f"<p>and {more} more calls</p>" if more > 0 else ""
+        head = "".join(f"<th>{name}</th>" for name in _HEAD)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>Session {self.session_id}</p><table><tr>{head}</tr>{body}</table>{end}"
+
+
+def _row(call: CompletionInfo, reads: Iterable[str]) -> str:
+    seconds = _run_seconds([call])
+    cells = (
+        f"{call.func_name or 'call'} → {call.output}",
+        ", ".join(reads),
+        call.state,
+        call.engine or "",
+        str(call.cached_tokens + call.computed_tokens),
+        str(call.cached_tokens),
+        str(call.output_tokens),
+        f"{seconds:.2f}" if call.finished_s is not None else "",
+    )
+    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+
+
+def variable_html(name: str, content: str | None) -> str:
+    """A variable's name and the beginning of its value, if that is known here."""
+    head = f"<b>{escape(name)}</b>"
+    if content is None:
+        return f"{head}: <i>not read yet</i>"
+    more = len(content) - _SHOWN_CHARS
+    end = f"<i>and {more} more characters</i>" if more > 0 else ""
+    return f'{head}<pre style="white-space: pre-wrap">{escape(content[:_SHOWN_CHARS])}</pre>{end}'
+
+
+def cost_report(info: SessionInfo, seconds: float) -> str:
+    """A table as text: what the calls of each function took, and all together in `seconds`."""
+    by_function: dict[str, list[CompletionInfo]] = {}
+    for call in info.calls:
+        by_function.setdefault(call.func_name or "call", []).append(call)
+    head = ("function", "calls", "failed", "prompt tokens", "cached", "output tokens", "run s")
+    rows = [head, *(_cost(name, calls) for name, calls in by_function.items())]
+    rows.append(_cost(f"all, in {seconds:.2f} s", info.calls))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + "\n"
+        for row in rows
+    )
+
+
+def _cost(name: str, calls: Sequence[CompletionInfo]) -> tuple[str, ...]:
+    cached = sum(call.cached_tokens for call in calls)
+    prompt = cached + sum(call.computed_tokens for call in calls)
+    return (
+        name,
+        str(len(calls)),
+        str(sum(call.state == "failed" for call in calls)),
+        str(prompt),
+        f"{cached / prompt:.0%}" if prompt else "",
+        str(sum(call.output_tokens for call in calls)),
+        f"{_run_seconds(calls):.2f}",
+    )
+
+
+def _run_seconds(calls: Iterable[CompletionInfo]) -> float:
+    """Seconds on engines, of those that have finished."""
+    return sum(
+        call.finished_s - call.started_s
+        for call in calls
+        if call.started_s is not None and call.finished_s is not None
+    )
