@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import typer
@@ -46,7 +47,7 @@ def show_health(core: str) -> None:
     address = host_and_port(core)
     begin = time.perf_counter()
     if ask(*address, "/health", timeout_s=5.0) is None:
-        fail(f"no ServeCore answers at {core}")
+        _fail_without_core(core)
     milliseconds = 1e3 * (time.perf_counter() - begin)
     status, answer = ask(*address, "/ready", timeout_s=5.0) or (None, None)
     try:
@@ -56,6 +57,10 @@ def show_health(core: str) -> None:
     OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms; {ready.num_queued} queued")
     OUT.print(engine_table(ready.engines) if ready.engines else "no engine is registered")
     sys.exit(0 if ready.engines else 1)
+
+
+def _fail_without_core(core: str) -> NoReturn:
+    fail(f"no ServeCore answers at {core}: start one with `parrot up MODEL`, or name it (--core)")
 
 
 def show_page_address(core: str, config_path: Path | None) -> None:
@@ -68,7 +73,7 @@ def show_page_address(core: str, config_path: Path | None) -> None:
         fail(str(error))
     host, port = host_and_port(core)
     if ask(host, port, "/health", timeout_s=5.0) is None:
-        fail(f"no ServeCore answers at {core}: start one with `parrot launch`, or name it (--core)")
+        _fail_without_core(core)
     OUT.print(page_url(core, token), soft_wrap=True)
 
 

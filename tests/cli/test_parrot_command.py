@@ -112,7 +112,7 @@ def test_page_prints_an_address_that_lets_its_user_in(core: ThreadingHTTPServer)
     assert result.stdout == f"{url(core)}/ui/#key={page_key(token)}\n"
     missing = parrot("page", "--core", nobody())
     assert missing.returncode == 1
-    assert "parrot launch" in missing.stderr
+    assert "parrot up" in missing.stderr
 
 
 def test_ping_without_engines_or_core(core: ThreadingHTTPServer) -> None:

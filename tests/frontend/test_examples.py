@@ -88,4 +88,5 @@ def test_without_a_cluster_an_example_says_so() -> None:
     done = start("hello_world.py", "--core", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert done.stderr.startswith("Unavailable: no answer from http://127.0.0.1:9")
+    assert "parrot up" in done.stderr
     assert "Traceback" not in done.stderr

@@ -48,6 +48,9 @@ _MAX_ROOM_PAUSE_S = 1.0
 _READ_MARGIN_S = 1.0  # the server ends a read at its timeout; after this we do
 _CLOSE_TIMEOUT_S = 5.0
 _LIVENESS_INTERVAL_S = 30.0
+_NOBODY_THERE = (
+    "Start a ServeCore there (`parrot up embedded`), or give another's address to P.VirtualMachine"
+)
 
 
 class Session:
@@ -74,8 +77,10 @@ class Session:
                     api_key, on_demand=on_demand, traceparent=current_traceparent()
                 )
             )
-        except BaseException:
+        except BaseException as error:
             self.loop.close(self._calls.close)
+            if isinstance(error, Unavailable) and isinstance(error.__cause__, OSError):
+                raise Unavailable(f"{error.message}. {_NOBODY_THERE}") from None
             raise
         self.session_id = created.session_id
         self._fields = created.model_dump()
