@@ -97,7 +97,7 @@ class ClusterHost(ServerHost):
         self, network: str, paths: Sequence[Path], num_engines: int | None, log_dir: Path | None
     ) -> None:
         """Whoever uses it starts and stops its `cluster`."""
-        core, engines = read_configs(paths)
+        core, engines = read_configs(paths, {})
         if num_engines is not None:
             engines = [dict(engines[i % len(engines)]) for i in range(num_engines)]
         for engine in engines:
@@ -190,7 +190,7 @@ async def engine_tokenizer(base_url: str) -> str | None:
 def _sim_config(path: Path | None) -> SimConfig:
     payload: Mapping[str, Any] = {"engine_type": "sim"}
     if path is not None:
-        _, (payload, *_) = read_configs([path])
+        _, (payload, *_) = read_configs([path], {})
     config = parse_engine_config(payload, str(path or "sim"))
     if not isinstance(config, SimConfig):
         raise ValueError(f"{path} is not the config of a sim engine")

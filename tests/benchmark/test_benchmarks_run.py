@@ -23,6 +23,9 @@ TINY = {
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
     "bench_page": ["--viewers 1 --concurrency 2 --calls 10 --turns 2"],
+    "agents.bench_replay": [
+        "--rows lru all --agents 3 --scale 0.02 --warm-up 20 --duration 60",
+    ],
     "bench_streams": ["--streams 3 --tokens 4 --rounds 1"],
 }
 COMMANDS = [(module, command) for module, commands in TINY.items() for command in commands]
@@ -31,7 +34,7 @@ COMMANDS = [(module, command) for module, commands in TINY.items() for command i
 @pytest.mark.parametrize(("module", "command"), COMMANDS)
 def test_a_tiny_run_gives_a_report(module, command, tmp_path):
     path = tmp_path / "result.json"
-    name = f"benchmark.serve.{module}"
+    name = f"benchmark.{module}" if "." in module else f"benchmark.serve.{module}"
     importlib.import_module(name)
     run(name, [*command.split(), "--output", str(path)])
     report = json.loads(path.read_text())

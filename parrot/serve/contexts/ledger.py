@@ -313,6 +313,12 @@ class ContextLedger:
         while (first := account.idle.first()) is not None:
             self._evict(first, FreeReason.MEMORY)
 
+    def give_up(self, session_id: int, engine_id: int) -> None:
+        """Free what no run uses of the session's contexts on this engine, for others."""
+        for context in reversed(self.owners.of_session(session_id)):
+            if context.engine_id == engine_id and not context.pins and not context.children:
+                self._evict(context, FreeReason.ROOM)
+
     def expire(self) -> float | None:
         """Free tenants' contexts that were not used for the timeout. Returns when the next will
         expire, if it is not used; None if there is none."""

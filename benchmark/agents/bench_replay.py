@@ -1,0 +1,131 @@
+"""What keeps agents' KV: recorded sessions replayed through ServeCore, each feature off and on.
+
+    python -m benchmark.agents.bench_replay --rows lru all --agents 16 32
+    python -m benchmark.agents.bench_replay --scale 1 --agents 32
+    python -m benchmark.agents.bench_replay --url http://localhost:9000 --model llama-3.1-8b
+
+Without `--url` the engine is simulated, on virtual time: an 8B on one H200, at `--scale` 0.25 with
+a quarter of the lengths, of the KV and of the host's memory. With it, a service that runs somewhere
+is asked, which is one row: what it has on is its own affair.
+"""
+
+import argparse
+import asyncio
+import random
+from dataclasses import asdict
+from typing import Any
+
+from benchmark.agents.replay import Replay, Setup
+from benchmark.results import Report, run
+from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
+from parrot.engine.config import SimConfig
+from parrot.protocol.http import HttpClient
+from parrot.serve.api.app import create_app
+from parrot.simulation import SimCluster, fixed, run_virtual
+from parrot.simulation.links import DistantTransport
+
+DEVICE_TOKENS, HOST_TOKENS = 860_000, 819_200  # of an H200 beside an 8B, and of 100 GiB
+OUT_OF = 240_000  # tokens of the longest sessions
+ROWS: dict[str, tuple[str, ...]] = {
+    "lru": (),
+    "next_use": ("next_use",),
+    "host": ("host",),
+    "fp8": ("fp8",),
+    "admission": ("admission",),
+    "host_fp8": ("host", "fp8"),
+    "no_admission": ("next_use", "host", "fp8"),
+    "no_fp8": ("next_use", "host", "admission"),
+    "all": ("next_use", "host", "fp8", "admission"),
+}
+"""Which features are on in each row."""
+
+_COMMON = """
+the of and to in is that for it as was with be by on not he his but at are this have from or
+had an they which one you were all her she there would their we him been has when who will no
+more if out so up said what its about than into them can only other time new some could these
+two may first then do any like my now over such our man me even most made after also did many
+"""  # a token each, with the space before it, in the usual vocabularies
+
+
+def english(draw: random.Random, num_tokens: int) -> str:
+    """A text of so many tokens in the usual vocabularies."""
+    return " ".join(draw.choices(_COMMON.split(), k=num_tokens))
+
+
+def engine_config(features: tuple[str, ...], scale: float) -> SimConfig:
+    base = sim_engine(ENGINES / "sim_llama_3_1_8b.json")
+    size, costs = base.instance.block_size, base.instance
+    twice = 2 if "fp8" in features else 1
+    on_host = HOST_TOKENS if "host" in features else 0
+    return changed(
+        base,
+        **{
+            "instance.max_seq_len": 262_144,
+            "instance.num_kv_cache_blocks": int(scale * twice * DEVICE_TOKENS) // size,
+            "instance.num_host_kv_blocks": int(scale * twice * on_host) // size,
+            "instance.context_token_s": costs.context_token_s / twice,
+            "instance.host_token_s": costs.host_token_s / twice,
+        },
+    )
+
+
+async def _simulate(setup: Setup, features: tuple[str, ...]) -> dict[str, Any]:
+    core = core_config(
+        kv_eviction="next_use" if "next_use" in features else "lru",
+        admission="admission" in features,
+    )
+    engine = engine_config(features, setup.scale)
+    async with SimCluster(1, engine=engine, core=core) as cluster:
+        transport = DistantTransport(create_app(cluster.core), fixed(0.0))
+        replay = Replay(setup, transport, engine.model, words)
+        await replay.run()
+        await transport.close()
+        cluster.core.check_integrity()
+    return replay.figures()
+
+
+async def _ask(setup: Setup, url: str, model: str) -> dict[str, Any]:
+    async with HttpClient(url) as transport:
+        replay = Replay(setup, transport, model, english)
+        await replay.run()
+    return replay.figures()
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--agents", type=int, nargs="+", default=[8, 16, 32, 48])
+    parser.add_argument("--scale", type=float, default=0.25, help="of all lengths, and of the KV")
+    parser.add_argument("--max-len", type=int, help="tokens at which sessions end")
+    parser.add_argument("--warm-up", type=float, default=210.0, help="seconds not counted")
+    parser.add_argument("--duration", type=float, default=600.0, help="seconds in all")
+    parser.add_argument("--url", help="of a running ServeCore, instead of simulated engines")
+    parser.add_argument("--model", default="llama-3.1-8b", help="which its engines serve")
+    parser.add_argument("--seed", type=int, default=11)
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    rows = ROWS if args.url is None else {"url": ()}
+    for name in args.rows if args.url is None else rows:
+        config = engine_config(rows[name], args.scale).model_dump(mode="json")
+        report.uses(name, args.url or config)
+    max_len = args.max_len or int(OUT_OF * args.scale)
+    for num_agents in args.agents:
+        setup = Setup(
+            num_agents,
+            args.scale,
+            max_len,
+            warm_up_s=args.warm_up,
+            duration_s=args.duration,
+            seed=args.seed,
+        )
+        for name in args.rows if args.url is None else rows:
+            if args.url is None:
+                figures = run_virtual(_simulate(setup, rows[name]))
+            else:
+                figures = asyncio.run(_ask(setup, args.url, args.model))
+            report.add("runs", {"row": name, "agents": num_agents} | figures)
+    report["setup"] = asdict(setup)
+
+
+if __name__ == "__main__":
+    run(__name__)
