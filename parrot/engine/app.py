@@ -1,12 +1,14 @@
 """The HTTP face of an engine of any type."""
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from parrot.engine.call_log import logged
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
@@ -28,6 +30,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
 from parrot.protocol.server import create_base_app, require_cluster_token
+from parrot.utils.logs import CALLS
 from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
@@ -136,18 +139,20 @@ def _verbs(
 def _measured(
     metrics: EngineMetrics, tracer: EngineTracer | None, request: GenerateRequest
 ) -> Iterator[Callable[[GenerateResponse], None]]:
-    """Count and trace the request that is served in the block (see `EngineMetrics.request`)."""
-    with metrics.request() as counted:
-        if tracer is None:
-            yield counted
-            return
-        with tracer.request(request) as traced:
+    """Count, trace and log the request that is served in the block, which gives its response to the
+    function that is yielded, or raises."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(metrics.request())]
+        if tracer is not None:
+            listeners.append(stack.enter_context(tracer.request(request)))
+        if CALLS.isEnabledFor(logging.INFO):
+            listeners.append(stack.enter_context(logged(request)))
 
-            def answered(response: GenerateResponse) -> None:
-                counted(response)
-                traced(response)
+        def answered(response: GenerateResponse) -> None:
+            for listener in listeners:
+                listener(response)
 
-            yield answered
+        yield answered
 
 
 def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> list[Endpoint]:

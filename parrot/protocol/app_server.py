@@ -14,12 +14,12 @@ from fastapi import FastAPI
 
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.connection import guarded_protocol
+from parrot.utils.logs import CALLS, JsonFormatter, TextFormatter
 
 # Idle connections must be closed by their clients (aiohttp's do it after 15 s, uvicorn's default
 # is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
 KEEP_ALIVE_S = 75
 _SHUTDOWN_GRACE_S = 5
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class AppServer(uvicorn.Server):
@@ -74,6 +74,12 @@ def server_options(description: str, log_filename: str) -> argparse.ArgumentPars
     parser.add_argument("--log_dir", help="also write the log to a file in this folder")
     parser.add_argument("--log_filename", default=log_filename)
     parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
+    parser.add_argument(
+        "--log_format", choices=("text", "json"), default="text", help="of each line of the log"
+    )
+    parser.add_argument(
+        "--log_calls", action="store_true", help="log how each session and each call ended, too"
+    )
     return parser
 
 
@@ -89,7 +95,11 @@ def run_server(args: argparse.Namespace, serve: Coroutine[Any, Any, None]) -> No
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(Path(args.log_dir) / args.log_filename))
     level = logging.WARNING if args.release_mode else logging.INFO
-    logging.basicConfig(level=level, format=_LOG_FORMAT, handlers=handlers, force=True)
+    formatter = JsonFormatter() if args.log_format == "json" else TextFormatter()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    logging.basicConfig(level=level, handlers=handlers, force=True)
+    CALLS.setLevel(logging.INFO if args.log_calls else logging.WARNING)
     import uvloop
 
     uvloop.run(serve)

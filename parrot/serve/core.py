@@ -65,6 +65,7 @@ class ServeCore:
             self._dispatcher,
             sandbox,
             self._metrics,
+            self._observers,
             lambda session_id: self.sessions.find(session_id),
         )
         self.require_room = self._runner.require_room

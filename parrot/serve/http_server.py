@@ -14,6 +14,7 @@ from parrot.protocol.app_server import AppServer, given_options, run_server, ser
 from parrot.protocol.gate.cluster_token import settled_token
 from parrot.protocol.gate.names import is_loopback
 from parrot.serve.api.app import create_app
+from parrot.serve.call_log import CallLog
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.core import ServeCore
 from parrot.serve.observers import Observer
@@ -21,6 +22,7 @@ from parrot.serve.recorder import Recorder, TraceFile
 from parrot.serve.tracer import Tracer
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
+from parrot.utils.logs import CALLS
 from parrot.utils.traces.record import span_export
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ async def serve(config: CoreConfig) -> None:
     export = None if config.otlp_endpoint is None else span_export(config.otlp_endpoint, "parrot")
     if export is not None:
         observers.append(Tracer(export, clock))
+    if CALLS.isEnabledFor(logging.INFO):
+        observers.append(CallLog(clock))
     core = ServeCore(config, clock=clock, observers=observers, first_session_id=_first_session_id())
 
     async def end_requests() -> None:

@@ -14,6 +14,7 @@ from parrot.protocol.public import (
     SessionCreateRequest,
 )
 from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.graph.nodes import Task
 from parrot.serve.sessions import Session
 from parrot.utils.ids import IdCounter
 
@@ -44,6 +45,10 @@ class Observer(Protocol):
         request: SemanticCallRequest | NativeCallRequest,
         response: CallResponse,
     ) -> None:
+        return
+
+    def task_finished(self, session: Session, task: Task) -> None:
+        """The task has ended in a final state."""
         return
 
     def variable_created(

@@ -25,6 +25,7 @@ from parrot.protocol.template import Text, parse_template
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.graph.variable import VariableState
+from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
 from parrot.serve.views import session_view
 from parrot.utils.clock import Clock
@@ -60,8 +61,8 @@ class TraceFile:
             logger.error("the end of the trace is lost: %s", error)
 
 
-class Recorder:
-    """An `Observer` that makes a trace event of whatever it is told. Texts become their lengths and
+class Recorder(Observer):
+    """Makes a trace event of whatever it is told. Texts become their lengths and
     salted hashes."""
 
     def __init__(self, sink: trace.TraceSink, clock: Clock) -> None:

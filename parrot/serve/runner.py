@@ -8,6 +8,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, Task, task_span_id
 from parrot.serve.native import NativeRunner, Sandbox, check_call
+from parrot.serve.observers import Observers
 from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import CoreMetrics
@@ -26,6 +27,7 @@ class TaskRunner:
         dispatcher: Dispatcher,
         sandbox: Sandbox | None,
         metrics: CoreMetrics,
+        observers: Observers,
         find_session: Callable[[int], Session | None],
     ) -> None:
         self._max_queue_size = config.global_scheduler.max_queue_size
@@ -34,6 +36,7 @@ class TaskRunner:
         self._native = NativeRunner(config, clock, sandbox, find_session)
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
+        self._observers = observers
         self._is_traced = config.otlp_endpoint is not None
         self._find_session = find_session
         self.expect = dispatcher.expect
@@ -84,6 +87,7 @@ class TaskRunner:
         if session is not None:
             session.task_finished(task, self._clock.now())
             self._metrics.task_finished(task, session)
+            self._observers.tell(lambda one: one.task_finished(session, task))
 
     async def close(self) -> None:
         await self._native.close()

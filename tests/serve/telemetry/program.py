@@ -1,13 +1,24 @@
-"""A program that leaves something in every series: two functions, a native one, a failure."""
+"""Worlds, and a program that leaves something in every series."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
+from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.sim.engine import SimService
+from parrot.engine.traces import EngineTracer
+from parrot.protocol.engine_api import RegisterRequest
+from parrot.protocol.http import HttpClient
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
+from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
 from parrot.simulation import PATIENT, SimCluster, run_virtual
+from parrot.utils.clock import MonotonicClock
+from tests.support.app_server import serve_app
 
 T = TypeVar("T")
 SOURCE = "def join(a: P.Input, b: P.Output):\n    b.set(a + '!')\n"
@@ -48,3 +59,27 @@ def in_cluster(body: Callable[[SimCluster], Awaitable[T]], **config: Any) -> T:
             return await body(cluster)
 
     return run_virtual(main())
+
+
+@asynccontextmanager
+async def over_http(
+    core: ServeCore,
+    tracer: EngineTracer | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> AsyncIterator[ServeClient]:
+    """`core` and an engine on sockets. `headers` go with every request of the client."""
+    config = SimConfig(model="m", host="127.0.0.1")
+    service = SimService(config)
+    await service.start()
+    app = create_engine_app(service, ReorderBuffer(MonotonicClock()), config, "", tracer)
+    async with (
+        serve_app(app) as engine_url,
+        serve_app(create_app(core)) as url,
+        HttpClient(url, headers=headers) as http,
+    ):
+        port = int(engine_url.rpartition(":")[2])
+        info = service.engine_info().model_copy(update={"port": port})
+        await core.register_engine(RegisterRequest(engine_config=info))
+        yield ServeClient(http)
+        await core.close()
+    await service.close()

@@ -16,14 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode, TraceFlags
 
-from parrot.engine.app import create_app as create_engine_app
-from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderBuffer
-from parrot.engine.sim.engine import SimService
 from parrot.engine.traces import EngineTracer
-from parrot.protocol.engine_api import RegisterRequest
-from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -37,7 +30,7 @@ from parrot.utils.traces.traceparent import (
     new_trace_id,
     span_id_of,
 )
-from tests.serve.telemetry.program import write_and_review
+from tests.serve.telemetry.program import over_http, write_and_review
 from tests.support.app_server import serve_app
 
 ADDRESS = "http://localhost:4318/v1/traces"  # nobody is asked: the exporter is in memory
@@ -52,31 +45,17 @@ class Traced:
         self.export = SpanExport(self.exporter, "parrot")
         self.core_config = CoreConfig.model_validate({"otlp_endpoint": ADDRESS} | config)
 
-    async def run(self, caller: str | None = None) -> tuple[dict[str, Any], ServeCore]:
+    async def run(self, caller: str | None = None) -> dict[str, Any]:
         """Run the program; returns what its session shows."""
         clock = MonotonicClock()
         core = ServeCore(self.core_config, clock=clock, observers=[Tracer(self.export, clock)])
-        config = SimConfig(model="m", host="127.0.0.1")
-        service = SimService(config)
-        await service.start()
-        tracer = EngineTracer(self.export, "e", "m")
-        app = create_engine_app(service, ReorderBuffer(clock), config, "", tracer)
-        async with (
-            serve_app(app) as engine_url,
-            serve_app(create_app(core)) as url,
-            HttpClient(url, headers={"traceparent": caller} if caller else {}) as http,
-        ):
-            port = int(engine_url.rpartition(":")[2])
-            info = service.engine_info().model_copy(update={"port": port})
-            await core.register_engine(RegisterRequest(engine_config=info))
-            client = ServeClient(http)
+        headers = {"traceparent": caller} if caller else {}
+        async with over_http(core, EngineTracer(self.export, "e", "m"), headers) as client:
             scope = await write_and_review(client, ["essay"])
             seen = (await client.session_info(**scope)).model_dump()
             await client.delete_session(**scope)
-            await core.close()
-        await service.close()
         await asyncio.to_thread(self.export.close)
-        return seen, core
+        return seen
 
     @property
     def spans(self) -> Sequence[ReadableSpan]:
@@ -97,7 +76,7 @@ def parent_id(span: ReadableSpan) -> int | None:
 
 async def test_the_spans_are_the_graph() -> None:
     traced = Traced()
-    seen, _ = await traced.run()
+    seen = await traced.run()
     root = traced.named("invoke_workflow essay")
     assert root.parent is None
     assert root.context is not None
