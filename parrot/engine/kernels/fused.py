@@ -15,6 +15,7 @@ from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_ear
 
 _SILU_BLOCK = 1024
 _ROPE_HEADS = 8
+_FEW_TOKENS = 8
 
 
 def add_rms_norm(
@@ -108,6 +109,7 @@ def rope_and_store(
         WITH_NORM=norm is not None,
         KEEP_K=keep_k,
         QUANTISED=kv.is_quantised,
+        EARLY=len(qkv) <= _FEW_TOKENS,
         num_warps=2,
         **early_launch(starts_early(qkv.device)),
     )

@@ -7,11 +7,18 @@ import triton
 
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, early_launch, starts_early
-from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
+from parrot.engine.kernels.linear_kernels import (
+    few_rows_linear_kernel,
+    few_rows_qkv_kernel,
+    row_linear_kernel,
+)
 
 FEW_ROWS = 64
 """The most rows for which these products are faster than cuBLAS."""
 
+_ROWS = 2
+_SMALL = 8 << 20  # weights that fit the registers of a device
+_MAX_COLUMNS = 4096
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
 _MIN_DOT = 16
 _HALF = FEW_ROWS // 2
@@ -40,7 +47,8 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """out [rows, n] = x [rows, k] weight^T + bias, weight [n, k], for up to `FEW_ROWS` rows, nearly
     at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
-    out = silu(gate) * up. A row's result does not depend on how many others there are."""
+    out = silu(gate) * up. A row's result does not depend on how many others there are, but for
+    small weights, of which one or two rows are summed in another order."""
     assert weight.shape[0] == (2 if silu else 1) * out.shape[1], (weight.shape, out.shape)
     rows, squares, eps = _parts(x)
     _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
@@ -63,7 +71,7 @@ def few_rows_add_and_norm(
     assert weight.shape[0] == num_out == len(norm_weight), (weight.shape, residual.shape)
     assert residual.is_contiguous()
     assert residual.dtype != torch.float16
-    parts = triton.cdiv(num_out, _num_outputs(num_rows, num_out))
+    parts = triton.cdiv(num_out, _outputs_of_program(num_rows, num_out, x.shape[1]))
     squares = torch.empty((num_rows, parts), dtype=torch.float32, device=x.device)
     rows = torch.empty_like(residual)
     _launch(x, weight, bias, rows, residual=residual, gain=norm_weight, squares_out=squares)
@@ -153,8 +161,12 @@ def _launch(
     assert weight.is_contiguous()
     assert out.is_contiguous()
     assert x.stride(1) == 1
-    tile = _tile(num_rows, num_out, size, x.dtype, silu=silu)
-    few_rows_linear_kernel[(triton.cdiv(num_out, tile["BN"]),)](
+    if _is_small(num_rows, num_out, size, silu=silu):
+        kernel, tile = row_linear_kernel, _row_tile(num_rows, num_out, size, silu=silu)
+    else:
+        kernel = few_rows_linear_kernel
+        tile = _tile(num_rows, num_out, size, x.dtype, silu=silu)
+    kernel[(triton.cdiv(num_out, tile["BN"]),)](
         x,
         weight,
         bias,
@@ -175,6 +187,29 @@ def _launch(
         **tile,
         **early_launch(starts_early(x.device)),
     )
+
+
+def _is_small(num_rows: int, num_out: int, size: int, *, silu: bool) -> bool:
+    """Whether the product is one of `row_linear_kernel`."""
+    num_weights = num_out * size * (2 if silu else 1)
+    return num_rows <= _ROWS and size <= _MAX_COLUMNS and num_weights <= _SMALL
+
+
+def _outputs_of_program(num_rows: int, num_out: int, size: int) -> int:
+    """Of products without SiLU."""
+    if _is_small(num_rows, num_out, size, silu=False):
+        return _row_tile(num_rows, num_out, size, silu=False)["BN"]
+    return _num_outputs(num_rows, num_out)
+
+
+def _row_tile(num_rows: int, num_out: int, size: int, *, silu: bool) -> dict[str, int]:
+    outputs, warps = (8, 8) if num_out < _MANY_OUTPUTS else (16, 4)
+    return {
+        "ROWS": num_rows,
+        "BN": outputs,
+        "BK": triton.next_power_of_2(size),
+        "num_warps": warps,
+    }
 
 
 def _tile(

@@ -12,8 +12,9 @@ from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.graphs import StepSize
 
 _CONTEXTS = (64, 2048)
-# Products of few rows have kernels by the next power of two, and others for multiples of 16.
-_PROMPTS = (8, 16, 24, 32, 40, 64, 256)
+# Products of few rows have kernels by the next power of two, and others for multiples of 16; small
+# ones have theirs for one row and for two.
+_PROMPTS = (1, 2, 8, 16, 24, 32, 40, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,12 @@ def norm_variant(*, size: int = 4096, warps: int = 4) -> dict[str, Any]:
 
 
 def rope_variant(
-    *, with_norm: bool = False, keep_k: bool = False, quantised: bool = False, warps: int = 2
+    *,
+    with_norm: bool = False,
+    keep_k: bool = False,
+    quantised: bool = False,
+    early: bool = False,
+    warps: int = 2,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
 
@@ -181,7 +186,7 @@ def rope_variant(
     }
     constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8}
     constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k, "DEPENDENT": True}
-    constants |= {"QUANTISED": quantised}
+    constants |= {"QUANTISED": quantised, "EARLY": early}
     exponents = ("k_exponents", "v_exponents")
     if quantised:
         pointers |= dict.fromkeys(("k_cache", "v_cache", *exponents), "*u8")
@@ -255,6 +260,32 @@ def linear_variant(
         few_rows_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
         {**constants, "DEPENDENT": True},
+        divisible=(*pointers, "stride_x"),
+        num_warps=warps,
+    )
+
+
+def row_variant(
+    *,
+    num_out: int = 1024,
+    size: int = 3072,
+    outputs: int = 8,
+    silu: bool = False,
+    rows: int = 1,
+    warps: int = 8,
+) -> dict[str, Any]:
+    from parrot.engine.kernels.linear_kernels import row_linear_kernel
+
+    pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "squares_ptr": "*fp32"}
+    constants: dict[str, Any] = dict.fromkeys(
+        ("bias_ptr", "residual_ptr", "gain_ptr", "squares_out_ptr")
+    )
+    constants |= {"N": num_out, "K": size, "ROWS": rows, "BN": outputs, "BIAS": False, "ADD": False}
+    constants |= {"BK": triton.next_power_of_2(size), "PARTS": 128, "SILU": silu, "DEPENDENT": True}
+    return compile_kernel(
+        row_linear_kernel,
+        {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
+        constants,
         divisible=(*pointers, "stride_x"),
         num_warps=warps,
     )
@@ -371,6 +402,7 @@ VARIANTS = {
     "silu": silu_variant,
     "block copy": block_copy_variant,
     "linear": linear_variant,
+    "row": row_variant,
     "qkv": qkv_variant,
     "best": best_variant,
     "noise": noise_variant,

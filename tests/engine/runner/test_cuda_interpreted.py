@@ -202,7 +202,7 @@ def test_products_of_any_few_rows_are_warm(
     _, runner = make_runners("llama", max_rows=FEW_ROWS)
     monkeypatch.setattr(TritonAttention, "attend", lambda _, layer, q, *__, **___: q.flatten(1))
     seen: set[Any] = set()
-    for name in ("few_rows_linear_kernel", "few_rows_qkv_kernel"):
+    for name in ("few_rows_linear_kernel", "few_rows_qkv_kernel", "row_linear_kernel"):
         monkeypatch.setattr(linear, name, Launches(seen))
     runner.warm_up()
     warm = set(seen)
