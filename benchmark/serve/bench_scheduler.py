@@ -24,7 +24,6 @@ from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key
-from parrot.serve.scheduling.admission import Admission
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask, Placement
 from parrot.utils.clock import MonotonicClock
@@ -74,11 +73,12 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
 def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, Any]:
     rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
     clock = MonotonicClock()
-    admission = Admission(clock, ThinkTimes(), lambda session_id, engine_id: None)
-    scheduler = Scheduler(GlobalSchedulerConfig(), clock, index, admission)
+    scheduler = Scheduler(
+        GlobalSchedulerConfig(), clock, index, ThinkTimes(), lambda engine_id, session_id: None
+    )
     for engine_id in range(num_engines):
         scheduler.engines.add(engine_id, "model", slots, 200_000)
-        admission.add_engine(engine_id, 200_000, 1e-5)
+        scheduler.admission.add_engine(engine_id, 200_000, None)
     tasks = [make_task(i, rng, hasher) for i in range(num_tasks)]
     warm(index, tasks, num_engines, rng)
 

@@ -20,10 +20,10 @@ from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, Least
 from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, next_use
 from parrot.serve.contexts.index import Boundary, Context, FreeReason, Owner, PrefixIndex
 from parrot.serve.contexts.kv_log import KvLog
+from parrot.serve.contexts.owners import Owners
 from parrot.serve.contexts.residence import Residence
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
-from parrot.utils.heaps import LruDict
 from parrot.utils.ids import IdCounter
 
 _SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
@@ -74,58 +74,6 @@ def _check_links(context: Context, live: Mapping[int, Context]) -> None:
     if context.parent is not None:
         assert live.get(context.parent.id) is context.parent, context.id
         assert context in context.parent.children, context.id
-
-
-class Owners:
-    """The contexts by owner: a session has them until it ends, a tenant until nobody has used them
-    for long."""
-
-    def __init__(self) -> None:
-        self._by_session: dict[int, dict[int, Context]] = {}
-        self._of_tenants: LruDict[int, Context] = LruDict()
-
-    def add(self, context: Context) -> None:
-        if isinstance(context.owner, int):
-            self._by_session.setdefault(context.owner, {})[context.id] = context
-        else:
-            self._of_tenants.put(context.id, context)
-
-    def remove(self, context: Context) -> None:
-        if isinstance(context.owner, str):
-            self._of_tenants.pop(context.id)
-            return
-        owned = self._by_session[context.owner]
-        del owned[context.id]
-        if not owned:
-            del self._by_session[context.owner]
-
-    def share(self, context: Context, tenant: str) -> None:
-        """Leave a session's context to its tenant: others want it, too."""
-        if isinstance(context.owner, int):
-            self.remove(context)
-            context.owner = tenant
-            self.add(context)
-
-    def of_session(self, session_id: int) -> list[Context]:
-        """The session's contexts in the order in which they became its."""
-        return list(self._by_session.get(session_id, {}).values())
-
-    def touch(self, context: Context) -> None:
-        """If it is a tenant's, it is the last to expire."""
-        if isinstance(context.owner, str):
-            self._of_tenants.touch(context.id)
-
-    def oldest_of_tenants(self) -> Context | None:
-        oldest = self._of_tenants.oldest()
-        return None if oldest is None else oldest[1]
-
-    def contexts(self) -> list[Context]:
-        """Those of all owners."""
-        of_sessions = [c for owned in self._by_session.values() for c in owned.values()]
-        return of_sessions + list(self._of_tenants.values())
-
-    def context_ids(self) -> set[int]:
-        return set(self._of_tenants).union(*self._by_session.values())
 
 
 class ContextLedger:
@@ -307,17 +255,16 @@ class ContextLedger:
         expected = self.expectations.soonest(context.boundaries, now)
         return expected is not None or context.awaiting is not None
 
-    def evict_idle(self, engine_id: int) -> None:
-        """Free everything on the engine that no run uses."""
+    def evict_idle(self, engine_id: int, session_id: int | None = None) -> None:
+        """Free everything on the engine that no run uses, or what the session has of it."""
+        if session_id is not None:
+            for context in reversed(self.owners.of_session(session_id)):
+                if context.engine_id == engine_id and not context.pins and not context.children:
+                    self._evict(context, FreeReason.ROOM)
+            return
         account = self._accounts[engine_id]
         while (first := account.idle.first()) is not None:
             self._evict(first, FreeReason.MEMORY)
-
-    def give_up(self, session_id: int, engine_id: int) -> None:
-        """Free what no run uses of the session's contexts on this engine, for others."""
-        for context in reversed(self.owners.of_session(session_id)):
-            if context.engine_id == engine_id and not context.pins and not context.children:
-                self._evict(context, FreeReason.ROOM)
 
     def expire(self) -> float | None:
         """Free tenants' contexts that were not used for the timeout. Returns when the next will

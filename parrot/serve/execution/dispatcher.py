@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger
@@ -22,7 +21,6 @@ from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.nodes import Completion
-from parrot.serve.scheduling.admission import USABLE, Admission
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -52,10 +50,14 @@ class Dispatcher:
         self._clock = clock
         self._timers = TimerQueue(clock)
         self._ledger = ContextLedger(config, clock, self._on_freed)
-        self._admits = config.global_scheduler.admission
-        self._admission = Admission(clock, self._ledger.think_times, self._ledger.give_up)
         self._scheduler = Scheduler(
-            config.global_scheduler, clock, self._ledger.index, self._admission, order, placer
+            config.global_scheduler,
+            clock,
+            self._ledger.index,
+            self._ledger.think_times,
+            self._ledger.evict_idle,
+            order,
+            placer,
         )
         self.fleet = Fleet(
             config,
@@ -69,12 +71,7 @@ class Dispatcher:
         )
         self.estimates = Estimates(self._scheduler.engines.pace)
         self._prefetch = Prefetcher(
-            clock,
-            self._ledger,
-            self._scheduler,
-            self.fleet,
-            self.estimates,
-            self._wake,
+            clock, self._ledger, self._scheduler, self.fleet, self.estimates, self._wake
         )
         self._fills_eagerly = config.global_scheduler.eager_fill
         self._runs = RunTable(
@@ -252,10 +249,8 @@ class Dispatcher:
         units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
         self._ledger.add_engine(engine.id, capacity, info.block_size, on_host)
-        if self._admits:
-            costs = info.costs or StepCosts()
-            room = int(USABLE * (info.tokens_capacity + info.host_tokens_capacity))
-            self._admission.add_engine(engine.id, room, costs.prefill_s)
+        num_tokens = info.tokens_capacity + info.host_tokens_capacity
+        self._scheduler.admission.add_engine(engine.id, num_tokens, info.costs)
         self._scheduler.engines.add(
             engine.id,
             info.model,
@@ -272,7 +267,7 @@ class Dispatcher:
         self._prefetch.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.engines.remove(engine.id)
-        self._admission.remove_engine(engine.id)
+        self._scheduler.admission.remove_engine(engine.id)
         self._grace.engine_lost(engine.last_seen)
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))

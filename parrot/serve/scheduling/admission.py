@@ -21,13 +21,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from parrot.protocol.engine_api import StepCosts
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 
-USABLE = 0.9  # of what an engine holds: both tiers have some of it, and turns grow
+_USABLE = 0.9  # of what an engine holds: both tiers have some of it, and turns grow
 _SHARE = 0.6  # of an engine's time, for computing again what gave way
 _MAX_CREDIT_S = 2.0
+_USUAL_COSTS = StepCosts()
 _GONE_S = 600.0  # who is expected later than this gives way for nothing
 _SMALL = 1 / 64  # of an engine's room
 _MAX_LOOKS = 64  # at programs that think, and at those that wait
@@ -86,13 +88,19 @@ class Admission:
     """Keeps the places, on engines that were added. Calls that run elsewhere always may."""
 
     def __init__(
-        self, clock: Clock, think_times: ThinkTimes, on_given_up: Callable[[int, int], None]
+        self,
+        clock: Clock,
+        think_times: ThinkTimes,
+        on_given_up: Callable[[int, int], None],
+        *,
+        is_on: bool = True,
     ) -> None:
-        """`on_given_up` is told the ids of a session and of the engine on which it has lost its
-        place and will have to wait for another: its KV there is the first to go."""
+        """`on_given_up` is told the ids of an engine and of a session that has lost its place on it
+        and will have to wait for another: its KV there is the first to go."""
         self._clock = clock
         self._think_times = think_times
         self._on_given_up = on_given_up
+        self._is_on = is_on
         self._rooms: dict[int, Room] = {}
         self._programs: dict[int, Program] = {}
         self._released: dict[CompletionTask, None] = {}
@@ -102,9 +110,12 @@ class Admission:
         """Programs that wait for a place."""
         return sum(len(room.waiting) for room in self._rooms.values())
 
-    def add_engine(self, engine_id: int, capacity: int, token_s: float) -> None:
-        """`capacity`: tokens of KV that it keeps, on the device and elsewhere."""
-        self._rooms[engine_id] = Room(engine_id, capacity, token_s, credit_at=self._clock.now())
+    def add_engine(self, engine_id: int, num_tokens: int, costs: StepCosts | None) -> None:
+        """`num_tokens`: of KV that it keeps, on the device and elsewhere. No effect if this is
+        switched off."""
+        if self._is_on:
+            capacity, token_s = int(_USABLE * num_tokens), (costs or _USUAL_COSTS).prefill_s
+            self._rooms[engine_id] = Room(engine_id, capacity, token_s, credit_at=self._clock.now())
 
     def remove_engine(self, engine_id: int) -> None:
         """Who waited there may look elsewhere."""
@@ -307,7 +318,7 @@ class Admission:
             room.credit_s -= program.size * room.token_s
         self._leave(program)
         if room.credit_s < 0:  # else what is evicted when is decided as if there were no places
-            self._on_given_up(program.session_id, room.engine_id)
+            self._on_given_up(room.engine_id, program.session_id)
 
 
 def _unneeded_s(item: tuple[float, Program]) -> float:

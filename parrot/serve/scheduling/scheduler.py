@@ -3,10 +3,11 @@ knows no policy by name."""
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
+from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.scheduling.admission import Admission
 from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.engine_load import EngineLoad
@@ -35,16 +36,16 @@ class Scheduler:
         config: GlobalSchedulerConfig,
         clock: Clock,
         index: PrefixIndex,
-        admission: Admission,
+        think_times: ThinkTimes,
+        on_given_up: Callable[[int, int], None],
         order: MakeOrder | None = None,
         placer: MakePlacer | None = None,
     ) -> None:
-        """`admission` decides who has to wait for memory. `order` and `placer` replace the
-        configured ones."""
+        """`on_given_up`: see `Admission`. `order` and `placer` replace the configured ones."""
         self.engines = LoadIndex()
         self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
         self._clock = clock
-        self._admission = admission
+        self.admission = Admission(clock, think_times, on_given_up, is_on=config.admission)
         self._running = RunningPrefixes()
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines, self._running)
@@ -69,7 +70,7 @@ class Scheduler:
 
     def add(self, task: CompletionTask) -> None:
         self._order.arrived(task)
-        self._admission.arrived(task)
+        self.admission.arrived(task)
         self._push(task)
 
     def remove(self, task: CompletionTask) -> None:
@@ -104,7 +105,7 @@ class Scheduler:
 
     def forget_session(self, session_id: int) -> None:
         self._order.forget(session_id)
-        self._admission.forget(session_id)
+        self.admission.forget(session_id)
 
     # The loop
 
@@ -115,7 +116,7 @@ class Scheduler:
             if task in self._queues.get(task.models, ()):
                 self._pull(task)
                 self._push(task)
-        for task in self._admission.due():
+        for task in self.admission.due():
             if (waiting := self._queues.get(task.models)) is not None:
                 waiting.unpark(task)
         queues = [queue for queue in self._queues.values() if self.engines.num_open(queue.models)]
@@ -150,7 +151,7 @@ class Scheduler:
     def next_change(self) -> float | None:
         """The time at which `schedule` may place or reorder what it left queued, though nothing has
         happened until then; None if no queued task waits for a time."""
-        times = (self._patience, self._order.next_change(), self._admission.next_change())
+        times = (self._patience, self._order.next_change(), self.admission.next_change())
         return min([when for when in times if when is not None], default=None)
 
     def preview(self, task: CompletionTask) -> int | None:
@@ -169,7 +170,7 @@ class Scheduler:
         for load in self.engines:
             load.check_integrity(segments[load.id])
             tasks += load.tasks
-        self._admission.check_integrity(tasks)
+        self.admission.check_integrity(tasks)
 
     def _find_place(self, queue: TaskQueue, task: CompletionTask, now: float) -> Place | None:
         """Where the first task of the queue runs now. None: it was set aside."""
@@ -177,7 +178,7 @@ class Scheduler:
         if place is None:
             queue.pass_over(task)
             return None
-        engine_id = self._admission.admit(task, place.load.id, lambda: self._open(task))
+        engine_id = self.admission.admit(task, place.load.id, lambda: self._open(task))
         if engine_id is None:
             queue.park(task)
             return None
@@ -200,7 +201,7 @@ class Scheduler:
 
     def _end(self, task: CompletionTask) -> None:
         self._order.ended(task)
-        self._admission.ended(task)
+        self.admission.ended(task)
 
     def _should_wait(self, task: CompletionTask, place: Place) -> bool:
         """Whether it had better wait although it fits, for those who run there: see `hold_back`."""

@@ -11,7 +11,6 @@ from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.segments import PieceKind, PrefixHasher, Segment
-from parrot.serve.scheduling.admission import Admission
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
@@ -35,17 +34,16 @@ class Bench:
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
         self.given_up: list[tuple[int, int]] = []
-        self.admission = Admission(
-            self.clock, self.think_times, lambda *ids: self.given_up.append(ids)
-        )
         self.scheduler = Scheduler(
             GlobalSchedulerConfig.model_validate(config),
             self.clock,
             self.index,
-            self.admission,
+            self.think_times,
+            lambda *ids: self.given_up.append(ids),
             order,
             placer,
         )
+        self.admission = self.scheduler.admission
         self._ids = count()
 
     def engines(

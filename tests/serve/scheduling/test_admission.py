@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.protocol.engine_api import StepCosts
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.serve.scheduling.admission import Admission
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import Bench
 
-ROOM = 6400
+MEMORY, ROOM = 7112, 6400  # tokens of KV that an engine has, and of which it gives places
 
 
 class Programs(Bench):
@@ -22,7 +23,7 @@ class Programs(Bench):
         super().__init__(policy="fcfs")
         self.engines(num_engines)
         for load in self.scheduler.engines:
-            self.admission.add_engine(load.id, ROOM, token_s)
+            self.admission.add_engine(load.id, MEMORY, StepCosts(prefill_s=token_s))
         self.before = self.task().completion
 
     def turn(self, session: int, size: int) -> CompletionTask:
@@ -63,7 +64,7 @@ def test_a_program_keeps_its_place_while_it_thinks_and_has_no_credit_to_lose_it(
     bench.run()
     bench.end(first[0])  # there is credit for the first to give way
     assert list(bench.run()) == [waiting]
-    assert bench.given_up == [(0, bench.engine_id)]
+    assert bench.given_up == [(bench.engine_id, 0)]
     bench.end(first[1], waiting)
     late = bench.turn(0, 2000)
     assert bench.run() == {}
@@ -101,7 +102,7 @@ def test_the_farthest_next_turn_gives_way() -> None:
     bench.end(*tasks.values())
     bench.turn(7, 2000)
     bench.run()
-    assert bench.given_up == [(0, bench.engine_id)]
+    assert bench.given_up == [(bench.engine_id, 0)]
 
 
 def test_small_programs_and_calls_that_nothing_continues_never_wait() -> None:
@@ -241,8 +242,8 @@ def test_who_came_first_goes_first(order: str) -> None:
 
 def test_a_place_on_a_lost_engine_is_gone() -> None:
     clock = Bench().clock
-    admission = Admission(clock, ThinkTimes(), lambda session_id, engine_id: None)
-    admission.add_engine(3, ROOM, 0.0)
+    admission = Admission(clock, ThinkTimes(), lambda engine_id, session_id: None)
+    admission.add_engine(3, MEMORY, None)
     bench = Programs()
     turn = bench.turn(0, 1000)
     admission.arrived(turn)

@@ -1,0 +1,56 @@
+"""Who has which contexts: sessions and tenants."""
+
+from parrot.serve.contexts.index import Context
+from parrot.utils.heaps import LruDict
+
+
+class Owners:
+    """The contexts by owner: a session has them until it ends, a tenant until nobody has used them
+    for long."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[int, dict[int, Context]] = {}
+        self._of_tenants: LruDict[int, Context] = LruDict()
+
+    def add(self, context: Context) -> None:
+        if isinstance(context.owner, int):
+            self._by_session.setdefault(context.owner, {})[context.id] = context
+        else:
+            self._of_tenants.put(context.id, context)
+
+    def remove(self, context: Context) -> None:
+        if isinstance(context.owner, str):
+            self._of_tenants.pop(context.id)
+            return
+        owned = self._by_session[context.owner]
+        del owned[context.id]
+        if not owned:
+            del self._by_session[context.owner]
+
+    def share(self, context: Context, tenant: str) -> None:
+        """Leave a session's context to its tenant: others want it, too."""
+        if isinstance(context.owner, int):
+            self.remove(context)
+            context.owner = tenant
+            self.add(context)
+
+    def of_session(self, session_id: int) -> list[Context]:
+        """The session's contexts in the order in which they became its."""
+        return list(self._by_session.get(session_id, {}).values())
+
+    def touch(self, context: Context) -> None:
+        """If it is a tenant's, it is the last to expire."""
+        if isinstance(context.owner, str):
+            self._of_tenants.touch(context.id)
+
+    def oldest_of_tenants(self) -> Context | None:
+        oldest = self._of_tenants.oldest()
+        return None if oldest is None else oldest[1]
+
+    def contexts(self) -> list[Context]:
+        """Those of all owners."""
+        of_sessions = [c for owned in self._by_session.values() for c in owned.values()]
+        return of_sessions + list(self._of_tenants.values())
+
+    def context_ids(self) -> set[int]:
+        return set(self._of_tenants).union(*self._by_session.values())
