@@ -75,6 +75,9 @@ def up(
     core_config: Annotated[
         Path | None, typer.Option("--core_config", help="A config file of ServeCore.")
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Ask nobody for a token, whoever can connect.")
+    ] = False,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
 ) -> None:
@@ -82,7 +85,17 @@ def up(
     from parrot.cli.up import UpOptions
     from parrot.cli.up import up as serve_model
 
-    options = UpOptions(engines, host, port, device, dtype, core_config, log_dir, ready_timeout)
+    options = UpOptions(
+        engines=engines,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        core_config=core_config,
+        insecure=insecure,
+        log_dir=log_dir,
+        ready_timeout_s=ready_timeout,
+    )
     serve_model(model, options)
 
 

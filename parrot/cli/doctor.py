@@ -200,7 +200,7 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
     try:
         core, engines = _read(paths, environ)
     except ConfigError as error:
-        yield Finding("wrong", str(error), "`parrot config show FILE` lists the keys")
+        yield Finding("wrong", str(error), "put it right; `parrot config show` lists all keys")
         return
     named = ", ".join(map(str, paths))
     yield Finding("ok", f"{named}: every key is known; engines: {len(engines)}")

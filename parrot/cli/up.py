@@ -42,6 +42,7 @@ class UpOptions:
     device: str | None
     dtype: str | None
     core_config: Path | None
+    insecure: bool
     log_dir: Path
     ready_timeout_s: float
 
@@ -66,18 +67,25 @@ def up(model: str, options: UpOptions) -> None:
 
 def _core(options: UpOptions) -> Config:
     """ServeCore's config, with a port that is free."""
-    given = _given(host=options.host, port=options.port)
+    given = _given(host=options.host, port=options.port, insecure=options.insecure or None)
     settings = core_settings(options.core_config, given, os.environ)
     parse_config(CoreConfig, settings.payload, settings.blamed)
     core = {"host": _HOST, "port": _PORT, **settings.payload}
     if core["port"] == 0:
         del core["port"]  # the cluster finds one
-    elif not is_free(core["host"], core["port"]):
+    elif _is_taken(core["host"], core["port"]):
         raise ConfigError(
             f"port {core['port']} of {core['host']} is in use: `parrot ping` says whether a "
             "ServeCore has it; --port takes another"
         )
     return core
+
+
+def _is_taken(host: str, port: int) -> bool:
+    try:
+        return not is_free(host, port)
+    except OSError:
+        return False  # the cluster says what is wrong with the host
 
 
 def plan_engines(

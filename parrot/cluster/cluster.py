@@ -6,8 +6,8 @@ import queue
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -110,10 +110,12 @@ class Cluster:
     def start(self) -> None:
         """Start all processes at once; engines wait for their ServeCore by themselves."""
         for name, config in self.configs.items():
-            if not is_free(config["host"], config["port"]):
-                raise ClusterError(
-                    f"{name} cannot listen: port {config['port']} of {config['host']} is in use"
-                )
+            host, port = config["host"], config["port"]
+            with _binding(name, host):
+                if not is_free(host, port):
+                    raise ClusterError(
+                        f"{name} cannot listen: port {port} of {host} is in use; set another `port`"
+                    )
         for name in self._processes:
             self._start(name)
 
@@ -226,7 +228,8 @@ class Cluster:
         """Complete the config and prepare the process."""
         full = {"host": _HOST, **config}
         if "port" not in full:
-            full["port"] = free_port(full["host"], self._ports)
+            with _binding(name, full["host"]):
+                full["port"] = free_port(full["host"], self._ports)
         self._ports.add(full["port"])
         self.configs[name] = full
         self._processes[name] = ServerProcess(
@@ -241,9 +244,14 @@ class Cluster:
     def _start(self, name: str) -> None:
         """Write the config beside the log, for this user's eyes only: it may hold keys."""
         path = self._config_path(name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(self.configs[name], file, indent=2)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump(self.configs[name], file, indent=2)
+        except OSError as error:
+            raise ClusterError(
+                f"{path}: {error.strerror}; choose another folder for logs (--log_dir)"
+            ) from None
         self._processes[name].start()
 
     def _config_path(self, name: str) -> Path:
@@ -274,6 +282,18 @@ class Cluster:
         slow = sorted(missing) or [CORE]
         tails = "\n".join(f"--- {name}\n{self._processes[name].log_tail()}" for name in slow)
         return f"not ready in time: {', '.join(slow)}\n{tails}"
+
+
+@contextmanager
+def _binding(name: str, host: str) -> Iterator[None]:
+    """Raises `ClusterError` when there is no such host here."""
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"{name} cannot listen on {host}: {error.strerror or error}; `host` must be a name or "
+            "an address of this machine"
+        ) from None
 
 
 def _with_token(core: Config) -> Config:

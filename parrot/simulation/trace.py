@@ -92,10 +92,10 @@ def load_trace(path: Path) -> Trace:
     trace = Trace()
     for number, event in enumerate(_parse(lines, str(path))):
         if number == 0 and not (isinstance(event, TraceHeader) and event.version == TRACE_VERSION):
-            raise ConfigError(f"{path}: no trace of version {TRACE_VERSION}")
+            raise ConfigError(f"{path}: no trace of version {TRACE_VERSION}; record it again")
         trace.add(event)
     if not trace.sessions:
-        raise ConfigError(f"{path}: no session in it")
+        raise ConfigError(f"{path}: no session in it; run a program while it is recorded")
     return trace
 
 
@@ -109,7 +109,10 @@ def _parse(lines: list[bytes], source: str) -> Iterator[AnyTraceEvent]:
             if number == len(lines):  # no line end: the writer was killed
                 return
             message = error.errors()[0]["msg"]
-            raise ConfigError(f"{source}, line {number}: {message}") from None
+            raise ConfigError(
+                f"{source}, line {number}: {message}; a trace is what ServeCore writes to its "
+                "`trace_path`"
+            ) from None
 
 
 class TokenCounts:

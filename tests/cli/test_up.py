@@ -17,7 +17,8 @@ from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
 from parrot.utils.config import ConfigError
 
-ANY = UpOptions(None, None, None, None, None, None, Path("logs"), 60.0)
+ROOT = Path(__file__).parents[2]
+ANY = UpOptions(None, None, None, None, None, None, False, Path("logs"), 60.0)
 
 
 def test_one_engine_with_all_cores_or_one_on_each_gpu() -> None:
@@ -137,7 +138,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=60,
-        env={**os.environ, "COLUMNS": "200", **env},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **env},
     )
 
 
@@ -176,3 +177,37 @@ def test_config_show(tmp_path: Path) -> None:
     launch = tmp_path / "launch.json"
     launch.write_text('{"engines": []}')
     assert "give one of the configs that it names" in run("config", "show", str(launch)).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["up"], "Missing argument"),
+        (["up", "sim", "--engines", "0"], "greater than or equal to 1"),
+        (["up", "sim", "--port", "99999"], "less than or equal to 65535"),
+        (["up", "sim", "--core_config", "none.yaml"], "none.yaml: cannot be read"),
+        (["up", "sim", "--host", "0.0.0.0", "--port", "0"], "(--insecure)"),
+        (["up", "sim", "--host", "none.invalid"], "`host` must be a name or an address of this"),
+        (["up", "sim", "--log_dir", "/proc/none", "--port", "0"], "(--log_dir)"),
+        (["launch", "none.json"], "none.json: cannot be read"),
+        (["config", "show", "none.json"], "none.json: cannot be read"),
+        (["config", "shows"], "Did you mean 'show'?"),
+        (["serve", "--config_path", "none.json"], "none.json: cannot be read"),
+        (["engine", "--config_path", "none.json"], "none.json: cannot be read"),
+        (["ping", "--core", "localhost:1"], "`parrot up MODEL` starts one"),
+        (["page", "--core", "localhost:1"], "start one with `parrot up`"),
+        (["simulate", "none"], "none: cannot be read"),
+        (["trace", "--file", "/etc/hostname"], "what ServeCore writes to its `trace_path`"),
+        (["tpo"], "Did you mean 'top'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_wrong_input_is_met_by_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*args)
+    said = " ".join(re.sub("[│╭╰─╮╯]", " ", result.stdout + result.stderr).split())
+    assert result.returncode in (1, 2), said
+    assert message in said
+    assert "Traceback" not in said
