@@ -105,7 +105,7 @@ def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
     config = tmp_path / "engine.yaml"
     config.write_text("engine_type: sim\nmodel: simulated\ninstance: {step_s: 0.001}\n")
     command = [sys.executable, "-m", "parrot.cli", "up", str(config), "--engines", "2"]
-    env = {**os.environ, "PARROT_CORE__PORT": str(port), "PARROT_CORE__MAX_SESSIONS_NUM": "5"}
+    env = {**os.environ, "PARROT_CORE__PORT": str(port), "PARROT_ENGINE__PORT": "9001"}
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -194,8 +194,8 @@ def test_config_show(tmp_path: Path) -> None:
         (["config", "shows"], "Did you mean 'show'?"),
         (["serve", "--config_path", "none.json"], "none.json: cannot be read"),
         (["engine", "--config_path", "none.json"], "none.json: cannot be read"),
-        (["ping", "--core", "localhost:1"], "`parrot up MODEL` starts one"),
-        (["page", "--core", "localhost:1"], "start one with `parrot up`"),
+        (["ping", "--core", "localhost:1"], "parrot up"),
+        (["page", "--core", "localhost:1"], "parrot up"),
         (["simulate", "none"], "none: cannot be read"),
         (["trace", "--file", "/etc/hostname"], "what ServeCore writes to its `trace_path`"),
         (["tpo"], "Did you mean 'top'?"),
