@@ -119,7 +119,11 @@ class GrammarCompiler:
         lexer = await self._lexer(field, text)
         may_end_early = not sampling.ignore_tokenizer_eos
         constraint = Constraint(
-            lexer.matcher.deep_copy(), field, self._vocabulary, may_end_early=may_end_early
+            lexer.matcher.deep_copy(),
+            field,
+            self._vocabulary,
+            may_end_early=may_end_early,
+            lexer_id=id(lexer),
         )
         lexer.users.add(constraint)
         if resumed_ids:

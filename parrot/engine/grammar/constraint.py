@@ -35,14 +35,22 @@ class Constraint:
     token may come, and `take` raises the error."""
 
     def __init__(
-        self, matcher: "LLMatcher", field: str, vocabulary: Vocabulary, *, may_end_early: bool
+        self,
+        matcher: "LLMatcher",
+        field: str,
+        vocabulary: Vocabulary,
+        *,
+        may_end_early: bool,
+        lexer_id: int = 0,
     ) -> None:
         """`matcher`: its own. `field`: of the request, named in errors. Unless `may_end_early`, the
-        tokens that end an output are allowed only where nothing else is."""
+        tokens that end an output are allowed only where nothing else is. Masks of the same
+        `lexer_id` cannot be computed beside each other."""
         self._matcher = matcher  # used by one thread at a time: behind the lock
         self._field = field
         self.vocabulary = vocabulary
         self._may_end_early = may_end_early
+        self._lexer_id = lexer_id
         self._lock = Lock()
         # Read without the lock, so each is written only after what it stands for has happened.
         self._num_taken = 0
@@ -111,7 +119,11 @@ class Constraint:
         for taken, token_id in enumerate(token_ids, place + 1):
             matcher.consume_token(token_id)
             copy = Constraint(
-                matcher, self._field, self.vocabulary, may_end_early=self._may_end_early
+                matcher,
+                self._field,
+                self.vocabulary,
+                may_end_early=self._may_end_early,
+                lexer_id=self._lexer_id,
             )
             copy._num_taken = taken
             found.append(copy)
@@ -157,8 +169,10 @@ def fill_masks(constraints: Sequence[Constraint], words: "npt.NDArray[np.int32]"
     with ExitStack() as locks:
         for constraint in constraints:
             locks.enter_context(constraint._lock)
+        # Threads take neighbours, and so seldom wait for each other's lexers.
+        order = sorted(enumerate(constraints), key=lambda each: each[1]._lexer_id)
         vocabulary.threads.unsafe_compute_mask_ptr(
-            [(constraint._matcher, i) for i, constraint in enumerate(constraints)],
+            [(constraint._matcher, i) for i, constraint in order],
             words.ctypes.data,
             vocabulary.num_words * words.itemsize,
             len(constraints),

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -376,6 +377,28 @@ def test_outputs_at_the_same_time_share_a_lexer_only_if_there_are_more_than_thre
     cold = asyncio.run(together())
     assert counted_lexers(compiler) == [0, 0, 1, 1, 1, 1]  # two have one that is not remembered
     assert len(cold) == 5
+
+
+def test_masks_of_one_lexer_are_computed_by_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parrot.engine.grammar.compiler._QUICK_S", 60.0)
+    compiler = GrammarCompiler(COMPILER._tokenizer, COMPILER._vocabulary.eos, mask_threads=3)
+    texts = ["[ab]{3}", "[cd]{3}"] * 6
+    batch = [constraint_of(compiler, regex=text) for text in texts]
+    batch += batch[0].ahead(0, TOKENIZER.encode("a").ids)[1:]
+    given: list[Any] = []
+
+    class Threads:
+        def unsafe_compute_mask_ptr(self, matchers: list[Any], *args: Any) -> None:
+            given.extend(batch[i]._lexer_id for _, i in matchers)
+            COMPILER._vocabulary.threads.unsafe_compute_mask_ptr(matchers, *args)
+
+    object.__setattr__(compiler._vocabulary, "threads", Threads())
+    assert allowed_together(batch[:12]) == [allowed(one, 0) for one in batch[:12]]
+    given.clear()
+    allowed_together(batch[:12])
+    assert len(given) == 12
+    assert len(set(given)) == sum(a != b for a, b in pairwise([None, *given])) == 6
+    assert batch[12]._lexer_id == batch[0]._lexer_id
 
 
 def test_what_compiles_slowly_is_shared_and_nobody_waits_for_busy_threads(
