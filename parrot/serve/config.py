@@ -54,7 +54,7 @@ class GlobalSchedulerConfig(ConfigModel):
         "prompt (as request routers do). The other three features of placement need the first.",
     )
     admission: bool = Field(
-        True,
+        False,
         description="When the KV of programs that go on turn after turn is more than the engines "
         "hold, on device and host, run as many as fit, with their KV; the turns of others wait.",
     )
