@@ -63,7 +63,7 @@ async def test_search_works_from_a_folder(site: Path) -> None:
     errors: list[str] = []
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        pytest.skip("needs an installed Chromium")
+        pytest.skip("needs Chromium: apt-get install chromium")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (package `prometheus`)"
+    shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus"
 )
 
 
