@@ -6,7 +6,8 @@ from benchmark.tables.markdown import Row, digits, spread, table
 
 def figures() -> str:
     """What was measured in a sentence each, with the files that show it."""
-    rows = [_service(), _features(), _placement(), _cpu(), *_side_by_side(), _distance()]
+    rows = [_service(), _features(), _front_door(), _placement(), _cpu(), *_side_by_side()]
+    rows += [_distance(), _drafts(), _host_kv()]
     return table(["what", "measured", "file"], rows)
 
 
@@ -40,6 +41,17 @@ def _features() -> list[str]:
         f"{', '.join(parts)} (standard errors up to {error:.2f})",
         _files("serve_features"),
     ]
+
+
+def _front_door() -> list[str]:
+    """The least and the most of all endpoints."""
+    rows: list[Row] = load("front_door.json")["turns"]
+    lengths = sorted({row["tokens"] for row in rows})
+    added = [[row["first_p50_ms"] for row in rows if row["tokens"] == length] for length in lengths]
+    what = "what OpenAI's and Anthropic's endpoints add to asking the engine, until the first text"
+    spans = [f"{min(times):.1f} to {max(times):.1f}" for times in added]
+    of = _list([f"{length:,}" for length in lengths])
+    return [what, f"{_list(spans)} ms, for conversations of {of} tokens", _files("front_door")]
 
 
 def _placement() -> list[str]:
@@ -122,6 +134,31 @@ def _distance() -> list[str]:
     what = "the first two through ServeCore, from a distance (round trips of 240 ms)"
     measured = f"{shown[0]} s; the same engine asked call by call: {shown[1]}"
     return [what, measured, _files("apps_h200_13b_wan")]
+
+
+def _drafts() -> list[str]:
+    edits = [row for row in load("drafts_h200.json")["rows"] if row["case"] == "edit"]
+    new = load("drafts_new_h200.json")["rows"]
+    batches = _list([str(row["batch"]) for row in edits])
+    drafted = _list([f"{row['on_ms']:.3g}" for row in edits])
+    plain = _list([f"{row['off_ms']:.3g}" for row in edits])
+    worst, best = (choose(row["speedup"] for row in new) for choose in (min, max))
+    what = f"Llama-3.1-8B shape, writing a file again after an edit, batch {batches}: a token"
+    measured = (
+        f"{drafted} ms (without drafts: {plain}); new text {worst:.2f} to {best:.2f} times as fast"
+    )
+    return [what, measured, _files("drafts_h200", "drafts_new_h200")]
+
+
+def _host_kv() -> list[str]:
+    longest = max(
+        (row for row in load("host_kv_h200.json")["rows"] if row["case"] == "returns"),
+        key=lambda row: row["tokens"],
+    )
+    places = (("on the host", "host"), ("on the device", "device"), ("computed", "nowhere"))
+    times = [f"{name} {1e3 * longest[f'{place}_s']:.0f}" for name, place in places]
+    what = f"Llama-3.1-8B shape, KV of {longest['tokens']:,} tokens: first token if it is"
+    return [what, f"{_list(times)} ms", _files("host_kv_h200")]
 
 
 def _list(texts: list[str]) -> str:
