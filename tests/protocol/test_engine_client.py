@@ -55,12 +55,12 @@ def test_every_field_is_sent() -> None:
     assert set(GenerateRequest.model_fields) == {
         *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
-        "drafts",
+        *("drafts", "traceparent"),
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
     assert set(FillPiece.model_fields) == piece
     assert set(FillRequest.model_fields) - piece == {
-        *("session_id", "task_id", "priority", "cache_salt", "end_flag"),
+        *("session_id", "task_id", "priority", "cache_salt", "end_flag", "traceparent"),
         *("background", "background_share"),
     }
 

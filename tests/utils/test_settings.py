@@ -62,7 +62,11 @@ def test_a_text_is_taken_as_it_is_and_all_else_as_json() -> None:
         ("PARROT_CORE__PORT", "many", "PARROT_CORE__PORT: `port`: Input should be a valid integer"),
         ("PARROT_CORE__PORT", "70000", "PARROT_CORE__PORT: `port`: Input should be less than"),
         ("PARROT_CORE__HOTS", "x", "PARROT_CORE__HOTS: unknown key `hots`; allowed: "),
-        ("PARROT_CORE__GLOBAL_SCHEDULER__X", "1", "unknown key `global_scheduler.x`; allowed: app"),
+        (
+            "PARROT_CORE__GLOBAL_SCHEDULER__X",
+            "1",
+            "unknown key `global_scheduler.x`; allowed: admission, app",
+        ),
         ("PARROT_CORE_PORT", "1", "two underscores: PARROT_CORE__PORT"),
         ("PARROT_CORE__", "1", "PARROT_CORE__: names no key"),
         ("PARROT_CORE__PORT__X", "1", "`port` is no section; give it as JSON in PARROT_CORE__PORT"),

@@ -20,7 +20,7 @@ class Programs(Bench):
     """Programs whose turns continue each other, on engines with room for `ROOM` tokens."""
 
     def __init__(self, num_engines: int = 1, *, token_s: float = 0.0) -> None:
-        super().__init__(policy="fcfs")
+        super().__init__(policy="fcfs", admission=True)
         self.engines(num_engines)
         for load in self.scheduler.engines:
             self.admission.add_engine(load.id, MEMORY, StepCosts(prefill_s=token_s))
