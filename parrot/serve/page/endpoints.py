@@ -17,9 +17,10 @@ from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.protocol.server import Event, json_response, parse_payload, read_json
 from parrot.serve.core import ServeCore
+from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.page.feed import Feed
 from parrot.serve.page.rows import PageRows
-from parrot.serve.page.topic import ReadRows
+from parrot.serve.page.topic import ReadRows, Rows
 from parrot.serve.page.visitors import VISIT_S, Visitor, Visitors
 from parrot.serve.sessions import Session
 
@@ -113,10 +114,10 @@ class Page:
     ) -> AsyncGenerator[Event]:
         """Raises `NotFound`."""
 
-        def read() -> Any:
+        def read() -> Rows:
             return self._rows.session(self._seen(visitor, session_id))
 
-        read()
+        self._seen(visitor, session_id)
         return self._changes(("session", session_id), read, since)
 
     def variable(
@@ -124,11 +125,13 @@ class Page:
     ) -> AsyncGenerator[Event]:
         """Raises `NotFound`."""
 
-        def read() -> Any:
-            graph = self._seen(visitor, session_id).graph
-            return self._rows.variable(graph.variable(var_id), visitor)
+        def find() -> SemanticVariable:
+            return self._seen(visitor, session_id).graph.variable(var_id)
 
-        read()
+        def read() -> Rows:
+            return self._rows.variable(find(), visitor)
+
+        find()
         return self._changes(("variable", var_id, visitor.sees_values), read, since)
 
     async def _changes(

@@ -4,15 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel
 
 from parrot.utils.ids import new_token
 
-Rows = Mapping[str, BaseModel | Mapping[str, Any]]
+Rows = Mapping[str, Mapping[str, Any]]
 ReadRows = Callable[[], Rows]
 
 _MAX_GONE = 4096  # rows that are remembered to be gone
-_EPOCH_CHARS = 12
 
 
 class Changes(NamedTuple):
@@ -31,7 +29,7 @@ class Topic:
 
     def __init__(self, read: ReadRows) -> None:
         self._read = read
-        self._epoch = new_token()[:_EPOCH_CHARS]
+        self._epoch = new_token()
         self._number = 0
         self._rows: dict[str, tuple[int, bytes]] = {}
         self._gone: dict[str, int] = {}  # in order of their numbers
@@ -44,7 +42,7 @@ class Topic:
 
     def update(self) -> bool:
         """Read the rows again; returns whether any has changed."""
-        fresh = {key: _encode(row) for key, row in self._read().items()}
+        fresh = {key: orjson.dumps(row) for key, row in self._read().items()}
         number = self._number + 1
         known = self._rows
         changed = {
@@ -91,9 +89,3 @@ class Topic:
         if epoch != self._epoch or not number.isascii() or not number.isdigit():
             return None
         return int(number) if len(number) < 16 and int(number) <= self._number else None
-
-
-def _encode(row: BaseModel | Mapping[str, Any]) -> bytes:
-    if isinstance(row, BaseModel):
-        return row.model_dump_json().encode()
-    return orjson.dumps(row)
