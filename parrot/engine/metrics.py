@@ -13,6 +13,7 @@ from parrot.utils.metrics import (
     FIRST_TOKEN_S,
     LATENCY_S,
     PER_TOKEN_S,
+    REUSE_COUNTERS,
     TOKENS,
     Histogram,
     counter,
@@ -36,10 +37,7 @@ _HISTOGRAMS = {
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests.",
     "generation_tokens": "Output tokens of requests.",
-    "prefix_cache_queries": "Prompt tokens that were looked up.",
-    "prefix_cache_hits": "Prompt tokens whose KV was there already.",
-    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that became output.",
+    **REUSE_COUNTERS,
 }
 
 

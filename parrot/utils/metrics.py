@@ -28,6 +28,14 @@ PER_TOKEN_S = (
 )
 TOKENS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
 
+# Counters that ServeCore and engines have, by vLLM's names.
+REUSE_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens that were looked up.",
+    "prefix_cache_hits": "Prompt tokens whose KV was there already.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that became output.",
+}
+
 
 class Histogram:
     """Counts of observations up to each bound, and their sum."""
