@@ -34,7 +34,7 @@ _WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What the command line says; None: as configs, the environment or the machine say."""
+    """The options of the command line; None: as configs, the environment or the machine say."""
 
     engines: int | None
     host: str | None

@@ -20,7 +20,7 @@ class RequestFailed(Exception):
 
 
 class Server:
-    """What answers at an address. `headers` go with every request."""
+    """The server at an address. `headers` go with every request."""
 
     def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None) -> None:
         self._host, self._port = host, port

@@ -70,7 +70,7 @@ class Watcher(Protocol):
         ...
 
     def distrusted(self, key: bytes) -> None:
-        """What was computed for `key` may be wrong. Its block loses it."""
+        """The block of `key` loses it, since its KV may be wrong."""
         ...
 
 
@@ -182,7 +182,7 @@ class BlockPool:
                 self.watcher.forgotten(block, key)
 
     def distrust(self, blocks: Iterable[int]) -> None:
-        """What these blocks hold may be wrong: nobody must find it, nor a copy of it."""
+        """Let nobody find what these blocks hold, nor a copy of it: it may be wrong."""
         for block in blocks:
             key = self._keys[block]
             if key is not None and self.watcher is not None:

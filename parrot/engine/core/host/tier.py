@@ -146,14 +146,14 @@ class HostTier(Generic[W]):
         return arrival
 
     def close(self, arrival: Arrival[W]) -> None:
-        """Whoever waited for it has taken over what it wants."""
+        """Give up the blocks of an arrival that its waiter has taken over."""
         del self._arrivals[arrival]
         self._pool.release(arrival.blocks)
 
     # -- transfers ---------------------------------------------------------------------------
 
     def take_transfers(self, copied_blocks: Collection[int] = ()) -> list[Transfer]:
-        """What is to be copied now, to be begun before anything else is planned, and before the
+        """Take the copies that are due, to be begun before anything else is planned, and before the
         step planned last runs. That step first copies some blocks: until then nothing is written
         to these, although they were given away."""
         if self._stores.may_choose:
