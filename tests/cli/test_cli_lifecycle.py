@@ -177,7 +177,7 @@ def lets_in(page: str) -> bool:
         return response.status == 200
 
 
-def test_launch_until_a_signal(
+def test_launch_until_a_signal_and_a_second_one_of_the_same_ports(
     mark: dict[str, str], tmp_path: Path, configs: tuple[list[str], int]
 ) -> None:
     paths, port = configs
@@ -187,6 +187,10 @@ def test_launch_until_a_signal(
     assert {e["engine_name"] for e in answer[1]["engines"]} == {"engine-0", "engine-1"}
     launch.read_until("#key=")
     assert lets_in(launch.output.split("Look at it: ")[1].split()[0])
+    args = ["-m", "parrot.cli", "launch", *paths, "--log_dir", str(tmp_path / "other")]
+    second = Command(args, mark)
+    assert second.end() == 1
+    assert f"core cannot listen: port {port} of 127.0.0.1 is in use" in second.output
     launch.popen.send_signal(signal.SIGTERM)
     assert launch.end() == 128 + signal.SIGTERM
     assert {p.name for p in (tmp_path / "logs").glob("*.log")} == {
@@ -208,15 +212,3 @@ def test_launch_restarts_engines_and_ends_with_servecore(
     os.kill(pids_of("parrot.serve.http_server", mark)[0], signal.SIGKILL)
     assert launch.end() == 1
     assert "core ended with signal 9" in launch.output
-
-
-def test_launch_says_which_port_is_taken(
-    mark: dict[str, str], tmp_path: Path, configs: tuple[list[str], int]
-) -> None:
-    first = start_launch(mark, tmp_path, configs[0])
-    args = ["-m", "parrot.cli", "launch", *configs[0], "--log_dir", str(tmp_path / "other")]
-    second = Command(args, mark)
-    assert second.end() == 1
-    assert f"core cannot listen: port {configs[1]} of 127.0.0.1 is in use" in second.output
-    first.popen.send_signal(signal.SIGINT)
-    assert first.end() == 128 + signal.SIGINT

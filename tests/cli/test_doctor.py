@@ -1,14 +1,13 @@
 """What `parrot doctor` finds, and that each finding says what to do."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from parrot.cli import doctor
 from parrot.cli.doctor import Finding, check_configs, check_packages, check_token, check_torch
+from tests.support.command import parrot
 
 
 def write(path: Path, text: str) -> Path:
@@ -23,14 +22,7 @@ def wrong(findings: list[Finding]) -> list[Finding]:
 
 
 def test_this_machine() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "parrot.cli", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        stdin=subprocess.DEVNULL,
-    )
-    assert "Traceback" not in result.stderr
+    result = parrot("doctor")
     assert "✓ Python 3" in result.stdout
     assert "torch 2" in result.stdout
     assert result.returncode == ("✗" in result.stdout)

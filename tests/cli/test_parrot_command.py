@@ -18,6 +18,7 @@ from parrot.cli.app import app
 from parrot.cluster.ports import free_port
 from parrot.protocol.gate.cluster_token import kept_token
 from parrot.serve.page.visitors import page_key
+from tests.support.command import parrot
 
 READY = {
     "num_queued": 3,
@@ -67,16 +68,6 @@ def url(server: ThreadingHTTPServer) -> str:
 
 def nobody() -> str:
     return f"http://127.0.0.1:{free_port('127.0.0.1', set())}"
-
-
-def parrot(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "parrot.cli", *args],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-    )
 
 
 def test_help_lists_the_commands_and_loads_little() -> None:
@@ -138,13 +129,13 @@ def test_a_wrong_address_is_said(address: str) -> None:
 
 
 def test_run_passes_arguments_and_the_exit_code_on(
-    core: ThreadingHTTPServer, tmp_path: Path
+    core: ThreadingHTTPServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
     result = parrot("run", "--core", url(core), str(program), "a", "--core", "-x")
     assert result.returncode == 7
-    assert result.stdout == "['a', '--core', '-x']\n"
+    assert capfd.readouterr().out == "['a', '--core', '-x']\n"
 
 
 def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:

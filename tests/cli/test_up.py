@@ -16,6 +16,7 @@ from parrot.cli.up import UpOptions, client_lines, plan_engines, visible_gpus
 from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
 from parrot.utils.config import ConfigError
+from tests.support.command import parrot
 
 ROOT = Path(__file__).parents[2]
 ANY = UpOptions(None, None, None, None, None, None, False, Path("logs"), 60.0)
@@ -131,23 +132,12 @@ def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
     assert ask("127.0.0.1", port, "/health") is None
 
 
-def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "parrot.cli", *args],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **env},
-    )
-
-
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("up", "sim", "--port", str(port), "--log_dir", str(tmp_path))
+        result = parrot("up", "sim", "--port", str(port), "--log_dir", str(tmp_path))
     assert result.returncode == 1
     assert f"port {port} of 127.0.0.1 is in use" in result.stderr
     assert "--port takes another" in result.stderr
@@ -156,7 +146,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_config_show(tmp_path: Path) -> None:
     path = tmp_path / "core.yaml"
     path.write_text("page: false\ncluster_token: secret-token\nport: 1\n")
-    result = run("config", "show", str(path), "--port", "9300", PARROT_CORE__MAX_ENGINES_NUM="4")
+    result = parrot("config", "show", str(path), "--port", "9300", PARROT_CORE__MAX_ENGINES_NUM="4")
     assert result.returncode == 0, result.stderr
     for key, value, origin in (
         ("page", "false", "core.yaml"),
@@ -166,17 +156,17 @@ def test_config_show(tmp_path: Path) -> None:
     ):
         assert re.search(rf"{key} +│ {value} +│ .*{origin}", result.stdout), key
     assert "secret-token" not in result.stdout
-    short = run("config", "show", str(path), "--only_set").stdout
+    short = parrot("config", "show", str(path), "--only_set").stdout
     assert "critical_path" not in short
-    both = run("config", "show").stdout
+    both = parrot("config", "show").stdout
     assert "ServeCore" in both
     assert "an engine, builtin" in both
-    wrong = run("config", "show", PARROT_ENGINE__PROT="1")
+    wrong = parrot("config", "show", PARROT_ENGINE__PROT="1")
     assert wrong.returncode == 1
     assert "PARROT_ENGINE__PROT: unknown key `prot`; allowed: " in wrong.stderr
     launch = tmp_path / "launch.json"
     launch.write_text('{"engines": []}')
-    assert "give one of the configs that it names" in run("config", "show", str(launch)).stderr
+    assert "give one of the configs that it names" in parrot("config", "show", str(launch)).stderr
 
 
 @pytest.mark.parametrize(
@@ -206,7 +196,7 @@ def test_every_wrong_input_is_met_by_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run(*args)
+    result = parrot(*args)
     said = " ".join(re.sub("[│╭╰─╮╯]", " ", result.stdout + result.stderr).split())
     assert result.returncode in (1, 2), said
     assert message in said

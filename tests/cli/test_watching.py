@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -16,27 +14,9 @@ import pytest
 
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
+from tests.support.command import failed, parrot
 
 SIM = {"engine_type": "sim", "model": "simulated", "instance": {"step_s": 0.001}}
-
-
-def parrot(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "parrot.cli", *args],
-        capture_output=True,
-        text=True,
-        input=stdin,
-        timeout=100,
-        env={**os.environ, "COLUMNS": "160", **env},
-    )
-
-
-def failed(*args: str, **options: str) -> str:
-    """What a command says that must fail, without a traceback."""
-    result = parrot(*args, **options)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return " ".join(result.stderr.split())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,40 @@
+"""The `parrot` command, run as a shell would, but in this process: its imports are made once."""
+
+import sys
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from typer.testing import CliRunner
+
+from parrot.cli.app import app
+from parrot.cli.console import ERR, OUT
+
+_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def parrot(*args: str, stdin: str = "", **env: str) -> Result:
+    """Raises what the command raises but `SystemExit`. `env`: added to the environment."""
+    env = {"COLUMNS": str(_WIDTH), **env}
+    with (
+        patch.object(OUT, "_width", _WIDTH),
+        patch.object(ERR, "_width", _WIDTH),
+        patch.object(sys, "argv", sys.argv),  # which the servers' commands replace
+    ):
+        result = CliRunner().invoke(app, args, input=stdin, env=env, prog_name="parrot")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Result(result.exit_code, result.stdout, result.stderr)
+
+
+def failed(*args: str, stdin: str = "", **env: str) -> str:
+    """What a command says that must fail."""
+    result = parrot(*args, stdin=stdin, **env)
+    assert result.returncode == 1, result.stdout + result.stderr
+    return " ".join(result.stderr.split())
