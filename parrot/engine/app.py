@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -12,7 +13,7 @@ from parrot.engine.call_log import logged
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
-from parrot.engine.service import EngineService
+from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
 from parrot.protocol.endpoint import Endpoint, install_description
 from parrot.protocol.engine_api import (
@@ -20,6 +21,8 @@ from parrot.protocol.engine_api import (
     EmbedResponse,
     FillRequest,
     FillResponse,
+    FollowRequest,
+    FollowResponse,
     FreeContextRequest,
     FreeContextResponse,
     GenerateRequest,
@@ -66,6 +69,7 @@ def create_app(
     metrics = EngineMetrics(config.engine_name, config.model)
     endpoints = [
         *_verbs(service, reorder, metrics, tracer or own),
+        *_streams(service, reorder, metrics, tracer or own),
         *_facts(service, incarnation, metrics),
     ]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
@@ -95,6 +99,30 @@ def _verbs(
             answered(response)
             return response
 
+    async def embed(request: EmbedRequest) -> EmbedResponse:
+        return await service.embed(request)
+
+    async def free_context(request: FreeContextRequest) -> FreeContextResponse:
+        ids = [*request.context_ids]
+        if request.context_id is not None:
+            ids.append(request.context_id)
+        reorder.free(ids)
+        return FreeContextResponse(context_len=await service.free_contexts(ids))
+
+    return [
+        Endpoint("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
+        Endpoint("POST", "/generate", generate, "Add to contexts, and generate", errors=_ERRORS),
+        Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
+        Endpoint("POST", "/free_context", free_context, "Drop contexts", errors=(401, 404, 413)),
+    ]
+
+
+def _streams(
+    service: EngineService,
+    reorder: ReorderBuffer,
+    metrics: EngineMetrics,
+    tracer: EngineTracer | None,
+) -> list[Endpoint]:
     async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
@@ -109,29 +137,19 @@ def _verbs(
                     else:
                         yield "chunk", event
 
-    async def embed(request: EmbedRequest) -> EmbedResponse:
-        return await service.embed(request)
+    async def follow(request: FollowRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
+        async with aclosing(service.follow(request.context_id)) as chunks:
+            async for chunk in chunks:
+                yield "chunk", chunk
+        yield "done", FollowResponse()
 
-    async def free_context(request: FreeContextRequest) -> FreeContextResponse:
-        ids = [*request.context_ids]
-        if request.context_id is not None:
-            ids.append(request.context_id)
-        reorder.free(ids)
-        return FreeContextResponse(context_len=await service.free_contexts(ids))
-
+    verbs: list[tuple[str, Callable[..., Any], str]] = [
+        ("/generate_stream", generate_stream, "Add to contexts, and generate in pieces"),
+        ("/follow", follow, "The pieces of a running generation"),
+    ]
     return [
-        Endpoint("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
-        Endpoint("POST", "/generate", generate, "Add to contexts, and generate", errors=_ERRORS),
-        Endpoint(
-            "POST",
-            "/generate_stream",
-            generate_stream,
-            "The same, in pieces",
-            errors=_ERRORS,
-            media_type="text/event-stream",
-        ),
-        Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
-        Endpoint("POST", "/free_context", free_context, "Drop contexts", errors=(401, 404, 413)),
+        Endpoint("POST", path, verb, about, errors=_ERRORS, media_type="text/event-stream")
+        for path, verb, about in verbs
     ]
 
 
@@ -167,7 +185,7 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
         return response
 
     def ready() -> None:
-        if not service.is_ready():
+        if service.state() is not ServiceState.READY:
             raise Unavailable("the engine is loading its model, shutting down, or lost its device")
 
     def health() -> None:

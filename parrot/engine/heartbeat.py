@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.reorder import ReorderBuffer
-from parrot.engine.service import EngineService
+from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.serve_client import RegistrationClient
@@ -67,7 +67,7 @@ class Heartbeat:
         """Heartbeats until ServeCore says that it does not know this engine, or `DeviceLost`."""
         while True:
             await self._clock.sleep(self._interval_s)
-            if self._service.is_lost():
+            if self._service.state() is ServiceState.LOST:
                 raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
             answer = await self._until_answered(
                 lambda: self._client.engine_heartbeat(engine_id, name, self._service.runtime_info())

@@ -12,6 +12,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     DraftSources,
     EmbedRequest,
@@ -63,14 +64,14 @@ class RunnerService:
         self._temporary_ids = IdCounter()
         self._core: EngineCore | None = None
         self._request_ids = IdCounter()
-        self._is_ready = False
-        self._is_closed = False
+        self._state = ServiceState.LOADING
 
     async def start(self) -> None:
         self._core = await self._driver.start()
         if self._warms_up:
             await self._warm_up(self._core)
-        self._is_ready = not self._is_closed
+        if self._state is ServiceState.LOADING:
+            self._state = ServiceState.READY
 
     async def _warm_up(self, core: EngineCore) -> None:
         num_tokens = max(1, min(_WARM_UP_TOKENS, core.max_context_len - 2))
@@ -79,11 +80,8 @@ class RunnerService:
         await self._answer(self._wanted(JobRequest(), (piece,), sampling))
         await ask(self._driver, lambda core: core.requests.free([_WARM_UP_CONTEXT]))
 
-    def is_ready(self) -> bool:
-        return self._is_ready and not self._driver.is_lost
-
-    def is_lost(self) -> bool:
-        return self._driver.is_lost
+    def state(self) -> ServiceState:
+        return ServiceState.LOST if self._driver.is_lost else self._state
 
     async def fill(self, request: FillRequest) -> FillResponse:
         self._require_ready()
@@ -149,6 +147,17 @@ class RunnerService:
         finally:
             if not has_ended:
                 self._driver.post(lambda core: core.requests.abort(wanted.request_id))
+
+    async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
+        self._require_ready()
+        chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()  # bounded as above
+        follower = chunks.put_nowait
+        self._driver.post(lambda core: core.requests.followers.enter(context_id, follower))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+        finally:
+            self._driver.post(lambda core: core.requests.followers.leave(context_id, follower))
 
     async def _generation(self, request: GenerateRequest, *, stream: bool) -> EngineRequest:
         self._require_ready()
@@ -228,7 +237,9 @@ class RunnerService:
         return await ask(self._driver, lambda core: core.requests.free(context_ids))
 
     async def reset(self) -> None:
-        if self._is_ready:  # otherwise there is nothing to forget, or soon will be
+        if (
+            self._state is ServiceState.READY
+        ):  # otherwise there is nothing to forget, or soon will be
             await ask(self._driver, lambda core: core.requests.reset())
 
     def runtime_info(self) -> RuntimeInfo:
@@ -259,8 +270,7 @@ class RunnerService:
         self._require_core().check_integrity()
 
     async def close(self) -> None:
-        self._is_ready = False
-        self._is_closed = True
+        self._state = ServiceState.CLOSED
         await self._driver.close()
         if self._core is not None and self._core.language.grammars is not None:
             self._core.language.grammars.close()
@@ -271,8 +281,8 @@ class RunnerService:
         return self._core
 
     def _require_ready(self) -> None:
-        if self._driver.is_lost:
+        state = self.state()
+        if state is ServiceState.LOST:
             raise Unavailable("the engine has lost its device")
-        if not self._is_ready:
-            state = "shutting down" if self._is_closed else "loading its model"
+        if state is not ServiceState.READY:
             raise Unavailable(f"the engine is {state}")

@@ -1,6 +1,7 @@
 """The interface between the engine's HTTP server and an engine of any type."""
 
 from collections.abc import AsyncGenerator, Sequence
+from enum import StrEnum
 from typing import Protocol
 
 from parrot.protocol.engine_api import (
@@ -17,6 +18,13 @@ from parrot.protocol.engine_api import (
 )
 
 
+class ServiceState(StrEnum):
+    LOADING = "loading its model"
+    READY = "ready"
+    CLOSED = "shutting down"
+    LOST = "lost"  # no request can ever be served again: the process should end
+
+
 class EngineService(Protocol):
     """Used from one event loop. Every refusal or failure of a request is a `ParrotError`.
 
@@ -27,13 +35,7 @@ class EngineService(Protocol):
         """Load the model and warm up. Called once, before anything else; may take minutes."""
         ...
 
-    def is_ready(self) -> bool:
-        """Whether `start` has finished and `close` has not begun; and the engine is not lost."""
-        ...
-
-    def is_lost(self) -> bool:
-        """Whether no request can ever be served again: the process should end."""
-        ...
+    def state(self) -> ServiceState: ...
 
     async def prepare(self, request: GenerateRequest) -> None:
         """Do what takes a while and need not wait for the request's turn, so that `generate` can
@@ -49,6 +51,12 @@ class EngineService(Protocol):
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         """Chunks as they are generated; the last item, always, is the whole response. The request
         is checked when iteration begins."""
+        ...
+
+    def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
+        """The output that `generate` makes on a context, from its first token on, until it ends.
+        If it has not begun yet it is waited for. Raises `UnsupportedField` if this engine gets its
+        outputs whole."""
         ...
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:

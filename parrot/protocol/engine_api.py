@@ -196,6 +196,17 @@ class StreamChunk(InternalPayload):
     logprobs: WireLogprobs | None = Field(None, description="of `ids`, if they were asked for")
 
 
+class FollowRequest(InternalPayload):
+    """Ask for the output that a /generate makes on this context, from its first token on. It is
+    waited for if it has not begun."""
+
+    context_id: ContextId
+
+
+class FollowResponse(InternalPayload):
+    """The output has ended; the answer of /generate says how."""
+
+
 class FreeContextRequest(InternalPayload):
     context_id: ContextId | None = None
     context_ids: list[ContextId] = Field([], max_length=65536)

@@ -56,6 +56,14 @@ class EngineClient:
                 elif name == "done":
                     yield GenerateResponse.model_validate_json(data)
 
+    async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
+        """The chunks of an output that `generate` was asked for, until it ends."""
+        body = {"context_id": context_id}
+        async with aclosing(until_done(self._http.stream("POST", "/follow", body=body))) as events:
+            async for name, data in events:
+                if name == "chunk":
+                    yield StreamChunk.model_validate_json(data)
+
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
         return EmbedResponse.model_validate(
             await self._http.request("POST", "/embed", body=dict(request), timeout_s=None)

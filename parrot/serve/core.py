@@ -34,7 +34,7 @@ class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
     `first_session_id` and up. `programs` has what the programs of live sessions may ask;
     `sessions`, `fleet`, `decisions` and `contexts` are for whoever shows the service, who changes
-    nothing there.
+    nothing there, and `follow` has a running completion's text shown as it comes.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -57,6 +57,7 @@ class ServeCore:
         self.fleet = self._dispatcher.fleet
         self.decisions = self._dispatcher.decisions
         self.contexts = self._dispatcher.contexts
+        self.follow = self._dispatcher.follow
         self._metrics = CoreMetrics(config)
         self._observers = Observers(observers)
         self._runner = TaskRunner(

@@ -60,7 +60,7 @@ CORE_POSTS = [
     "/register_engine",
     "/engine_heartbeat",
 ]
-ENGINE_POSTS = ["/fill", "/generate", "/generate_stream", "/free_context"]
+ENGINE_POSTS = ["/fill", "/generate", "/generate_stream", "/follow", "/free_context"]
 
 
 async def post_raw(url: str, raw: bytes, token: str | None) -> tuple[int, Any]:

@@ -24,6 +24,7 @@ from parrot.engine.engine_types import _load_model, create_service
 from parrot.engine.http_server import main
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import ServiceState
 from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
@@ -109,6 +110,37 @@ async def test_streaming():
         assert "".join(e.text for e in events[:-1]) == events[-1].generated_text
         with pytest.raises(PromptTooLong):
             await anext(client.generate_stream(request(2, "x" * 40_000)))
+
+
+async def collect(chunks):
+    return [chunk async for chunk in chunks]
+
+
+async def test_a_running_generation_is_followed_from_its_first_token():
+    async with sim(SLOW) as (client, _, service):
+        early = asyncio.create_task(collect(client.follow(1)))  # it waits for the generation
+        other = asyncio.create_task(collect(client.follow(7)))  # of which there is none
+        whole = asyncio.create_task(client.generate(request(length=200)))
+        await until(lambda: service.runtime_info().num_steps > 50)
+        late = asyncio.create_task(collect(client.follow(1)))
+        answer = await whole
+        for chunks in await early, await late:
+            assert "".join(chunk.text for chunk in chunks) == answer.generated_text
+            assert [i for chunk in chunks for i in chunk.ids] == answer.generated_ids
+        assert len(await early) > len(await late) > 20
+        other.cancel()
+        assert (await client.generate(request(2))).generated_ids
+
+
+async def test_who_follows_learns_that_the_generation_was_given_up():
+    async with sim(SLOW) as (client, _, service):
+        whole = asyncio.create_task(client.generate(request(length=2000)))
+        await until(lambda: service.runtime_info().num_steps > 5)
+        follower = client.follow(1)
+        assert (await anext(follower)).ids
+        whole.cancel()
+        await collect(follower)  # it ends
+        await until(lambda: service.runtime_info().num_total_jobs == 0)
 
 
 async def test_log_probabilities_travel_as_they_are():
@@ -221,7 +253,7 @@ async def test_the_openapi_page_documents_every_route():
     async with sim() as (_, http, _):
         paths = (await http.request("GET", "/openapi.json"))["paths"]
     assert {path for path in paths if "post" in paths[path]} == {
-        *("/fill", "/generate", "/generate_stream", "/embed", "/free_context", "/ping")
+        *("/fill", "/generate", "/generate_stream", "/follow", "/embed", "/free_context", "/ping")
     }
     assert {path for path in paths if "get" in paths[path]} == {
         *("/tokenizer", "/health", "/ready", "/metrics")
@@ -375,7 +407,7 @@ async def test_a_threaded_engine_aborts_and_closes_while_it_works():
 async def test_an_engine_that_has_lost_its_device_is_not_ready_and_fails_all_requests(monkeypatch):
     service, config = threaded()
     async with serving(service, config) as (client, _):
-        assert service.is_ready()
+        assert service.state() is ServiceState.READY
 
         def lose(plan: StepPlan) -> StepResult:
             raise DeviceLost("an illegal access")
@@ -384,8 +416,7 @@ async def test_an_engine_that_has_lost_its_device_is_not_ready_and_fails_all_req
         answers = [client.generate(request(i)) for i in range(3)]
         errors = await asyncio.gather(*answers, return_exceptions=True)
         assert {type(error) for error in errors} == {Unavailable}
-        assert service.is_lost()
-        assert not service.is_ready()
+        assert service.state() is ServiceState.LOST
         with pytest.raises(Unavailable, match="lost its device"):
             await client.generate(request(5))
 
@@ -414,7 +445,7 @@ async def test_a_defect_in_the_core_fails_its_requests_and_no_more(monkeypatch):
 
 async def test_the_service_is_of_the_configured_type():
     service = create_service(SimConfig())
-    assert not service.is_ready()
+    assert service.state() is not ServiceState.READY
     await service.start()
     assert service.engine_info().engine_type is EngineType.SIM
     await service.close()

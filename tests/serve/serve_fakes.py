@@ -245,6 +245,8 @@ class FakeDispatcher(FakeRunner):
         completion.times.started = completion.times.ready
         self.start(completion)
 
+    def follow(self, completion: Completion) -> None: ...
+
     def release_session(self, session_id: int) -> None:
         self.released.append(session_id)
 

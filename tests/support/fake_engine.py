@@ -3,6 +3,7 @@ answers by a script."""
 
 import asyncio
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from struct import pack
@@ -76,6 +77,10 @@ class FakeEngine(EngineClient):
     is_closed: bool = False
     num_aborted: int = 0
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    num_followed: int = 0
+    chunks: "defaultdict[int, asyncio.Queue[StreamChunk | None]]" = field(
+        default_factory=lambda: defaultdict(asyncio.Queue)
+    )
 
     def __post_init__(self) -> None:
         payload = self.tokenizer_response
@@ -136,6 +141,11 @@ class FakeEngine(EngineClient):
                 return event
         raise AssertionError("no result")
 
+    async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
+        self.num_followed += 1
+        while (chunk := await self.chunks[context_id].get()) is not None:
+            yield chunk
+
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
@@ -156,7 +166,9 @@ class FakeEngine(EngineClient):
                 ids = self._encode(chunk)
                 contents.extend(ids if self._codec else chunk)
                 logprobs = scores(request, ids, chunk, self._codec)
-                yield StreamChunk(ids=ids, text=chunk, logprobs=logprobs)
+                event = StreamChunk(ids=ids, text=chunk, logprobs=logprobs)
+                self.chunks[request.context_id].put_nowait(event)
+                yield event
             await self._maybe_hang(script, script.steps)
             yield self._finish(request, script, text, num_filled - cached, cached)
         except (asyncio.CancelledError, GeneratorExit):

@@ -13,6 +13,7 @@ export function Variable({ session, id, rows, show }) {
     .map(([, piece]) => piece.text)
     .join("");
   const isHidden = row.chars > 0 && !text;
+  const why = row.state === "empty" && call?.comes_whole;
   return (
     <section>
       <Notice feed={feed} />
@@ -25,6 +26,7 @@ export function Variable({ session, id, rows, show }) {
           <b>{error.type}</b>: {error.message}
         </p>
       ))}
+      {why && <p class="hint">The value comes at the end: {why}.</p>}
       {isHidden ? (
         <p class="hint">{count(row.chars)} characters, which only their tenant may read.</p>
       ) : (

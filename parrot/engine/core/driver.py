@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import Delivery
 from parrot.engine.core.plan import DeviceLost
-from parrot.engine.core.requests import Delivery
 from parrot.protocol.errors import EngineFailed, Unavailable
 
 logger = logging.getLogger(__name__)

@@ -354,8 +354,8 @@ class EngineCore:
             request.prompt_done_at = now
             if self._drafter is not None:
                 job.begin_drafts()
-        if request.wanted.stream and (chunk := generation.take_chunk()) is not None:
-            self.requests.outbox.add(request.sink, chunk)
+        if generation.is_streamed and (chunk := generation.take_chunk()) is not None:
+            self.requests.give(request, chunk)
         if generation.finish_reason is not None:
             self.requests.finish(job)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.host.tier import Arrival
@@ -36,6 +37,23 @@ Response = FillResponse | GenerateResponse | EmbedResponse
 Outcome = StreamChunk | Response | ParrotError
 Sink = Callable[[Outcome], None]
 """Takes what happens to a request: chunks while it streams, then exactly one of the others."""
+
+Delivery = tuple[Callable[[Any], None], Any]
+
+
+class Outbox:
+    """Events of requests: calls to make, in order, where sinks may be called."""
+
+    def __init__(self) -> None:
+        self._deliveries: list[Delivery] = []
+
+    def add(self, call: Callable[[Any], None], argument: Any) -> None:
+        self._deliveries.append((call, argument))
+
+    def take(self) -> list[Delivery]:
+        """The calls since the last time."""
+        deliveries, self._deliveries = self._deliveries, []
+        return deliveries
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +178,11 @@ class RequestState:
     prompt_done_at: float | None = None
     before: StepTotals | None = None
     has_ended: bool = False
+
+    @property
+    def context_id(self) -> int:
+        """That of its last piece, on which it generates if it does."""
+        return self.wanted.pieces[-1].context_id
 
     def start(self, now: float, totals: StepTotals) -> None:
         """Its first step begins."""

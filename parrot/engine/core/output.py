@@ -1,10 +1,10 @@
 """From sampled tokens to text: incremental detokenising, stop rules, streaming deltas."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -126,7 +126,7 @@ class Generation:
     """The output of one Generate: its tokens, why it ended, and its text.
 
     Text is rendered token by token only when somebody needs it so (streaming, stop strings);
-    otherwise once, at the end."""
+    otherwise once, at the end. `is_streamed`: somebody takes it in chunks."""
 
     def __init__(
         self,
@@ -148,6 +148,7 @@ class Generation:
         if constraint is not None:
             self._stop_ids = (*self._stop_ids, *constraint.end_ids)
         self._stops = StopStrings(sampling.stop_strings)
+        self.is_streamed = stream
         is_seen = stream or sampling.stop_strings
         self._detokenizer = Detokenizer(language.tokenizer) if is_seen else None
         self._pieces: list[str] = []  # of the text, as far as it is certain
@@ -216,20 +217,34 @@ class Generation:
         if certain:
             self._pieces.append(certain)
 
+    def stream(self) -> StreamChunk | None:
+        """Make its text as it comes from now on, for `take_chunk`; returns what was taken so far,
+        or, if nobody took any, what there is."""
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(self._language.tokenizer)
+            for token_id in self.output_ids:
+                self._add_text(self._detokenizer.push(token_id))
+        if not self.is_streamed:
+            self.is_streamed = True
+            return self.take_chunk()
+        return self._chunk(self._pieces[: self._num_streamed_pieces], 0, self._num_streamed_ids)
+
     def take_chunk(self) -> StreamChunk | None:
         """The tokens since the last chunk and exactly their text, or None while their text is
         uncertain: it may end inside a character or begin a stop string."""
         pieces = self._pieces[self._num_streamed_pieces :]
         if self.finish_reason is None and (self._stops.held or not pieces):
             return None
-        text = "".join(pieces)
         start = self._num_streamed_ids
-        ids = self.output_ids[start:]
-        logprobs = None if self.logprobs is None else self.logprobs.part(start)
         self._num_streamed_pieces = len(self._pieces)
         self._num_streamed_ids = len(self.output_ids)
+        return self._chunk(pieces, start, self._num_streamed_ids)
+
+    def _chunk(self, pieces: Sequence[str], start: int, end: int) -> StreamChunk | None:
+        ids, text = self.output_ids[start:end], "".join(pieces)
         if not (ids or text):
             return None
+        logprobs = None if self.logprobs is None else self.logprobs.part(start, end)
         return StreamChunk.model_construct(ids=ids, text=text, logprobs=logprobs)
 
     def text(self) -> str:
@@ -238,3 +253,52 @@ class Generation:
             return "".join(self._pieces)
         ids = self.output_ids[: len(self.output_ids) - self._num_hidden]
         return decode(self._language.tokenizer, ids)
+
+
+Follower = Callable[[StreamChunk | None], None]
+"""Takes an output's chunks from its first token on, and None when it has ended."""
+
+
+class Followers:
+    """Those who follow an output that was asked for whole, by the context on which it is generated.
+    Whoever comes before the output waits for it."""
+
+    def __init__(
+        self,
+        find: Callable[[int], Generation | None],
+        send: Callable[[Callable[..., None], Any], None],
+    ) -> None:
+        """`find`: the output that is being generated on a context; `send`: call this, later, with
+        that."""
+        self._find = find
+        self._send = send
+        self._of: dict[int, list[Follower]] = {}
+
+    def enter(self, context_id: int, follower: Follower) -> None:
+        self._of.setdefault(context_id, []).append(follower)
+        if (generation := self._find(context_id)) is not None:
+            self._begin(generation, [follower])
+
+    def leave(self, context_id: int, follower: Follower) -> None:
+        followers = self._of.get(context_id, [])
+        if follower in followers:
+            followers.remove(follower)
+        if not followers:
+            self._of.pop(context_id, None)
+
+    def began(self, context_id: int, generation: Generation) -> None:
+        """It is generated there, or will be, behind another one."""
+        followers = self._of.get(context_id)
+        if followers and self._find(context_id) is generation:
+            self._begin(generation, followers)
+
+    def give(self, context_id: int, chunk: StreamChunk | None) -> None:
+        """None: the output has ended."""
+        of = self._of
+        for follower in (of.pop if chunk is None else of.get)(context_id, ()):
+            self._send(follower, chunk)
+
+    def _begin(self, generation: Generation, followers: Sequence[Follower]) -> None:
+        if (chunk := generation.stream()) is not None:
+            for follower in followers:
+                self._send(follower, chunk)

@@ -3,8 +3,7 @@
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, Fork
@@ -12,6 +11,7 @@ from parrot.engine.core.forks import create_fork, forks_of, forks_wanting, settl
 from parrot.engine.core.jobs import (
     EngineRequest,
     Job,
+    Outbox,
     Piece,
     Pooling,
     PromptTotals,
@@ -19,10 +19,10 @@ from parrot.engine.core.jobs import (
     Sink,
     StepTotals,
 )
-from parrot.engine.core.output import Generation, Language
+from parrot.engine.core.output import Followers, Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
 from parrot.engine.core.validation import RequestLimits
-from parrot.protocol.engine_api import NO_PARENT
+from parrot.protocol.engine_api import NO_PARENT, StreamChunk
 from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
@@ -35,23 +35,6 @@ from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
 logger = logging.getLogger(__name__)
-
-Delivery = tuple[Callable[[Any], None], Any]
-
-
-class Outbox:
-    """Events of requests: calls to make, in order, where sinks may be called."""
-
-    def __init__(self) -> None:
-        self._deliveries: list[Delivery] = []
-
-    def add(self, call: Callable[[Any], None], argument: Any) -> None:
-        self._deliveries.append((call, argument))
-
-    def take(self) -> list[Delivery]:
-        """The calls since the last time."""
-        deliveries, self._deliveries = self._deliveries, []
-        return deliveries
 
 
 class RequestTable:
@@ -79,6 +62,7 @@ class RequestTable:
         self._clock = clock
         self._totals = totals
         self.outbox = Outbox()
+        self.followers = Followers(self._generation_on, self.outbox.add)
         self.prompts = PromptTotals()
         self._requests: dict[int, RequestState] = {}
         self._job_ids = IdCounter()
@@ -112,6 +96,8 @@ class RequestTable:
             job = Job(job_id, state, context, piece, ends, request.priority)
             job.pooling = None if request.pooling is None else Pooling(request.pooling)
             self._add(job)
+        if generation is not None:
+            self.followers.began(state.context_id, generation)
         for context in dict.fromkeys(job.context for job in state.jobs):
             self._advance(context)
 
@@ -130,6 +116,11 @@ class RequestTable:
         return Generation(
             request.sampling, seed, self._language, request.stream, request.constraint
         )
+
+    def _generation_on(self, context_id: int) -> Generation | None:
+        context = self._tree.get(context_id)
+        jobs = () if context is None else context.jobs
+        return next((job.generation for job in jobs if job.generation is not None), None)
 
     def _create(self, piece: Piece, request: EngineRequest) -> Context:
         if request.pooling is not None:
@@ -246,6 +237,12 @@ class RequestTable:
 
     # -- ending ------------------------------------------------------------------------------
 
+    def give(self, request: RequestState, chunk: StreamChunk) -> None:
+        """Some more of its output for those who take it as it comes."""
+        if request.wanted.stream:
+            self.outbox.add(request.sink, chunk)
+        self.followers.give(request.context_id, chunk)
+
     def finish(self, job: Job) -> None:
         """A running job has all it wanted: answer if it was its request's last, open the next."""
         self._scheduler.remove(job)
@@ -272,6 +269,8 @@ class RequestTable:
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
         del self._requests[request.wanted.request_id]
+        if request.generation is not None:
+            self.followers.give(request.context_id, None)
 
     def abort(self, request_id: int) -> None:
         """The sender is no longer interested; its contexts stay as they are. Unknown ids are

@@ -24,6 +24,7 @@ from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import Question, WireUsage
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -46,6 +47,7 @@ from parrot.protocol.errors import (
     ParrotError,
     QuotaExceeded,
     Unavailable,
+    UnsupportedField,
 )
 from parrot.utils.clock import Clock, MonotonicClock
 
@@ -75,19 +77,17 @@ class OpenAIService:
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
         self._jobs: set[Job[Any]] = set()
         self._costs = AnswerCosts(self._clock)
-        self._is_ready = False
+        self._state = ServiceState.LOADING
 
     async def start(self) -> None:
         """Ask the server what it is. It may still be starting: it is asked again when needed."""
         await self._upstream.probe()
         self._heed_the_server()
-        self._is_ready = True
+        self._state = ServiceState.READY
 
-    def is_ready(self) -> bool:
-        return self._is_ready
-
-    def is_lost(self) -> bool:
-        return False  # the server may come back
+    def state(self) -> ServiceState:
+        """Never `LOST`: the server may come back."""
+        return self._state
 
     async def prepare(self, request: GenerateRequest) -> None:
         """The server behind does it all."""
@@ -113,6 +113,12 @@ class OpenAIService:
         finally:
             job.task.cancel()
             await asyncio.gather(job.task, return_exceptions=True)
+
+    async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
+        raise UnsupportedField(
+            "the server behind this engine was asked for the whole answer at once"
+        )
+        yield
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
         return await self._launch([], "", lambda job: self._embed(request)).result()
@@ -182,7 +188,7 @@ class OpenAIService:
             assert users <= self._jobs, f"{context.context_id} waits for jobs that are gone"
 
     async def close(self) -> None:
-        self._is_ready = False
+        self._state = ServiceState.CLOSED
         await self._abort(set(self._jobs), Unavailable("the engine is shutting down"))
         await self._upstream.close()
 
@@ -204,7 +210,7 @@ class OpenAIService:
     ) -> Job[R]:
         """Take the request's turns at once, since order of arrival is order of calling. The work is
         a task of its own, so that whoever frees its context can stop it."""
-        if not self._is_ready:
+        if self._state is not ServiceState.READY:
             raise Unavailable("the engine is not running")
         if len(self._jobs) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")

@@ -141,8 +141,12 @@ class Dispatcher:
         self._prefetch.give_up(completion)
 
     def reprioritise(self, completion: Completion) -> None:
-        """Its objective was tightened. No effect unless it is queued."""
+        """Its objective was tightened, or its readers want something else."""
         self._runs.reprioritise(completion)
+
+    def follow(self, completion: Completion) -> None:
+        """Have its text as it comes until it ends, if it runs now, whoever waits for it."""
+        self._runs.follow(completion)
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""

@@ -11,7 +11,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     Usage,
 )
-from parrot.protocol.errors import EngineFailed
+from parrot.protocol.errors import EngineFailed, ParrotError
 from parrot.serve.contexts.index import Boundary
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
@@ -24,6 +24,7 @@ from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Units, encode_prompt, encode_text
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
+from parrot.utils.tasks import TaskSet
 
 _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
 
@@ -35,6 +36,7 @@ class Exchange:
     def __init__(self, ledger: ContextLedger) -> None:
         self._ledger = ledger
         self._draft_texts = DraftTexts()
+        self._followers = TaskSet()
 
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
@@ -54,11 +56,26 @@ class Exchange:
         if run.wants_stream or run.may_lose:
             response = await self._stream(run, attempt, request)
         else:
-            response = await attempt.engine.client.generate(request)
+            attempt.is_whole = True
+            try:
+                response = await attempt.engine.client.generate(request)
+            finally:
+                attempt.unfollow()
         outcome = _outcome(run, attempt, before, response)
         self._draft_texts.learn(run.completion, outcome)
         run.stats.logprobs = joined_logprobs(logprobs, attempt, response)
         return outcome
+
+    def follow(self, run: Run) -> None:
+        """Somebody wants the output as it comes. No effect where it does come so, or no engine was
+        asked yet."""
+        attempt = run.attempt
+        if attempt is not None and attempt.is_whole and attempt.follower is None:
+            name = f"follower of completion {run.completion.id}"
+            attempt.follower = self._followers.spawn(_follow(run, attempt), name=name)
+
+    async def close(self) -> None:
+        await self._followers.close()
 
     def keep(self, run: Run, attempt: Attempt, outcome: Outcome, source: Source | None) -> None:
         """Keep the context with the output, for whoever continues it. `source`: whose it is; None
@@ -115,20 +132,41 @@ class Exchange:
     async def _stream(
         self, run: Run, attempt: Attempt, request: GenerateRequest
     ) -> GenerateResponse:
-        run.tokenizer_id = attempt.tokenizer.tokenizer_id if attempt.tokenizer else None
-        run.ids = [unit for unit in attempt.resumed if isinstance(unit, int)]
-        run.num_streamed = attempt.num_delivered
+        _begin_stream(run, attempt)
         async with aclosing(attempt.engine.client.generate_stream(request)) as events:
             async for event in events:
                 if not isinstance(event, StreamChunk):
                     return event
-                if attempt.context is not None:
-                    attempt.context.mark_computed()
-                run.ids.extend(event.ids)
-                run.num_streamed += max(len(event.ids), 1)
-                run.stats.logprobs = appended(run.stats.logprobs, event.logprobs, attempt.tokenizer)
-                run.append(event.text)
+                _take(run, attempt, event)
         raise EngineFailed("the engine's stream ended without a result")
+
+
+async def _follow(run: Run, attempt: Attempt) -> None:
+    """Deliver the whole output that the engine was asked for as it comes, from its beginning. If
+    that fails, it is delivered in the end."""
+    assert attempt.context is not None, attempt
+    _begin_stream(run, attempt)
+    try:
+        async with aclosing(attempt.engine.client.follow(attempt.context.id)) as chunks:
+            async for chunk in chunks:
+                _take(run, attempt, chunk)
+    except ParrotError as error:
+        run.stats.comes_whole = error.message
+
+
+def _begin_stream(run: Run, attempt: Attempt) -> None:
+    run.tokenizer_id = attempt.tokenizer.tokenizer_id if attempt.tokenizer else None
+    run.ids = [unit for unit in attempt.resumed if isinstance(unit, int)]
+    run.num_streamed = attempt.num_delivered
+
+
+def _take(run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
+    if attempt.context is not None:
+        attempt.context.mark_computed()
+    run.ids.extend(chunk.ids)
+    run.num_streamed += max(len(chunk.ids), 1)
+    run.stats.logprobs = appended(run.stats.logprobs, chunk.logprobs, attempt.tokenizer)
+    run.append(chunk.text)
 
 
 async def _resume(run: Run, attempt: Attempt) -> None:

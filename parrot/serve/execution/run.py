@@ -56,7 +56,8 @@ class Attempt:
     the length for which there is room. `resumed`: the text that earlier attempts have delivered, in
     the engine's units, which goes behind the prompt, and `resumed_key` the prefix key of both;
     `num_delivered`: its tokens. `opened`: the contexts that were created, the one that it pins
-    (`context`) last."""
+    (`context`) last. `is_whole`: its engine was asked for the whole output, which `follower`
+    follows, once somebody wants it as it comes."""
 
     task: CompletionTask
     engine: Engine
@@ -70,10 +71,24 @@ class Attempt:
     num_delivered: int = 0
     context: Context | None = None
     opened: list[Context] = field(default_factory=list)
+    is_whole: bool = False
+    follower: "asyncio.Task[None] | None" = None
 
     def __post_init__(self) -> None:
         self.tokenizer = self.engine.tokenizer
         self.sampling = self.task.completion.sampling
+
+    def stop(self) -> None:
+        """Let its runner do nothing more."""
+        assert self.runner is not None, self
+        self.runner.cancel()
+        self.runner = None
+        self.unfollow()
+
+    def unfollow(self) -> None:
+        self.is_whole = False
+        if self.follower is not None:
+            self.follower.cancel()
 
 
 class Outcome(NamedTuple):

@@ -117,9 +117,14 @@ class RunTable:
         self._set_output(completion, result.text, result.tokenized, reused(result.made))
 
     def reprioritise(self, completion: Completion) -> None:
-        """Its objective has changed. No effect unless its run is queued."""
+        """Its objective, or what its readers want, has changed."""
         if (run := self._run_of.get(completion.id)) is not None:
             self._update(run)
+
+    def follow(self, completion: Completion) -> None:
+        """Have its text as it comes, if it runs."""
+        if (run := self._run_of.get(completion.id)) is not None:
+            self._exchange.follow(run)
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
@@ -163,7 +168,7 @@ class RunTable:
             run = attempt.task
             if attempt.engine is not engine or not isinstance(run, Run):
                 continue
-            _cancel(attempt)
+            attempt.stop()
             attempt.context = None
             run.num_lost += 1
             if run.may_run_again:
@@ -188,6 +193,7 @@ class RunTable:
 
     async def close(self) -> None:
         await self._tasks.close()
+        await self._exchange.close()
 
     def check_integrity(self) -> None:
         """Compare the indexes with the runs' states. Raises AssertionError with what differs."""
@@ -275,6 +281,8 @@ class RunTable:
         if run.state is RunState.QUEUED:
             self._scheduler.update(run)
             self._on_change(run)
+        elif run.wants_stream:
+            self._exchange.follow(run)
 
     # Waiters
 
@@ -379,16 +387,9 @@ class RunTable:
     def _stop(self, run: Run, *, is_kept: bool) -> None:
         """Nobody waits for it any more."""
         if (attempt := run.attempt) is not None:
-            _cancel(attempt)
+            attempt.stop()
             if is_kept:
                 self._exchange.keep(run, attempt, delivered(run, attempt), None)
             else:
                 self._exchange.abandon(attempt)
         self._set_state(run, RunState.WITHDRAWN if is_kept else RunState.ENDED)
-
-
-def _cancel(attempt: Attempt) -> None:
-    """Its runner does nothing more."""
-    assert attempt.runner is not None, attempt
-    attempt.runner.cancel()
-    attempt.runner = None

@@ -218,7 +218,7 @@ class Activation:
     def _update(self, changed: Iterable[Task]) -> None:
         for task in sorted(changed, key=attrgetter("id")):
             task.objective = objective_of(task)
-            if task.state is CompletionState.QUEUED and isinstance(task, Completion):
+            if task.is_started and isinstance(task, Completion):
                 self._runner.reprioritise(task)
 
     def _start(self, task: Task) -> None:

@@ -121,6 +121,7 @@ class RunStats:
     stop_string: str | None = None  # the one that ended it
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed
     logprobs: Logprobs | None = None  # of the output's tokens so far, if they are wanted
+    comes_whole: str = ""  # why its text is not seen as it comes although somebody wants that
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Runner(Protocol):
         ...
 
     def reprioritise(self, completion: Completion) -> None:
-        """The objective of a queued completion became stricter, or a reader wants its tokens."""
+        """The objective of a started completion became stricter, or a reader wants its tokens."""
         ...
 
     def finished(self, task: Task) -> None:

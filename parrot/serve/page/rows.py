@@ -86,6 +86,9 @@ class PageRows:
             rows["call"] = {"func": task.func_name, "request_id": task.request_id}
             if visitor.sees_values:
                 rows["call"] |= _source(task)
+                if isinstance(task, Completion):
+                    self._core.follow(task)
+                    rows["call"]["comes_whole"] = task.stats.comes_whole
         if visitor.sees_values:
             text = variable.partial_text[:_MAX_CHARS]
             for number, start in enumerate(range(0, len(text), _PIECE_CHARS)):

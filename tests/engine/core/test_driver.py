@@ -16,6 +16,7 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan, StepResult
 from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import ServiceState
 from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
@@ -143,7 +144,7 @@ async def test_a_stuck_device_shows_in_the_steps_and_does_not_keep_the_engine_fr
     await asyncio.sleep(0)
     info = service.runtime_info()
     assert (info.num_steps, info.num_total_jobs) == (before.num_steps, 1)
-    assert not service.is_lost()
+    assert service.state() is not ServiceState.LOST
     await service.close()
     for task in (stuck, later):
         task.cancel()

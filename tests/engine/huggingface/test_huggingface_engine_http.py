@@ -131,6 +131,15 @@ async def test_it_gives_its_tokenizer_and_refuses_by_name(
     assert (await client.generate(call(4, PROMPT))).generated_ids
 
 
+async def test_a_running_generation_is_followed_from_its_first_token(client: EngineClient) -> None:
+    whole = asyncio.create_task(client.generate(call(1, PROMPT, max_gen_length=200)))
+    chunks = [chunk async for chunk in client.follow(1)]
+    answer = await whole
+    assert "".join(chunk.text for chunk in chunks) == answer.generated_text
+    assert [i for chunk in chunks for i in chunk.ids] == answer.generated_ids
+    assert len(chunks) > 1
+
+
 async def test_freeing_a_context_stops_its_generation(client: EngineClient) -> None:
     stream = client.generate_stream(call(1, PROMPT, max_gen_length=2000))
     await anext(stream)

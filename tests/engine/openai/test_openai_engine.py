@@ -12,6 +12,7 @@ from parrot.cluster.ports import free_port
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.logprobs import AnswerLogprobs, ChoiceLogprobs
 from parrot.engine.openai.service import OpenAIService
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     FillPiece,
     FillRequest,
@@ -519,11 +520,11 @@ async def test_no_server_at_all() -> None:
         {"model": "m", "instance": {"base_url": "http://127.0.0.1:9/v1"}}
     )
     service = OpenAIService(config, environ={})
-    assert not service.is_ready()
+    assert service.state() is not ServiceState.READY
     with pytest.raises(Unavailable, match="not running"):
         await service.generate(ask(1, "a"))
     await service.start()
-    assert service.is_ready()
+    assert service.state() is ServiceState.READY
     with pytest.raises(Unavailable, match="no answer"):
         await service.generate(ask(1, "a"))
     with pytest.raises(UnsupportedField, match="top_k"):
@@ -668,7 +669,7 @@ async def test_closing_fails_what_is_unfinished(start: Start, fake: FakeOpenAI) 
     await service.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await task
-    assert not service.is_ready()
+    assert service.state() is not ServiceState.READY
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])

@@ -73,6 +73,11 @@ async def test_all_verbs(client: EngineClient, fake: FakeOpenAI) -> None:
         await client.tokenizer()
 
 
+async def test_it_says_that_its_outputs_come_whole(client: EngineClient) -> None:
+    with pytest.raises(UnsupportedField, match="asked for the whole answer"):
+        await anext(client.follow(1))
+
+
 async def test_a_stop_string_is_told_where_the_server_tells_it(
     client: EngineClient, fake: FakeOpenAI
 ) -> None:

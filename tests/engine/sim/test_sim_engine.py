@@ -6,7 +6,7 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import EngineService
+from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
 from parrot.protocol.engine_api import (
@@ -67,7 +67,7 @@ async def timed():
 def test_it_is_an_engine_service():
     service: EngineService = SimService(SimConfig())
     assert isinstance(service, RunnerService)
-    assert not service.is_ready()
+    assert service.state() is not ServiceState.READY
 
 
 def test_the_byte_tokenizer_round_trips_every_byte():

@@ -163,7 +163,7 @@ class History:
         life.end = (self.num_lost, len(self.dispatcher.fleet.views()))
 
     async def act(self) -> None:
-        match self.rng.randrange(10):
+        match self.rng.randrange(11):
             case 0:
                 await self.join()
             case 1 | 2 | 3:
@@ -185,6 +185,8 @@ class History:
             case 8 if self.engines:
                 engine = self.rng.choice(list(self.engines.values()))
                 engine.scripts = [self.script() for _ in range(3)]
+            case 9 if self.completions:
+                self.dispatcher.follow(self.rng.choice(self.completions))
             case _:
                 await self.clock.advance(self.rng.choice([0.0, 0.1, 5.0, 20.0]))
 
