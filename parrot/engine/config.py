@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from parrot.protocol.engine_api import PoolingKind
+from parrot.protocol.engine_api import FEATURES, PoolingKind
 from parrot.protocol.gate.config import ConnectionLimits, HostNames
+from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
 from parrot.utils.settings import ConfigFile, Settings, read_settings
 
@@ -126,7 +127,8 @@ class BuiltinInstance(ConfigModel):
 
 
 class OpenAIInstance(ConfigModel):
-    """`api_key` null: from the environment variable OPENAI_API_KEY."""
+    """`api_key` null: from the environment variable OPENAI_API_KEY. The last four are for servers
+    that do not tell, or tell it wrongly."""
 
     api_key: str | None = Field(None, repr=False)
     api_endpoint: Literal["completion", "chat"] = "completion"
@@ -135,6 +137,27 @@ class OpenAIInstance(ConfigModel):
     azure_api_version: str = "2023-07-01-preview"
     azure_endpoint: str | None = None
     max_seq_len: PositiveInt = 4096
+    server: Literal["openai", "vllm", "sglang", "llama.cpp", "llama-cpp-python"] | None = Field(
+        None, description="Whose server it is; null: as its list of models says."
+    )
+    features: dict[str, bool] = Field(
+        {},
+        description="What it can do or cannot: fields of a sampling config, and `cache_salt`, "
+        "`cached_tokens`, `cancellation`, `priority`.",
+    )
+    kept_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Tokens of KV that it keeps of prompts that are over, those used last."
+    )
+    kept_prompts: PositiveInt | None = Field(
+        None, description="Prompts that it keeps the KV of, those used last."
+    )
+
+    @field_validator("features")
+    @classmethod
+    def _features_are_known(cls, features: dict[str, bool]) -> dict[str, bool]:
+        if unknown := features.keys() - FEATURES - SamplingConfig.model_fields.keys():
+            raise ValueError(f"there is no feature `{min(unknown)}`")
+        return features
 
     @model_validator(mode="after")
     def _azure_is_complete(self) -> "OpenAIInstance":

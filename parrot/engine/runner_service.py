@@ -14,6 +14,8 @@ from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
+    FEATURES,
+    Capabilities,
     DraftSources,
     EmbedRequest,
     EmbedResponse,
@@ -168,11 +170,16 @@ class RunnerService:
     async def _constraint(self, request: GenerateRequest) -> Constraint | None:
         """Waits for nothing if `prepare` has."""
         sampling, grammars = request.sampling_config, self._require_core().language.grammars
-        supported = SUPPORTED_SAMPLING.union(() if grammars is None else CONSTRAINTS)
-        sampling.require_support(supported, f"the {self._config.engine_type} engine")
+        sampling.require_support(self._sampling, f"the {self._config.engine_type} engine")
         return (
             None if grammars is None else await grammars.constraint(sampling, request.resumed_ids)
         )
+
+    @property
+    def _sampling(self) -> frozenset[str]:
+        """The fields of a sampling config that are carried out."""
+        grammars = self._require_core().language.grammars
+        return SUPPORTED_SAMPLING.union(() if grammars is None else CONSTRAINTS)
 
     def _wanted(
         self,
@@ -261,6 +268,7 @@ class RunnerService:
             host_tokens_capacity=core.host_tokens_capacity,
             block_size=core.info.block_size,
             costs=self.runtime_info().costs,
+            capabilities=Capabilities(features=self._sampling | FEATURES),
         )
 
     def tokenizer(self) -> TokenizerResponse | None:

@@ -264,6 +264,33 @@ class PromptTokens(InternalPayload):
     nowhere: int = Field(0, description="computed")
 
 
+FEATURES = frozenset({"cache_salt", "cached_tokens", "cancellation", "priority"})
+"""What an engine may do besides carrying out the fields of a sampling config: share KV among
+requests of one salt only, tell how many tokens it had, stop computing when it is told to, and take
+requests of a higher priority first even when it has them already."""
+
+
+class Capabilities(InternalPayload):
+    """What an engine, or the server behind it, can do, and what KV it keeps of prompts that are
+    over. It does so unless others need the memory; a server that orders that by itself says how
+    much it keeps, and keeps what was used last."""
+
+    model_config = ConfigDict(frozen=True)
+
+    server: str = Field("", description="name and version of the server behind it, if there is one")
+    features: frozenset[str] | None = Field(
+        None,
+        description="fields of the sampling config that it carries out, `cache_salt`, "
+        "`cached_tokens`, `cancellation`, `priority`; null: not known",
+    )
+    kept_tokens: int | None = Field(
+        None, ge=0, description="tokens of KV that the server keeps; null: not known"
+    )
+    kept_prompts: int | None = Field(
+        None, ge=1, description="prompts of which the server keeps the KV; null: any number"
+    )
+
+
 class RuntimeInfo(InternalPayload):
     """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
 
@@ -283,6 +310,7 @@ class RuntimeInfo(InternalPayload):
         "for the heartbeat timeout is lost; null: the engine does not count",
     )
     costs: StepCosts | None = Field(None, description="as measured; null: not known")
+    capabilities: Capabilities | None = Field(None, description="null: as it registered")
     host_tier: HostTierInfo | None = None
     prompt_tokens: PromptTokens = PromptTokens()
 
@@ -327,7 +355,7 @@ class EngineInfo(InternalPayload):
     )
     block_size: int = Field(1, ge=1)
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
-    labels: dict[str, Any] = {}
+    capabilities: Capabilities = Capabilities()
     incarnation: str = Field(
         "",
         max_length=256,

@@ -79,6 +79,18 @@ class HttpClient:
         ) as response:
             return await self._decode(response)
 
+    async def text(self, path: str, *, limit: int, timeout_s: float) -> str:
+        """The first `limit` bytes of what is at `path`. Raises as `request` does."""
+        async with self._exchange("GET", path, None, None, None, total_s=timeout_s) as response:
+            if response.status >= 400:
+                await self._decode(response)
+            raw = bytearray()
+            async for chunk in response.content.iter_any():
+                raw += chunk
+                if len(raw) >= limit:
+                    break
+            return raw[:limit].decode(errors="replace")
+
     async def stream(
         self,
         method: str,

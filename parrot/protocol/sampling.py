@@ -108,12 +108,18 @@ class SamplingConfig(BaseModel):
         """The same prompt gives the same tokens: greedy, or seeded."""
         return self.is_greedy or self.seed is not None
 
+    def needs(self) -> frozenset[str]:
+        """The fields that are set, and not to their defaults."""
+        given = self.model_fields_set
+        return frozenset([name for name in given if getattr(self, name) != _DEFAULTS[name]])
+
     def require_support(self, supported: frozenset[str], server: str) -> None:
         """Raise `UnsupportedField` naming the first field that is set and not in `supported`.
 
         `server` says in the message who refuses, for example "the builtin engine"."""
+        lacking = self.needs() - supported
         for name in type(self).model_fields:
-            if name not in supported and getattr(self, name) != _DEFAULTS[name]:
+            if name in lacking:
                 raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
 

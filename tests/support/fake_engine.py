@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import (
     NO_PARENT,
+    Capabilities,
     EmbedRequest,
     EmbedResponse,
     EngineInfo,
@@ -261,7 +262,7 @@ def fake_engine(
     name: str = "fake", *, model: str = "tiny", text: bool = False, add_bos: bool = False,
     tokens_capacity: int = 100_000, tasks_capacity: int = 64, max_seq_len: int = 50_000,
     script: Script | None = None, ping_error: ParrotError | None = None,
-    chat_template: str = CHATML,
+    chat_template: str = CHATML, capabilities: Capabilities | None = None,
 ) -> FakeEngine:  # fmt: skip
     payload = None if text else byte_tokenizer(add_bos=add_bos, chat_template=chat_template)
     info = EngineInfo(
@@ -274,6 +275,7 @@ def fake_engine(
         max_seq_len=max_seq_len,
         tasks_capacity=tasks_capacity,
         tokens_capacity=tokens_capacity,
+        capabilities=capabilities or Capabilities(),
         incarnation=new_token(),
     )
     return FakeEngine(info, payload, script or Script(), ping_error=ping_error)

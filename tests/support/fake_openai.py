@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,21 @@ class Fault:
 
 @dataclass
 class FakeOpenAI:
-    """`faults` are used up first, one a request. With `hold`, answers come only once it is set
-    (streams: all but the first word). `cancelled` is set when a client leaves before its answer."""
+    """`told` is what it has at other paths. `faults` are used up first, one a request. With `hold`,
+    answers come only once it is set (streams: all but the first word). `cancelled` is set when a
+    client leaves before its answer."""
 
     reply: str = "one two three"
     models: tuple[str, ...] = ("gpt-fake",)
     owned_by: str = "openai"
     max_model_len: int | None = None
+    models_status: int = 200
     finish_reason: str = "stop"
     stop_reason: str | int | None = None
     cached_tokens: int | None = None
     counts_in_streams: bool = True
     end_token: str = "<end>"
+    told: dict[str, Any] = field(default_factory=dict)
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -61,14 +64,21 @@ class FakeOpenAI:
             app.post(prefix + "/completions")(self._completions)
             app.post(prefix + "/chat/completions")(self._completions)
             app.post(prefix + "/embeddings")(self._embeddings)
+        app.get("/{path:path}")(self._tell)
         return app
 
-    async def _models(self) -> dict[str, Any]:
+    async def _tell(self, path: str) -> Response:
+        told = self.told.get(f"/{path}")
+        if told is None:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return PlainTextResponse(told) if isinstance(told, str) else JSONResponse(told)
+
+    async def _models(self) -> Response:
         cards = [
             {"id": name, "owned_by": self.owned_by, "max_model_len": self.max_model_len}
             for name in self.models
         ]
-        return {"object": "list", "data": cards}
+        return JSONResponse({"object": "list", "data": cards}, self.models_status)
 
     async def _completions(self, request: Request) -> Response:
         body = await request.json()

@@ -155,6 +155,7 @@ class OpenAIService:
             recent_average_latency=self._costs.latency_s * 1e9,
             num_steps=self._costs.num_answered,
             costs=self._costs.costs(),
+            capabilities=self._upstream.capabilities,
         )
 
     def engine_info(self) -> EngineInfo:
@@ -162,7 +163,6 @@ class OpenAIService:
         max_seq_len = config.instance.max_seq_len
         if "max_seq_len" not in config.instance.model_fields_set:
             max_seq_len = self._upstream.max_model_len or max_seq_len
-        dialect = self._upstream.dialect
         return EngineInfo(
             engine_type=EngineType.OPENAI,
             engine_name=config.engine_name,
@@ -174,7 +174,7 @@ class OpenAIService:
             tasks_capacity=config.tasks_capacity,
             tokens_capacity=self._contexts.capacity,
             costs=self._costs.costs(),
-            labels={"server": dialect.name if dialect is not None else "unknown"},
+            capabilities=self._upstream.capabilities,
         )
 
     def tokenizer(self) -> TokenizerResponse | None:
@@ -276,7 +276,9 @@ class OpenAIService:
         stop_string: str | None = None
         logprobs = AnswerLogprobs(request.sampling_config.logprobs)
         ask = self._upstream.stream if stream else self._upstream.complete
-        question = Question(context.text(), request.sampling_config, request.cache_salt)
+        question = Question(
+            context.text(), request.sampling_config, request.cache_salt, request.priority
+        )
         async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:
                 reason = chunk.finish_reason or reason

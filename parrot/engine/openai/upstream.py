@@ -12,13 +12,12 @@ import stamina
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect
 from parrot.engine.openai.errors import ErrorTranslator, Overloaded, backoff, refused_embedding
+from parrot.engine.openai.probe import PROBE_TIMEOUT_S, Told, ask_server
 from parrot.engine.openai.wire import (
-    BY_OWNER,
     DONE,
-    OPENAI,
     Answer,
-    Dialect,
     Embeddings,
     Question,
     Target,
@@ -26,7 +25,8 @@ from parrot.engine.openai.wire import (
     parse_embeddings,
     request_body,
 )
-from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable, UnsupportedField
+from parrot.protocol.engine_api import Capabilities
+from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 OPENAI_URL = "https://api.openai.com/v1"
 _AZURE_NEW_SINCE = "2024-09-01"  # api-versions with max_completion_tokens and stream_options
 _ANSWER_TIMEOUT_S = 600.0
-_PROBE_TIMEOUT_S = 5.0
 _ATTEMPTS = 5
+_NOTHING = Told()
 
 
 class _Model(BaseModel):
@@ -84,8 +84,8 @@ def _target(config: OpenAIConfig) -> Target:
 
 
 class Upstream:
-    """One server and one model of it. `probe` may fail; then the server is taken for one that
-    knows OpenAI's fields only."""
+    """One server and one model of it. `probe` may fail; then nothing is known of its capabilities,
+    and it is taken for one that knows OpenAI's fields only."""
 
     def __init__(self, config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> None:
         instance = config.instance
@@ -94,25 +94,33 @@ class Upstream:
         self._target = _target(config)
         self._path = "/chat/completions" if self._target.is_chat else "/completions"
         self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
+        base_url, bearer = _base_url(config), None if instance.is_azure else key
         self._http = HttpClient(
-            _base_url(config),
-            bearer_token=None if instance.is_azure else key,
+            base_url,
+            bearer_token=bearer,
             headers={"api-key": key} if instance.is_azure and key else None,
             read_error=self._translator.read,
         )
-        self.dialect: Dialect | None = OPENAI if instance.is_azure else None
+        self._root = HttpClient(base_url.removesuffix("/v1"), bearer_token=bearer)
+        self._instance = instance
+        self._given = None if instance.server is None else DIALECTS[instance.server]
+        self._dialect: Dialect | None = None
+        self.capabilities = Capabilities()
         self.max_model_len: int | None = None
         self._was_away = False  # when it was asked what it is
+        if instance.is_azure:
+            self._settle(OPENAI, _NOTHING)
 
     async def close(self) -> None:
         await self._http.close()
+        await self._root.close()
 
     async def probe(self) -> None:
-        """Find out what kind of server it is, unless that is known."""
-        if self.dialect is not None:
+        """Find out what kind of server it is and what it can do, unless that is known."""
+        if self._dialect is not None:
             return
         try:
-            answer = await self._http.request("GET", "/models", timeout_s=_PROBE_TIMEOUT_S)
+            answer = await self._http.request("GET", "/models", timeout_s=PROBE_TIMEOUT_S)
             models = _ModelList.model_validate(answer).data
         except (ParrotError, ValidationError) as error:
             self._was_away = isinstance(error, Unavailable | Overloaded)
@@ -123,35 +131,59 @@ class Upstream:
         if card is None:
             logger.warning("%s does not list `%s`", self._http.base_url, self._target.model)
             card = models[0] if models else _Model()
-        self.dialect = BY_OWNER.get(card.owned_by, OPENAI)
         self.max_model_len = card.max_model_len
+        dialect = self._given or BY_OWNER.get(card.owned_by, OPENAI)
+        self._settle(dialect, await ask_server(self._root, dialect))
+
+    def _settle(self, dialect: Dialect, told: Told) -> None:
+        given = self._instance
+        kept_tokens = told.kept_tokens if given.kept_tokens is None else given.kept_tokens
+        kept_prompts = given.kept_prompts or told.kept_prompts or dialect.kept_prompts
+        self._dialect = dialect
+        self.capabilities = Capabilities(
+            server=f"{dialect.name} {told.version}".strip(),
+            features=self._features(dialect, told),
+            kept_tokens=kept_tokens,
+            kept_prompts=kept_prompts,
+        )
 
     def check(self, sampling: SamplingConfig) -> None:
         """Raise `UnsupportedField` for what this server is known not to do."""
-        if self.dialect is not None:
-            self._require(self.dialect, sampling)
+        if self._dialect is not None:
+            self._require(self._dialect, sampling)
 
     async def check_with_probe(self, sampling: SamplingConfig) -> None:
         """As `check`, but first find out what the server is if it was away, or if what it can do
         matters."""
-        if self.dialect is None and (self._was_away or self._lacks(sampling)):
+        if self._dialect is None and (self._was_away or self._lacks(sampling)):
             await self.probe()
-        self._require(self.dialect or OPENAI, sampling)
+        self._require(self._assumed, sampling)
 
     @property
     def is_serial(self) -> bool:
-        return self.dialect is not None and self.dialect.is_serial
+        return self._dialect is not None and self._dialect.is_serial
+
+    @property
+    def _assumed(self) -> Dialect:
+        return self._dialect or self._given or OPENAI
+
+    @property
+    def _can(self) -> frozenset[str]:
+        known = self.capabilities.features
+        return self._features(self._assumed) if known is None else known
+
+    def _features(self, dialect: Dialect, told: Told = _NOTHING) -> frozenset[str]:
+        """What the configuration says goes before what the server says."""
+        usual = (dialect.features(self._target.is_chat) | told.can) - told.cannot
+        given = self._instance.features
+        has = {name for name in given if given[name]}
+        return (usual | has) - (given.keys() - has)
 
     def _lacks(self, sampling: SamplingConfig) -> bool:
-        try:
-            self._require(OPENAI, sampling)
-        except UnsupportedField:
-            return True
-        return False
+        return not sampling.needs() <= self._can
 
     def _require(self, dialect: Dialect, sampling: SamplingConfig) -> None:
-        supported = dialect.supported(self._target.is_chat)
-        sampling.require_support(supported, f"the openai engine ({dialect.name} server)")
+        sampling.require_support(self._can, f"the openai engine ({dialect.name} server)")
 
     async def complete(self, question: Question) -> AsyncGenerator[Answer, None]:
         """As `stream`, but the answer comes whole."""
@@ -210,7 +242,7 @@ class Upstream:
         return parse_embeddings(payload, len(inputs))
 
     def _body(self, question: Question, stream: bool = False) -> dict[str, Any]:
-        return request_body(self._target, self.dialect or OPENAI, question, stream=stream)
+        return request_body(self._target, self._assumed, self._can, question, stream=stream)
 
     def _chunk(self, data: bytes) -> Answer:
         try:

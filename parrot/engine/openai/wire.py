@@ -1,12 +1,7 @@
-"""OpenAI's request and answer bodies, for /completions and /chat/completions, and what servers of
-other makers understand beyond OpenAI's own fields.
-
-A server says who it is in the `owned_by` of its model list. An unknown one gets OpenAI's fields
-only; a sampling field that it cannot carry out is refused by name, never dropped."""
+"""OpenAI's request and answer bodies, for /completions and /chat/completions."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from math import hypot, isfinite
 from typing import Any
@@ -14,6 +9,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from parrot.engine.openai.dialects import Dialect
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import EngineFailed, InvalidRequest, UnsupportedField
@@ -21,72 +17,8 @@ from parrot.protocol.sampling import SamplingConfig
 
 DONE = b"[DONE]"
 
-_SAME_NAMES = frozenset({"top_p", "presence_penalty", "frequency_penalty", "seed"})
-_STANDARD = _SAME_NAMES | {
-    "temperature",
-    "max_gen_length",
-    "stop_str",
-    "logit_bias",
-    "logprobs",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """`extras`: our sampling field -> the server's name of it. `neutral`: sent with each request,
-    since the server would otherwise put its own or the model's defaults in place of ours.
-    `is_serial`: the server has one request at a time; a second one cuts the first short, and who
-    leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
-    schema of `response_format`. `takes_salt`: it shares KV only among requests of one salt."""
-
-    name: str
-    extras: Mapping[str, str] = field(default_factory=dict)
-    neutral: Mapping[str, Any] = field(default_factory=dict)
-    schema_on_completions: bool = False
-    schema_in_object: bool = False
-    is_serial: bool = False
-    takes_salt: bool = False
-
-    def supported(self, is_chat: bool) -> frozenset[str]:
-        schema = {"json_schema"} if is_chat or self.schema_on_completions else set()
-        return _STANDARD | self.extras.keys() | schema
-
-
-OPENAI = Dialect("openai")
-
-_EXTRAS = {
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "ignore_tokenizer_eos": "ignore_eos",
-    "stop_token_ids": "stop_token_ids",
-}
+_SAME_NAMES = {"top_p", "presence_penalty", "frequency_penalty", "seed"}
 _VLLM_KINDS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
-_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-_LLAMA_EXTRAS = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
-_LLAMA_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
-
-BY_OWNER: Mapping[str, Dialect] = {
-    "vllm": Dialect(
-        "vllm",
-        {**_EXTRAS, **dict.fromkeys(_VLLM_KINDS, "structured_outputs")},
-        _NEUTRAL,
-        schema_on_completions=True,
-        takes_salt=True,
-    ),
-    "sglang": Dialect(
-        "sglang",
-        {**_EXTRAS, "regex": "regex", "choices": "regex"},
-        _NEUTRAL,
-        schema_on_completions=True,
-    ),
-    "llamacpp": Dialect(
-        "llama.cpp", {**_LLAMA_EXTRAS, "ignore_tokenizer_eos": "ignore_eos"}, _LLAMA_NEUTRAL
-    ),
-    "me": Dialect(
-        "llama-cpp-python", _LLAMA_EXTRAS, _LLAMA_NEUTRAL, schema_in_object=True, is_serial=True
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +33,24 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked; KV may be shared among questions of the same `salt`."""
+    """What is asked; KV may be shared among questions of the same `salt`, and one of a lower
+    `priority` goes first."""
 
     prompt: str
     sampling: SamplingConfig
     salt: str = ""
+    priority: int = 0
 
 
 def request_body(
-    target: Target, dialect: Dialect, question: Question, *, stream: bool
+    target: Target,
+    dialect: Dialect,
+    features: frozenset[str],
+    question: Question,
+    *,
+    stream: bool,
 ) -> dict[str, Any]:
-    """The caller has checked that the dialect supports what its sampling asks for."""
+    """The caller has checked that the server's `features` are what its sampling asks for."""
     sampling = question.sampling
     body: dict[str, Any] = {
         "model": target.model,
@@ -125,8 +64,10 @@ def request_body(
         body["messages"] = [{"role": "user", "content": question.prompt}]
     else:
         body["prompt"] = question.prompt
-    if dialect.takes_salt and question.salt:
+    if "cache_salt" in features and question.salt:
         body["cache_salt"] = sha256(question.salt.encode("utf-8", "surrogatepass")).hexdigest()
+    if "priority" in features and question.priority:
+        body["priority"] = question.priority
     if stream:
         body["stream"] = True
         if target.stream_usage:

@@ -8,10 +8,16 @@ submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.pla
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from parrot.protocol.errors import EngineFailed, InternalError, ParrotError, Unavailable
+from parrot.protocol.errors import (
+    EngineFailed,
+    InternalError,
+    ParrotError,
+    Unavailable,
+    UnsupportedField,
+)
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.fleet import Connect, Engine, Fleet, http_connect
@@ -129,6 +135,8 @@ class Dispatcher:
             stats=completion.stats,
         )
         self._runs.add(run)
+        if lacking := self._scheduler.engines.lacking(run):
+            self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first."""
@@ -262,6 +270,7 @@ class Dispatcher:
             info.tokens_capacity,
             info.max_seq_len,
             info.costs,
+            info.capabilities.features,
         )
         self._grace.engine_joined()
         self._wake()
@@ -279,3 +288,8 @@ class Dispatcher:
     def _on_freed(self, engine_id: int, context_id: int) -> None:
         self.fleet.free(engine_id, context_id)
         self._wake()
+
+
+def _unsupported(models: Sequence[str], name: str) -> UnsupportedField:
+    of_model = f" of {' or '.join(models)}" if models else ""
+    return UnsupportedField(f"no engine{of_model} supports `{name}`", param=name)

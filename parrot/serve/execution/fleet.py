@@ -181,8 +181,10 @@ class Fleet:
         if not self._is_stuck(engine, runtime):
             engine.last_progress = now
         engine.last_seen, engine.runtime = now, runtime
-        if runtime.costs is not None:
-            self._scheduler.engines.set_costs(engine.id, runtime.costs)
+        if runtime.capabilities is not None:
+            engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
+        features = engine.info.capabilities.features
+        self._scheduler.engines.reported(engine.id, runtime.costs, features)
         return HeartbeatResponse(state="ok")
 
     async def answers(self, engine: Engine) -> bool:

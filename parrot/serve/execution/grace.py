@@ -27,11 +27,11 @@ class Grace:
 
     def queued(self, models: Models, now: float) -> None:
         """A run with these models was queued."""
-        if not self._scheduler.engines.is_served(models):
+        if not self._scheduler.engines.num_members(models):
             self._give(models, now)
 
     def engine_joined(self) -> None:
-        for models in [m for m in self._pending if self._scheduler.engines.is_served(m)]:
+        for models in [m for m in self._pending if self._scheduler.engines.num_members(m)]:
             self._pending.pop(models).cancel()
 
     def engine_lost(self, last_seen: float) -> None:

@@ -79,6 +79,7 @@ class EngineLoad:
     max_tokens: int
     max_len: int  # tokens of the longest sequence that the engine takes
     costs: StepCosts
+    features: frozenset[str] | None = None  # what it can do; None: not known
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0

@@ -12,18 +12,29 @@ from parrot.utils.heaps import LazyHeap
 Models = tuple[str, ...]
 """The models of which a task may run on any; empty: on all."""
 
+Features = frozenset[str] | None
+"""What an engine can do: see `Capabilities`; None if that is not known."""
+
 _ANY_MODEL = ""
 _USUAL_COSTS = StepCosts()
 
 
 @dataclass(slots=True)
 class _Pool:
-    """The engines of one model. `open` has those with a free slot, the least loaded first."""
+    """The engines of one model. `open` has those with a free slot, the least loaded first;
+    `max_lens` the longest sequence that one with these features takes."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
     open: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
-    max_len: int = 0
+    max_lens: dict[Features, int] = field(default_factory=dict)
     step_s: float = 0.0  # of all members, summed up
+
+    def review(self) -> None:
+        """Members have come or gone, or have other features."""
+        self.max_lens.clear()
+        for load in self.members.values():
+            known = self.max_lens.get(load.features, 0)
+            self.max_lens[load.features] = max(known, load.max_len)
 
 
 class LoadIndex:
@@ -46,6 +57,7 @@ class LoadIndex:
         max_tokens: int,
         max_len: int | None = None,
         costs: StepCosts | None = None,
+        features: Features = None,
     ) -> None:
         """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
         engine that does not say what its steps cost is taken to be like others of its model."""
@@ -53,19 +65,25 @@ class LoadIndex:
         if costs is not None:
             self._costs[model] = costs
         costs = self._costs.get(model, _USUAL_COSTS)
-        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs)
+        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs, features)
         self._loads[load.id] = load
         self._step_s[load.id] = 0.0
         for name in (_ANY_MODEL, load.model):
             pool = self._pools.setdefault(name, _Pool())
             pool.members[load.id] = load
-            pool.max_len = max(pool.max_len, load.max_len)
+            pool.review()
         self.changed(load)
 
-    def set_costs(self, engine_id: int, costs: StepCosts) -> None:
-        """Take over what an engine says that its steps cost."""
+    def reported(
+        self, engine_id: int, costs: StepCosts | None = None, features: Features = None
+    ) -> None:
+        """Take over what an engine says that its steps cost, and that it can do."""
         load = self._loads[engine_id]
-        if load.costs != costs:
+        if features is not None and load.features != features:
+            load.features = features
+            for name in (_ANY_MODEL, load.model):
+                self._pools[name].review()
+        if costs is not None and load.costs != costs:
             self._costs[load.model] = costs
             load.set_costs(costs)
             self.changed(load)
@@ -79,7 +97,7 @@ class LoadIndex:
             pool = self._pools[name]
             del pool.members[engine_id]
             pool.open.discard(engine_id)
-            pool.max_len = max([other.max_len for other in pool.members.values()], default=0)
+            pool.review()
             pool.step_s = sum([other.step_s for other in pool.members.values()])
             if not pool.members:
                 del self._pools[name]
@@ -119,9 +137,6 @@ class LoadIndex:
         for pool in self._of(models):
             yield from pool.members.values()
 
-    def is_served(self, models: Models) -> bool:
-        return bool(self._of(models))
-
     def num_members(self, models: Models) -> int:
         return sum([len(pool.members) for pool in self._of(models)])
 
@@ -138,18 +153,41 @@ class LoadIndex:
         steps_s = sum([pool.step_s for pool in self._of(models)])
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
-    def takes_longest(self, load: EngineLoad, models: Models) -> bool:
-        """Whether no engine takes longer sequences than this one."""
-        return load.max_len >= max([pool.max_len for pool in self._of(models)], default=0)
+    def lacking(self, task: CompletionTask) -> frozenset[str]:
+        """What the task needs and none of its engines has, by the one that lacks least. Empty if
+        one may have it all, or there is none."""
+        known = [features for pool in self._of(task.models) for features in pool.max_lens]
+        lacking = [frozenset() if f is None else task.needs - f for f in known]
+        return min(lacking, key=len, default=frozenset())
+
+    def takes_longest(self, load: EngineLoad, task: CompletionTask) -> bool:
+        """Whether none of the engines that can do what the task needs takes longer sequences than
+        this one."""
+        return load.max_len >= max(self._able(task).values(), default=0)
 
     def takes(self, load: EngineLoad, task: CompletionTask) -> bool:
-        """Whether the task's prompt and output are within the engine's limit on sequences; if they
-        are beyond all limits, whether no engine has a larger one."""
-        return load.max_len >= task.wanted_len or self.takes_longest(load, task.models)
+        """Whether it can do what the task needs, and takes sequences as long as its prompt and
+        output; or no other can and does so."""
+        features = load.features
+        if features is not None and task.needs <= features and load.max_len >= task.wanted_len:
+            return True  # as nearly always
+        able = self._able(task)
+        longest = max(able.values(), default=0)
+        return features in able and load.max_len >= min(task.wanted_len, longest)
+
+    def _able(self, task: CompletionTask) -> dict[Features, int]:
+        """The longest sequences that are taken with each of the features that the task needs: known
+        ones, else unknown ones, else any."""
+        grades: list[dict[Features, int]] = [{}, {}, {}]
+        for pool in self._of(task.models):
+            for features, max_len in pool.max_lens.items():
+                grade = 1 if features is None else 0 if task.needs <= features else 2
+                grades[grade][features] = max(grades[grade].get(features, 0), max_len)
+        return grades[0] or grades[1] or grades[2]
 
     def least_loaded(self, task: CompletionTask, count: int) -> list[EngineLoad]:
-        """Up to `count` open engines for each of the task's models that take sequences as long as
-        it, the least loaded, in no particular order."""
+        """Up to `count` open engines for each of the task's models that take it, the least loaded,
+        in no particular order."""
         found: list[EngineLoad] = []
         for pool in self._of(task.models):
             wanted, num_open = count, len(pool.open)

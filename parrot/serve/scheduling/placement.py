@@ -212,7 +212,7 @@ class PredictedSeconds(Placer):
             # In turns: tasks come by length, and the longest must not all be on one engine.
             left, engine_id = heappop(plan)
             load = self._loads.get(engine_id)
-            if load is None or not load.is_open:
+            if load is None or not load.is_open or not self._loads.takes(load, task):
                 continue
             if self._growth_s(task, load, now, known) is not None:
                 if left < -1:

@@ -66,7 +66,8 @@ class Scheduler:
 
     def unserved(self) -> list[Models]:
         """The sets of models that queued tasks want and no engine has."""
-        return [m for m, queue in self._queues.items() if queue and not self.engines.is_served(m)]
+        engines = self.engines
+        return [m for m, queue in self._queues.items() if queue and not engines.num_members(m)]
 
     def add(self, task: CompletionTask) -> None:
         self._order.arrived(task)
@@ -244,7 +245,7 @@ class Scheduler:
         self._placer.placed(task, load)
         self._order.placed(task, load.id, work_s)
         self.decisions.append(_decision(task, place, now))
-        is_longest = self.engines.takes_longest(load, task.models)
+        is_longest = self.engines.takes_longest(load, task)
         return Placement(task, load.id, self._priority(task), is_longest)
 
     def _priority(self, task: CompletionTask) -> int:

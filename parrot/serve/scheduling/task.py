@@ -14,8 +14,9 @@ _NO_OBJECTIVE = Objective(PerformanceCriteria.LATENCY, depth=0, remaining_path_s
 class CompletionTask:
     """A prompt to be run, and how, of the completion that asked for it first.
 
-    `keys[i]` is the prefix key of the prompt that ends with segment i, and `lengths[i]` an estimate
-    of that segment's tokens. `expected_output`: tokens that the output is predicted to have."""
+    `needs`: what its engine must be able to do, see `Capabilities`. `keys[i]` is the prefix key of
+    the prompt that ends with segment i, and `lengths[i]` an estimate of that segment's tokens.
+    `expected_output`: tokens that the output is predicted to have."""
 
     completion: Completion
     segments: list[Segment]
@@ -27,6 +28,7 @@ class CompletionTask:
     num_passed: int = 0  # times the scheduler placed later tasks before it
     wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
     models: tuple[str, ...] = field(init=False)
+    needs: frozenset[str] = field(init=False)
     max_output: int = field(init=False)
     lengths: tuple[int, ...] = field(init=False)
     prompt_len: int = field(init=False)
@@ -38,6 +40,7 @@ class CompletionTask:
 
     def __post_init__(self) -> None:
         self.models = self.completion.options.models
+        self.needs = self.completion.sampling.needs()
         self.max_output = self.completion.sampling.max_gen_length
         self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
         self.prompt_len = sum(self.lengths)

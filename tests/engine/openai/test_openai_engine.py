@@ -395,7 +395,7 @@ async def test_a_vllm_server_gets_all_it_knows_and_no_defaults_of_its_own(
     assert fake.bodies[1].items() >= sent.items()
     info = service.engine_info()
     assert info.max_seq_len == 777
-    assert info.labels == {"server": "vllm"}
+    assert info.capabilities.server == "vllm"
     assert info.tokenizer_id is None
     assert service.tokenizer() is None
 

@@ -316,7 +316,7 @@ def report(bench: Bench, slowness: list[float]) -> None:
     costs = StepCosts().model_dump()
     for engine_id, factor in enumerate(slowness):
         own = {name: factor * cost for name, cost in costs.items()}
-        bench.scheduler.engines.set_costs(engine_id, StepCosts(**own))
+        bench.scheduler.engines.reported(engine_id, StepCosts(**own))
 
 
 def test_a_slow_engine_gets_less() -> None:

@@ -297,7 +297,7 @@ def test_models() -> None:
     assert nowhere not in placed
     assert bench.scheduler.unserved() == [("c",)]
     assert bench.scheduler.queued(("c",)) == [nowhere]
-    assert bench.scheduler.engines.is_served(("c", "a"))
+    assert bench.scheduler.engines.num_members(("c", "a"))
     bench.scheduler.remove(nowhere)
     assert bench.scheduler.unserved() == []
 

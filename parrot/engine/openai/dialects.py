@@ -1,0 +1,98 @@
+"""What servers of other makers understand beyond OpenAI's own fields, and what they can do.
+
+A server says who it is in the `owned_by` of its model list. An unknown one gets OpenAI's fields
+only; a sampling field that it cannot carry out is refused by name, never dropped."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_STANDARD = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "max_gen_length",
+        "stop_str",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "seed",
+        "logprobs",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`extras`: our sampling field -> the server's name of it. `neutral`: sent with each request,
+    since the server would otherwise put its own or the model's defaults in place of ours.
+    `is_serial`: the server has one request at a time; a second one cuts the first short, and who
+    leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
+    schema of `response_format`. `can`: of `FEATURES`, unless it tells otherwise; `kept_prompts`:
+    see `Capabilities`."""
+
+    name: str
+    extras: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    schema_on_completions: bool = False
+    schema_in_object: bool = False
+    is_serial: bool = False
+    can: frozenset[str] = frozenset()
+    kept_prompts: int | None = None
+
+    def features(self, is_chat: bool) -> frozenset[str]:
+        schema = {"json_schema"} if is_chat or self.schema_on_completions else set()
+        return _STANDARD | self.extras.keys() | schema | self.can
+
+
+OPENAI = Dialect("openai", can=frozenset({"cached_tokens"}))
+
+_EXTRAS = {
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "ignore_tokenizer_eos": "ignore_eos",
+    "stop_token_ids": "stop_token_ids",
+}
+_GUIDED = dict.fromkeys(("regex", "grammar", "choices"), "structured_outputs")
+_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_LLAMA_EXTRAS = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
+_LLAMA_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
+
+VLLM = Dialect(
+    "vllm",
+    {**_EXTRAS, **_GUIDED},
+    _NEUTRAL,
+    schema_on_completions=True,
+    can=frozenset({"cache_salt", "cached_tokens", "cancellation"}),
+)
+SGLANG = Dialect(
+    "sglang",
+    {**_EXTRAS, "regex": "regex", "choices": "regex"},
+    _NEUTRAL,
+    schema_on_completions=True,
+    can=frozenset({"cache_salt", "cached_tokens", "cancellation"}),
+)
+LLAMA_CPP = Dialect(
+    "llama.cpp",
+    {**_LLAMA_EXTRAS, "ignore_tokenizer_eos": "ignore_eos"},
+    _LLAMA_NEUTRAL,
+    can=frozenset({"cached_tokens", "cancellation"}),
+)
+LLAMA_CPP_PYTHON = Dialect(
+    "llama-cpp-python",
+    _LLAMA_EXTRAS,
+    _LLAMA_NEUTRAL,
+    schema_in_object=True,
+    is_serial=True,
+    can=frozenset({"cancellation"}),
+    kept_prompts=1,
+)
+
+DIALECTS = {d.name: d for d in (OPENAI, VLLM, SGLANG, LLAMA_CPP, LLAMA_CPP_PYTHON)}
+BY_OWNER: Mapping[str, Dialect] = {
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "llamacpp": LLAMA_CPP,
+    "me": LLAMA_CPP_PYTHON,
+}

@@ -1,0 +1,85 @@
+"""What a foreign server tells about itself on routes of its own."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from parrot.engine.openai.dialects import LLAMA_CPP, SGLANG, VLLM, Dialect
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.http import HttpClient
+
+PROBE_TIMEOUT_S = 5.0
+_MAX_METRICS = 2**22  # bytes
+_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is None or empty was not told. `can`, `cannot`: of `FEATURES`."""
+
+    version: str = ""
+    kept_tokens: int | None = None
+    kept_prompts: int | None = None
+    can: frozenset[str] = frozenset()
+    cannot: frozenset[str] = frozenset()
+
+
+async def ask_server(http: HttpClient, dialect: Dialect) -> Told:
+    """Ask the server at the root of its address. A route that it has not tells nothing."""
+    if dialect is VLLM:
+        version = await _json(http, "/version")
+        return _of_vllm(version, await _metrics(http))
+    if dialect is SGLANG:
+        info = await _json(http, "/server_info") or await _json(http, "/get_server_info")
+        return _of_sglang(info)
+    if dialect is LLAMA_CPP:
+        props = await _json(http, "/props")
+        slots = _count(props.get("total_slots"))
+        return Told(str(props.get("build_info", "")), kept_prompts=slots or None)
+    return Told()
+
+
+def _of_vllm(version: dict[str, Any], metrics: str) -> Told:
+    found = _CACHE_CONFIG.search(metrics)
+    cache = dict(_LABEL.findall(found[1])) if found else {}
+    kept = _count(cache.get("kv_cache_size_tokens"))
+    if kept is None:
+        num_blocks, size = _count(cache.get("num_gpu_blocks")), _count(cache.get("block_size"))
+        kept = num_blocks * size if num_blocks is not None and size is not None else None
+    if cache.get("enable_prefix_caching") == "False":
+        kept = 0
+    return Told(str(version.get("version", "")), kept)
+
+
+def _of_sglang(info: dict[str, Any]) -> Told:
+    """Priorities are for us only where low ones go first."""
+    kept = 0 if info.get("disable_radix_cache") else _count(info.get("max_total_num_tokens"))
+    by_priority = info.get("enable_priority_scheduling") is True
+    lowest_first = info.get("schedule_low_priority_values_first") is True
+    return Told(
+        str(info.get("version", "")),
+        kept,
+        can=frozenset({"priority"} if by_priority and lowest_first else ()),
+        cannot=frozenset({"cached_tokens"} if info.get("enable_cache_report") is False else ()),
+    )
+
+
+def _count(value: Any) -> int | None:
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
+
+
+async def _json(http: HttpClient, path: str) -> dict[str, Any]:
+    try:
+        answer = await http.request("GET", path, timeout_s=PROBE_TIMEOUT_S)
+    except ParrotError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+async def _metrics(http: HttpClient) -> str:
+    try:
+        return await http.text("/metrics", limit=_MAX_METRICS, timeout_s=PROBE_TIMEOUT_S)
+    except ParrotError:
+        return ""

@@ -1,0 +1,161 @@
+"""What the openai engine finds out about the server behind it, and what it makes of that."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.dialects import DIALECTS
+from parrot.engine.openai.service import OpenAIService
+from parrot.protocol.engine_api import (
+    FEATURES,
+    Capabilities,
+    FillPiece,
+    GenerateRequest,
+    RuntimeInfo,
+)
+from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.config import ConfigError, parse_config
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI
+
+Start = Callable[..., Any]
+CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"%s} 1.0\n'
+METRICS = "# HELP x y\nvllm:num_requests_running 0.0\n" + CACHE
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts a service in front of the fake; keywords are keys of the instance."""
+    async with AsyncExitStack() as stack:
+
+        async def start_service(fake: FakeOpenAI, **keys: Any) -> OpenAIService:
+            url = await stack.enter_async_context(serve_app(fake.app()))
+            config = {"model": "gpt-fake", "instance": {"base_url": f"{url}/v1", **keys}}
+            service = OpenAIService(OpenAIConfig.model_validate(config), environ={})
+            stack.push_async_callback(service.close)
+            await service.start()
+            return service
+
+        yield start_service
+
+
+def ask(priority: int = 0, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        context_id=1,
+        fills=[FillPiece(context_id=1, text="a")],
+        priority=priority,
+        cache_salt="acme",
+        sampling_config=SamplingConfig(**sampling),
+    )
+
+
+def told_by(owner: str, told: dict[str, Any]) -> FakeOpenAI:
+    return FakeOpenAI(owned_by=owner, told=told)
+
+
+@pytest.mark.parametrize(
+    ("fake", "server", "kept_tokens", "kept_prompts"),
+    [
+        (told_by("vllm", {"/version": {"version": "0.32.0"}}), "vllm 0.32.0", None, None),
+        (told_by("vllm", {"/metrics": METRICS % ""}), "vllm", 1600, None),
+        (
+            told_by("vllm", {"/metrics": METRICS % ',kv_cache_size_tokens="1500"'}),
+            "vllm",
+            1500,
+            None,
+        ),
+        (
+            told_by("vllm", {"/metrics": METRICS % ',enable_prefix_caching="False"'}),
+            "vllm",
+            0,
+            None,
+        ),
+        (told_by("vllm", {"/metrics": "x" * 5_000_000, "/version": [1]}), "vllm", None, None),
+        (
+            told_by("sglang", {"/server_info": {"version": "0.5", "max_total_num_tokens": 20480}}),
+            "sglang 0.5",
+            20480,
+            None,
+        ),
+        (told_by("sglang", {"/get_server_info": {"disable_radix_cache": True}}), "sglang", 0, None),
+        (
+            told_by("llamacpp", {"/props": {"build_info": "b8681", "total_slots": 4}}),
+            "llama.cpp b8681",
+            None,
+            4,
+        ),
+        (told_by("llamacpp", {"/props": {"total_slots": "many"}}), "llama.cpp", None, None),
+        (told_by("me", {}), "llama-cpp-python", None, 1),
+        (told_by("library", {"/version": {"version": "1"}}), "openai", None, None),
+    ],
+)
+async def test_what_servers_tell(
+    start: Start,
+    fake: FakeOpenAI,
+    server: str,
+    kept_tokens: int | None,
+    kept_prompts: int | None,
+) -> None:
+    service = await start(fake)
+    found = service.engine_info().capabilities
+    assert (found.server, found.kept_tokens) == (server, kept_tokens)
+    assert found.kept_prompts == kept_prompts
+    assert service.runtime_info().capabilities == found
+
+
+async def test_sglang_gets_priorities_only_where_low_ones_go_first(start: Start) -> None:
+    for lowest_first in (True, False):
+        info = {"enable_priority_scheduling": True}
+        info["schedule_low_priority_values_first"] = lowest_first
+        fake = told_by("sglang", {"/server_info": info})
+        service = await start(fake)
+        await service.generate(ask(priority=-3))
+        assert fake.bodies[0].get("priority") == (-3 if lowest_first else None)
+        assert len(fake.bodies[0]["cache_salt"]) == 64
+
+
+async def test_the_configuration_goes_before_what_is_told(start: Start) -> None:
+    fake = told_by("a proxy", {"/metrics": METRICS % ""})
+    features = {"priority": True, "cache_salt": False, "regex": False, "n": True}
+    service = await start(fake, server="vllm", features=features, kept_tokens=7, kept_prompts=2)
+    found = service.engine_info().capabilities
+    assert found == Capabilities(
+        server="vllm",
+        features=(DIALECTS["vllm"].features(False) | {"priority", "n"}) - {"cache_salt", "regex"},
+        kept_tokens=7,
+        kept_prompts=2,
+    )
+    await service.generate(ask(priority=5))
+    assert fake.bodies[0]["priority"] == 5
+    assert "cache_salt" not in fake.bodies[0]
+    with pytest.raises(UnsupportedField, match="regex"):
+        await service.generate(ask(regex="a"))
+
+
+async def test_a_server_that_is_away_is_known_later(start: Start) -> None:
+    """And is asked again when its answer matters."""
+    fake = FakeOpenAI(owned_by="vllm", models_status=503)
+    service = await start(fake)
+    assert service.engine_info().capabilities == Capabilities()
+    fake.models_status = 200
+    await service.generate(ask(top_k=3))
+    found = service.runtime_info().capabilities
+    assert found is not None
+    assert found.server == "vllm"
+
+
+def test_a_feature_that_does_not_exist_is_refused() -> None:
+    payload = {"model": "m", "instance": {"features": {"regexp": True}}}
+    with pytest.raises(ConfigError, match="no feature `regexp`"):
+        parse_config(OpenAIConfig, payload, "test")
+
+
+def test_capabilities_cross_the_wire() -> None:
+    record = Capabilities(server="x", features=FEATURES, kept_prompts=3)
+    wire = json.loads(RuntimeInfo(capabilities=record).model_dump_json())
+    assert RuntimeInfo.model_validate(wire).capabilities == record
