@@ -14,8 +14,8 @@ from starlette.routing import Route
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
 from parrot.protocol.public import EmptyResponse, ErrorResponse
 from parrot.protocol.server import (
+    EventStream,
     bearer_token,
-    event_stream,
     json_response,
     parse_payload,
     read_json,
@@ -137,7 +137,7 @@ class Endpoint:
         if isinstance(result, bytes):
             return Response(result, media_type=self.media_type)
         assert isinstance(result, AsyncIterator), result
-        return event_stream(result)
+        return EventStream(result)
 
 
 _ERRORS = {

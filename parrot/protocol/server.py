@@ -4,16 +4,21 @@ Only server processes import this module; it needs FastAPI."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
-from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ValidationError
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.protocol.errors import (
     AuthenticationFailed,
@@ -30,10 +35,12 @@ from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.errors import ErrorBoundary
 from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
 from parrot.utils.ids import tokens_equal
+from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
+_KEEP_ALIVE = b": keep-alive\n\n"
 _JSON = "application/json"
 _MAX_FIELDS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
@@ -165,53 +172,82 @@ async def _disconnected(request: Request) -> None:
 
 
 Event = tuple[str | None, BaseModel | Mapping[str, Any] | str]
-"""The name of a server-sent event, if it has one, and its data: JSON, or a text as it is."""
+"""The name of a server-sent event, if it has one, and its data: JSON, or a line as it is."""
+
+Events = Event | list[Event]
+"""What is sent at once."""
 
 
-def event_stream(events: AsyncIterator[Event]) -> StreamingResponse:
-    """An SSE response with keep-alive comments while idle. An exception of the iterator becomes a
-    final `error` event: the stream never just stops."""
-    return StreamingResponse(
-        _encode_events(events), media_type="text/event-stream", headers=_STREAM_HEADERS
-    )
+class EventStream(Response):
+    """Server-sent events, with keep-alive comments while there are none. An exception of the
+    iterator becomes a final `error` event: the stream never just stops. A client that leaves
+    cancels the iterator."""
 
+    media_type = "text/event-stream"
 
-async def _encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    iterator = aiter(events)
-    next_event = asyncio.ensure_future(anext(iterator))
-    try:
+    def __init__(self, events: AsyncIterator[Events]) -> None:
+        self.background = None
+        self.status_code = 200
+        self.init_headers(_STREAM_HEADERS)
+        self._events = events
+        self._sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(Cancelled):
+            await run_until_disconnect(Request(scope, receive), self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        loop, tasks = asyncio.get_running_loop(), TaskSet()
+        self._sent_at = loop.time()
+        idle = loop.call_later(  # most streams are over before
+            KEEP_ALIVE_S, lambda: tasks.spawn(self._keep_alive(send), name="keep-alive")
+        )
+        try:
+            async with aclosing(_encoded(self._events)) as chunks:
+                async for chunk in chunks:
+                    self._sent_at = loop.time()
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            idle.cancel()
+            await tasks.close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            done, _ = await asyncio.wait((next_event,), timeout=KEEP_ALIVE_S)
-            if not done:
-                yield format_sse_event(comment="keep-alive")
+            due = self._sent_at + KEEP_ALIVE_S - loop.time()
+            if due > 0:
+                await asyncio.sleep(due)
                 continue
-            try:
-                name, payload = next_event.result()
-            except StopAsyncIteration:
-                return
-            except ParrotError as error:
-                yield _error_event(error)
-                return
-            except Exception:
-                logger.exception("a stream failed")
-                yield _error_event(InternalError("internal error"))
-                return
-            next_event = asyncio.ensure_future(anext(iterator))
-            yield format_sse_event(event=name, data_str=_event_data(payload))
+            self._sent_at = loop.time()
+            await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+
+
+async def _encoded(events: AsyncIterator[Events]) -> AsyncGenerator[bytes]:
+    try:
+        async for given in events:
+            if isinstance(given, tuple):
+                yield _event_bytes(*given)
+            elif given:
+                yield b"".join([_event_bytes(*event) for event in given])
+    except ParrotError as error:
+        yield _event_bytes("error", error.to_payload())
+    except Exception:
+        logger.exception("a stream failed")
+        yield _event_bytes("error", InternalError("internal error").to_payload())
     finally:
-        if not next_event.done():
-            next_event.cancel()
-            with suppress(asyncio.CancelledError, StopAsyncIteration, ParrotError):
-                await next_event
-        if (aclose := getattr(iterator, "aclose", None)) is not None:
+        if (aclose := getattr(events, "aclose", None)) is not None:
             await aclose()
 
 
-def _event_data(payload: BaseModel | Mapping[str, Any] | str) -> str:
+def _event_bytes(name: str | None, payload: BaseModel | Mapping[str, Any] | str) -> bytes:
+    """JSON has no line breaks, so each event is one line of data."""
     if isinstance(payload, BaseModel):
-        return payload.model_dump_json()
-    return payload if isinstance(payload, str) else orjson.dumps(payload).decode()
-
-
-def _error_event(error: ParrotError) -> bytes:
-    return format_sse_event(event="error", data_str=orjson.dumps(error.to_payload()).decode())
+        data = payload.model_dump_json().encode()
+    else:
+        data = payload.encode() if isinstance(payload, str) else orjson.dumps(payload)
+    if name is None:
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

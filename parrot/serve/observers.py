@@ -91,6 +91,9 @@ class Observers:
         self._observers = list(observers)
         self._read_ids = IdCounter()
 
+    def __len__(self) -> int:
+        return len(self._observers)
+
     def tell(self, report: Callable[[Observer], None]) -> None:
         for observer in tuple(self._observers):
             try:

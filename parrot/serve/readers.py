@@ -59,6 +59,10 @@ class Reads:
         deltas = variable.stream()
         with self._open(session, options) as read:
             read.want(variable, as_stream=True)
+            if read.end is None:
+                async for text in deltas:
+                    yield text
+                return
             while True:
                 async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
                     delta = await anext(deltas, None)

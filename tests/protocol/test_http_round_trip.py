@@ -5,6 +5,7 @@ import io
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import count
+from typing import Any
 
 import aiohttp
 import orjson
@@ -82,10 +83,10 @@ def make_app(probe: Probe) -> FastAPI:
         return await server.run_until_disconnect(request, probe.work())
 
     async def events(request: Request) -> Response:
-        return server.event_stream(generate(request.path_params["end"]))
+        return server.EventStream(generate(request.path_params["end"]))
 
     async def endless(request: Request) -> Response:
-        return server.event_stream(probe.numbers())
+        return server.EventStream(probe.numbers())
 
     app.router.routes += [
         Endpoint("GET", "/typed/{session_id}", typed).route(),
@@ -279,7 +280,19 @@ async def test_idle_streams_are_kept_alive(
         await asyncio.sleep(0.2)
         yield "done", Item(name="a")
 
-    body = server.event_stream(slow_events()).body_iterator
-    frames = [frame async for frame in body]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await server.EventStream(slow_events())({"type": "http"}, receive, send)
+    start, *body = sent
+    frames = [message["body"] for message in body]
+    assert start["type"] == "http.response.start"
+    assert [message["more_body"] for message in body] == [True] * (len(body) - 1) + [False]
+    assert 2 <= frames.count(b": keep-alive\n\n") <= 4
     assert frames[0] == b": keep-alive\n\n"
-    assert frames[-1] == b'event: done\ndata: {"name":"a","count":0}\n\n'
+    assert frames[-2:] == [b'event: done\ndata: {"name":"a","count":0}\n\n', b""]

@@ -61,7 +61,14 @@ class ObservedReads(Reads):
         with self._observers.reading(session, options, [variable.id]):
             return await super().value(session, variable, options)
 
-    async def stream(
+    def stream(
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
+    ) -> AsyncGenerator[str]:
+        if not self._observers:
+            return super().stream(session, variable, options)
+        return self._observed_stream(session, variable, options)
+
+    async def _observed_stream(
         self, session: Session, variable: SemanticVariable, options: ReadOptions
     ) -> AsyncGenerator[str]:
         with self._observers.reading(session, options, [variable.id], is_stream=True):

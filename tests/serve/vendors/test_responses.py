@@ -142,7 +142,7 @@ async def test_the_events_of_a_stream(site: Site) -> None:
     assert events[0]["response"]["status"] == "in_progress"
     assert events[0]["response"]["output"] == []
     deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
-    assert len(deltas) == 3
+    assert 1 <= len(deltas) <= 3  # those that come at once may be one
     assert "".join(deltas) == "Paris."
     (ids,) = {(e["item_id"], e["output_index"]) for e in events if "item_id" in e}
     response = events[-1]["response"]

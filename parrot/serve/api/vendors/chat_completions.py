@@ -9,7 +9,7 @@ import orjson
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
-from parrot.protocol.server import Event
+from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_chat import (
@@ -55,7 +55,7 @@ class ChatCompletions:
 
     def create(
         self, request: ChatRequest, caller: Caller
-    ) -> Awaitable[bytes] | AsyncGenerator[Event]:
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
         max_tokens = request.max_completion_tokens or request.max_tokens
         turn = self._turns.submit(
             TurnRequest(
@@ -115,7 +115,9 @@ class ChatCompletions:
             frame | {"object": "chat.completion", "choices": choices, "usage": usage}
         )
 
-    async def _chunks(self, turn: Turn, frame: Json, request: ChatRequest) -> AsyncGenerator[Event]:
+    async def _chunks(
+        self, turn: Turn, frame: Json, request: ChatRequest
+    ) -> AsyncGenerator[Events]:
         wants_usage = request.stream_options is not None and request.stream_options.include_usage
         frame = frame | {"object": "chat.completion.chunk"}
         if wants_usage:
@@ -125,29 +127,29 @@ class ChatCompletions:
         streams = [_Stream(frame, i, turn.parser(may_call_many=may_call_many)) for i in choices]
         logprobs = [AnswerLogprobs(turn, i) for i in choices]
         ended: list[VarGetResponse] = []
+        last: list[Event] = []
         try:
             async with aclosing(stream_all([turn])) as deltas:
                 async for i, delta in deltas:
                     if isinstance(delta, str):
-                        chunks = streams[i].feed(
-                            delta, await entries_of(await logprobs[i].take(delta))
-                        )
-                    else:
-                        ended.append(delta)
-                        chunks = streams[i].finish(
-                            delta, await entries_of(await logprobs[i].rest())
-                        )
-                    for chunk in chunks:
-                        yield None, chunk
-                    if isinstance(delta, VarGetResponse):
-                        self._turns.remember(turn, i, streams[i].answer.message())
+                        for text, scored in await logprobs[i].pieces(delta):
+                            chunks = streams[i].feed(text, await entries_of(scored))
+                            yield [(None, chunk) for chunk in chunks]
+                        continue
+                    ended.append(delta)
+                    chunks = streams[i].finish(delta, await entries_of(await logprobs[i].rest()))
+                    last = [(None, chunk) for chunk in chunks]
+                    self._turns.remember(turn, i, streams[i].answer.message())
+                    if len(ended) < len(streams):
+                        yield last
             if wants_usage:
-                yield None, frame | {"choices": [], "usage": usage_of(ended, len(ended))}
+                usage = usage_of(ended, len(ended))
+                last.append((None, frame | {"choices": [], "usage": usage}))
+            yield [*last, (None, "[DONE]")]
         except ParrotError as error:
             if not any(stream.has_begun for stream in streams):
                 raise
-            yield None, openai_error(error)[1]
-        yield None, "[DONE]"
+            yield [(None, openai_error(error)[1]), (None, "[DONE]")]
 
 
 class _Stream:

@@ -25,6 +25,17 @@ async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:
 async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]]:
     """The index of an answer with some more of its text, or with all of it at its end. Raises the
     first error. What is not done when this ends is cancelled."""
+    choices = _choices(turns)
+    if len(choices) == 1:
+        ((turn, choice),) = choices
+        try:
+            async with aclosing(turn.stream(choice)) as stream:
+                async for text in stream:
+                    yield 0, text
+            yield 0, turn.ended(choice)
+        finally:
+            turn.cancel()
+        return
     deltas: asyncio.Queue[tuple[int, str | VarGetResponse | ParrotError]] = asyncio.Queue(
         _MAX_AHEAD
     )
@@ -38,7 +49,7 @@ async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]
         except ParrotError as error:
             await deltas.put((index, error))
 
-    reads = [asyncio.ensure_future(read(i, *choice)) for i, choice in enumerate(_choices(turns))]
+    reads = [asyncio.ensure_future(read(i, *choice)) for i, choice in enumerate(choices)]
     num_open = len(reads)
     try:
         while num_open:

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.public import MAX_TEXT, VarGetResponse
-from parrot.protocol.server import Event
+from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import (
@@ -92,7 +92,7 @@ class Completions:
 
     def create(
         self, request: CompletionRequest, caller: Caller
-    ) -> Awaitable[bytes] | AsyncGenerator[Event]:
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
         prompts = _prompts(request)
         texts: list[TokenPrompt] = [(prompt, None) for prompt in prompts if isinstance(prompt, str)]
         if len(texts) == len(prompts):
@@ -113,7 +113,7 @@ class Completions:
 
     async def _chunks_behind(
         self, request: CompletionRequest, caller: Caller, prompts: Sequence[Sequence[int]]
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[Events]:
         found = [await self._turns.prompt_of(request.model, ids) for ids in prompts]
         async with aclosing(self._submit(request, caller, found).chunks()) as chunks:
             async for chunk in chunks:
@@ -196,8 +196,9 @@ class _Answers:
             return made
         return sorted(made, key=lambda i: -_mean_logprob(turn, i))[: self._num_choices]
 
-    async def chunks(self) -> AsyncGenerator[Event]:
-        options = self._request.stream_options
+    async def chunks(self) -> AsyncGenerator[Events]:
+        options, frame = self._request.stream_options, self._frame
+        last: list[Event] = []
         answers: dict[int, VarGetResponse] = {}
         begun: set[int] = set()
         num_choices = len(self._turns) * self._num_choices
@@ -210,22 +211,23 @@ class _Answers:
                     begun.add(i)
                     if isinstance(delta, VarGetResponse):
                         answers[i] = delta
-                        scored = await taken[i].rest()
+                        scored = await taken[i].rest() if self._is_scored else []
                         text, finish_reason = echo, delta.finish_reason
                     else:
-                        scored = await taken[i].take(delta)
+                        scored = await taken[i].take(delta) if self._is_scored else []
                         text, finish_reason = echo + delta, None
-                    part = await logprobs[i].part(scored) if self._is_scored and scored else None
-                    choice = _choice(i, text, part, finish_reason)
-                    yield None, self._frame | {"choices": [choice]}
+                    part = await logprobs[i].part(scored) if scored else None
+                    last = [(None, frame | {"choices": [_choice(i, text, part, finish_reason)]})]
+                    if len(answers) < num_choices:
+                        yield last
             if options is not None and options.include_usage:
                 usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
-                yield None, self._frame | {"choices": [], "usage": usage}
+                last.append((None, frame | {"choices": [], "usage": usage}))
+            yield [*last, (None, "[DONE]")]
         except ParrotError as error:
             if not begun:
                 raise
-            yield None, openai_error(error)[1]
-        yield None, "[DONE]"
+            yield [(None, openai_error(error)[1]), (None, "[DONE]")]
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._num_choices]

@@ -18,9 +18,9 @@ from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.protocol.gate.answer import ERROR_HEADERS
 from parrot.protocol.server import (
-    Event,
+    Events,
+    EventStream,
     bearer_token,
-    event_stream,
     read_json,
     run_until_disconnect,
 )
@@ -126,7 +126,7 @@ class VendorEndpoint(Endpoint):
             response = self._response(await run_until_disconnect(request, result))
         elif isinstance(result, AsyncGenerator):
             first = await run_until_disconnect(request, _begin(result))
-            response = event_stream(self._events(first, result, request_id))
+            response = EventStream(self._events(first, result, request_id))
         else:
             response = self._response(result)
         response.headers.update(caller.headers)
@@ -142,8 +142,8 @@ class VendorEndpoint(Endpoint):
         return fields
 
     async def _events(
-        self, first: asyncio.Future[Event | None], events: AsyncGenerator[Event], request_id: str
-    ) -> AsyncGenerator[Event]:
+        self, first: asyncio.Future[Events | None], events: AsyncGenerator[Events], request_id: str
+    ) -> AsyncGenerator[Events]:
         async with aclosing(events):
             try:
                 if (event := await first) is not None:
@@ -180,8 +180,8 @@ def _program(request: Request) -> str | None:
     return next((name[:_MAX_NAME] for name in names if name), None)
 
 
-async def _begin(events: AsyncGenerator[Event]) -> asyncio.Future[Event | None]:
-    """The first event, which is there, or has taken a while; None if there is none."""
+async def _begin(events: AsyncGenerator[Events]) -> asyncio.Future[Events | None]:
+    """The first events, which are there, or have taken a while; None if there are none."""
     first = asyncio.ensure_future(anext(events, None))
     try:
         await asyncio.wait((first,), timeout=_FIRST_EVENT_S)

@@ -9,7 +9,7 @@ import orjson
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import TokenUsage, VarGetResponse
-from parrot.protocol.server import Event
+from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.anthropic_fields import (
     CountRequest,
@@ -57,7 +57,7 @@ class Messages:
 
     def create(
         self, request: MessagesRequest, caller: Caller
-    ) -> Awaitable[bytes] | AsyncGenerator[Event]:
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
         user = None if request.metadata is None else request.metadata.user_id
         turn = self._turns.submit(
             TurnRequest(
@@ -110,25 +110,23 @@ class Messages:
 
     async def _events(
         self, turn: Turn, parser: AnswerParser, frame: Json, request_id: str
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[Events]:
         stream = _Stream(parser)
+        begin = [_event("message_start", message=frame | _BEGUN | {"usage": _usage(None)})]
         has_begun = False
         try:
             async with aclosing(stream_all([turn])) as deltas:
                 async for _, delta in deltas:
-                    if not has_begun:
-                        has_begun = True
-                        message = frame | _BEGUN | {"usage": _usage(None)}
-                        yield _event("message_start", message=message)
-                    for event in stream.add(delta):
-                        yield event
+                    events = [*([] if has_begun else begin), *stream.add(delta)]
+                    has_begun = True
+                    if isinstance(delta, str):
+                        yield events
             self._turns.remember(turn, 0, stream.answer.message())
+            yield [*events, _event("message_stop")]
         except ParrotError as error:
             if not has_begun:
                 raise
             yield "error", anthropic_error(error, request_id)[1]
-            return
-        yield _event("message_stop")
 
 
 class _Stream:

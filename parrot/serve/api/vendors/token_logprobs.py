@@ -45,6 +45,25 @@ class AnswerLogprobs:
         self._num_taken += len(taken)
         return taken
 
+    async def pieces(self, text: str) -> list[tuple[str, list[Scored]]]:
+        """Some more of the text, cut where its tokens end, and the tokens that end there: what a
+        token is a part of may change in the middle of the text. One piece if none are wanted."""
+        at = self._num_bytes - self._num_shown  # where the next token begins
+        scored = await self.take(text)
+        if len(scored) < 2:
+            return [(text, scored)]
+        data, start = text.encode(), 0
+        pieces: list[tuple[str, list[Scored]]] = [("", [])]
+        for one in scored:
+            at += len(one.token)
+            pieces[-1][1].append(one)
+            if start < at < len(data) and data[at] & 0xC0 != 0x80:  # a character begins
+                pieces[-1] = (data[start:at].decode(), pieces[-1][1])
+                pieces.append(("", []))
+                start = at
+        pieces[-1] = (data[start:].decode(), pieces[-1][1])
+        return pieces
+
     async def rest(self) -> list[Scored]:
         """Those that have not been taken, of an answer that has ended."""
         found = self._turn.logprobs(self._choice)

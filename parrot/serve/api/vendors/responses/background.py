@@ -8,8 +8,7 @@ from contextlib import aclosing
 import orjson
 
 from parrot.protocol.errors import Cancelled, ParrotError
-from parrot.protocol.public import VarGetResponse
-from parrot.protocol.server import Event
+from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import stream_all
 from parrot.serve.api.vendors.openai_common import Json
 from parrot.serve.api.vendors.responses.writer import Ended, Likelihoods, Part, ResponseWriter
@@ -31,13 +30,18 @@ async def answer_parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]
             if not has_begun:
                 has_begun = True
                 yield TextDelta("")
-            scored = await (logprobs.take(delta) if isinstance(delta, str) else logprobs.rest())
-            if scored:
-                yield Likelihoods(await entries_of(scored))
-            for event in parser.feed(delta) if isinstance(delta, str) else parser.finish():
+            if isinstance(delta, str):
+                for text, scored in await logprobs.pieces(delta):
+                    if scored:
+                        yield Likelihoods(await entries_of(scored))
+                    for event in parser.feed(text):
+                        yield event
+                continue
+            if rest := await logprobs.rest():
+                yield Likelihoods(await entries_of(rest))
+            for event in parser.finish():
                 yield event
-            if isinstance(delta, VarGetResponse):
-                yield Ended(delta, int(time.time()))
+            yield Ended(delta, int(time.time()))
 
 
 async def likelihoods(turn: Turn) -> Likelihoods:
@@ -90,15 +94,13 @@ class Background:
         if turn is not None:
             turn.cancel()
 
-    async def events(self, after: int = -1) -> AsyncGenerator[Event]:
+    async def events(self, after: int = -1) -> AsyncGenerator[Events]:
         """All events whose numbers are larger than `after`, until it has ended."""
         writer = ResponseWriter(self._frame)
         num_written = 0
         events = list(writer.begin())
         while True:
-            for event in events:
-                if event["sequence_number"] > after:
-                    yield event["type"], event
+            yield [(e["type"], e) for e in events if e["sequence_number"] > after]
             if num_written % _MAX_SKIPPED == 0:
                 await asyncio.sleep(0)
             while num_written == len(self._parts):

@@ -13,7 +13,7 @@ from parrot.protocol.errors import (
     ParrotError,
     UnsupportedField,
 )
-from parrot.protocol.server import Event
+from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import read_all
 from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import Json, chained, program_of
@@ -53,7 +53,7 @@ class Responses:
 
     def create(
         self, request: ResponseRequest, caller: Caller
-    ) -> bytes | Awaitable[bytes] | AsyncGenerator[Event]:
+    ) -> bytes | Awaitable[bytes] | AsyncGenerator[Events]:
         request.require_support()
         record = self._record(request, caller.tenant)
         sampling = request.sampling()
@@ -99,7 +99,7 @@ class Responses:
 
     def retrieve(
         self, request: RetrieveRequest, response_id: str, caller: Caller
-    ) -> bytes | AsyncGenerator[Event]:
+    ) -> bytes | AsyncGenerator[Events]:
         record = self._store.find(response_id, caller.tenant)
         if request.stream:
             after = -1 if request.starting_after is None else request.starting_after
@@ -188,7 +188,7 @@ class Responses:
 
     async def _events(
         self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[Events]:
         has_begun = False
         try:
             async with aclosing(answer_parts(turn, parser)) as parts:
@@ -198,15 +198,13 @@ class Responses:
                     events += writer.write(part)
                     if isinstance(part, Ended):  # before the client knows, and continues it
                         self._end(turn, writer, record)
-                    for event in events:
-                        yield event["type"], event
+                    yield [(event["type"], event) for event in events]
         except ParrotError as error:
             if not has_begun:
                 raise
             events = list(writer.write(error))
             self._keep(writer, record)
-            for event in events:
-                yield event["type"], event
+            yield [(event["type"], event) for event in events]
 
     async def _work(
         self, job: Background, turn: Turn, parser: AnswerParser, record: Record
