@@ -28,6 +28,8 @@ from parrot.protocol.engine_api import (
     GenerateRequest,
     GenerateResponse,
     PingResponse,
+    ScoreRequest,
+    ScoreResponse,
     TokenizerResponse,
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
@@ -70,6 +72,7 @@ def create_app(
     endpoints = [
         *_verbs(service, reorder, metrics, tracer or own),
         *_streams(service, reorder, metrics, tracer or own),
+        *_readings(service),
         *_facts(service, incarnation, metrics),
     ]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
@@ -99,9 +102,6 @@ def _verbs(
             answered(response)
             return response
 
-    async def embed(request: EmbedRequest) -> EmbedResponse:
-        return await service.embed(request)
-
     async def free_context(request: FreeContextRequest) -> FreeContextResponse:
         ids = [*request.context_ids]
         if request.context_id is not None:
@@ -112,7 +112,6 @@ def _verbs(
     return [
         Endpoint("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
         Endpoint("POST", "/generate", generate, "Add to contexts, and generate", errors=_ERRORS),
-        Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
         Endpoint("POST", "/free_context", free_context, "Drop contexts", errors=(401, 404, 413)),
     ]
 
@@ -150,6 +149,23 @@ def _streams(
     return [
         Endpoint("POST", path, verb, about, errors=_ERRORS, media_type="text/event-stream")
         for path, verb, about in verbs
+    ]
+
+
+def _readings(service: EngineService) -> list[Endpoint]:
+    async def embed(request: EmbedRequest) -> EmbedResponse:
+        response = await service.read(request)
+        assert isinstance(response, EmbedResponse), response
+        return response
+
+    async def score(request: ScoreRequest) -> ScoreResponse:
+        response = await service.read(request)
+        assert isinstance(response, ScoreResponse), response
+        return response
+
+    return [
+        Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
+        Endpoint("POST", "/score", score, "How likely a text's tokens are", errors=_ERRORS),
     ]
 
 

@@ -29,6 +29,8 @@ from parrot.protocol.engine_api import (
     JobRequest,
     PoolingKind,
     RuntimeInfo,
+    ScoreRequest,
+    ScoreResponse,
     StreamChunk,
     TokenizerResponse,
 )
@@ -49,7 +51,7 @@ _WARM_UP_TOKENS = 16
 class RunnerService:
     """See `EngineService`. The model may be loaded while the driver starts; `warm_up` then runs a
     few tokens through it, so that the first request is not slower than the rest. `pooling`: how it
-    makes embeddings; None if it makes none."""
+    makes embeddings; None if there is no model for them, nor for scores."""
 
     def __init__(
         self,
@@ -94,13 +96,25 @@ class RunnerService:
         assert isinstance(response, FillResponse), response
         return response
 
-    async def embed(self, request: EmbedRequest) -> EmbedResponse:
+    async def read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
         self._require_ready()
         if self._pooling is None:
             kind = self._config.engine_type
-            raise UnsupportedField(f"an engine of type {kind} makes no embeddings", param="model")
+            text = f"an engine of type {kind} makes no embeddings, and scores no prompts"
+            raise UnsupportedField(text, param="model")
+        wanted = self._wanted(request, self._inputs(request.inputs))
+        if isinstance(request, ScoreRequest):
+            wanted = replace(wanted, num_scored=request.num_top)
+        else:
+            wanted = replace(wanted, pooling=self._pooling)
+        response = await self._answer(wanted)
+        assert isinstance(response, EmbedResponse | ScoreResponse), response
+        return response
+
+    def _inputs(self, inputs: Sequence[list[int] | str]) -> tuple[Piece, ...]:
+        """A piece on a temporary context for each."""
         pieces = []
-        for index, given in enumerate(request.inputs):
+        for index, given in enumerate(inputs):
             fill = FillPiece.model_construct(
                 context_id=_WARM_UP_CONTEXT - 1 - self._temporary_ids.next(),
                 token_ids=given if isinstance(given, list) else None,
@@ -108,10 +122,7 @@ class RunnerService:
             )
             pieces.append(self._piece(fill))
             self._check_length(pieces[-1], index)
-        wanted = replace(self._wanted(request, tuple(pieces)), pooling=self._pooling)
-        response = await self._answer(wanted)
-        assert isinstance(response, EmbedResponse), response
-        return response
+        return tuple(pieces)
 
     def _check_length(self, piece: Piece, index: int) -> None:
         length, limit = len(piece.token_ids), self._require_core().max_context_len

@@ -13,6 +13,7 @@ from parrot.protocol.engine_api import (
     GenerateRequest,
     GenerateResponse,
     RuntimeInfo,
+    ScoreResponse,
     StreamChunk,
     TokenizerResponse,
 )
@@ -28,8 +29,8 @@ class ServiceState(StrEnum):
 class EngineService(Protocol):
     """Used from one event loop. Every refusal or failure of a request is a `ParrotError`.
 
-    Cancelling `fill`, `generate` or `embed`, or closing the iterator of `generate_stream`, aborts
-    the job within one engine step and leaves its context as far as it got."""
+    Cancelling a verb, or closing the iterator of `generate_stream`, aborts the job within one
+    engine step and leaves its context as far as it got."""
 
     async def start(self) -> None:
         """Load the model and warm up. Called once, before anything else; may take minutes."""
@@ -59,8 +60,9 @@ class EngineService(Protocol):
         outputs whole."""
         ...
 
-    async def embed(self, request: EmbedRequest) -> EmbedResponse:
-        """Raises `UnsupportedField` if this engine makes no embeddings."""
+    async def read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
+        """Embed texts; or score them, for a `ScoreRequest`. Raises `UnsupportedField` if this
+        engine does not."""
         ...
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:

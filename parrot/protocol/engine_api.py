@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from parrot.protocol.gate.names import is_host
-from parrot.protocol.sampling import SamplingConfig, WireLogprobs
+from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
 
 NO_PARENT = -1
 MAX_CONTEXT_ID = 2**53  # exact in every JSON reader
@@ -187,6 +187,21 @@ class EmbedResponse(InternalPayload):
     prompt_tokens: int = Field(0, description="of all inputs")
 
 
+class ScoreRequest(EmbedRequest):
+    """Ask how likely the tokens of each input are, each behind those before it, and for `num_top`
+    of the most likely ones in its place. Nothing of it is kept."""
+
+    num_top: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+
+class ScoreResponse(InternalPayload):
+    """`logprobs`: a row for each token of an input, in the order of the inputs. Nothing is before
+    an input's first token: its row has the number 0, and no likely ones."""
+
+    logprobs: list[WireLogprobs]
+    prompt_tokens: int = Field(0, description="of all inputs")
+
+
 class StreamChunk(InternalPayload):
     """An SSE event named `chunk` of /generate_stream. The last events are `done` with a
     GenerateResponse, or `error` with an error payload."""
@@ -219,9 +234,7 @@ class FreeContextRequest(InternalPayload):
 
 
 class FreeContextResponse(InternalPayload):
-    context_len: int = Field(
-        description="tokens of the freed contexts, summed; unknown ids count 0"
-    )
+    context_len: int = Field(description="tokens of the freed contexts; unknown ids count 0")
 
 
 class StepCosts(InternalPayload):
@@ -283,12 +296,8 @@ class Capabilities(InternalPayload):
         description="fields of the sampling config that it carries out, `cache_salt`, "
         "`cached_tokens`, `cancellation`, `priority`; null: not known",
     )
-    kept_tokens: int | None = Field(
-        None, ge=0, description="tokens of KV that the server keeps; null: not known"
-    )
-    kept_prompts: int | None = Field(
-        None, ge=1, description="prompts of which the server keeps the KV; null: any number"
-    )
+    kept_tokens: int | None = Field(None, ge=0, description="of KV, by the server; null: not known")
+    kept_prompts: int | None = Field(None, ge=1, description="with KV, at once; null: any number")
 
 
 class RuntimeInfo(InternalPayload):

@@ -14,6 +14,8 @@ from parrot.protocol.engine_api import (
     GenerateResponse,
     PingResponse,
     RuntimeInfo,
+    ScoreRequest,
+    ScoreResponse,
     StreamChunk,
     TokenizerResponse,
 )
@@ -67,6 +69,11 @@ class EngineClient:
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
         return EmbedResponse.model_validate(
             await self._http.request("POST", "/embed", body=dict(request), timeout_s=None)
+        )
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        return ScoreResponse.model_validate(
+            await self._http.request("POST", "/score", body=dict(request), timeout_s=None)
         )
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:

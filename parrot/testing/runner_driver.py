@@ -9,6 +9,7 @@ from parrot.engine.core.plan import (
     PoolSpec,
     Runner,
     SampleSpec,
+    ScoreSpec,
     SequenceStep,
     StepPlan,
     StepResult,
@@ -68,10 +69,10 @@ class Driver:
         self,
         work: Sequence[tuple[Context, int]],
         sampling: SamplingConfig = GREEDY,
-        pool: Mapping[int, tuple[int, int]] | None = None,
+        read: Mapping[int, PoolSpec | ScoreSpec] | None = None,
     ) -> StepResult:
         """Compute the next `count` wanted tokens of each context; those with none left sample.
-        `pool`: by context id, which of these tokens' hidden states are to be summed up."""
+        `read`: by context id, what is to be made of these tokens' hidden states."""
         sequences, copies = [], []
         for context, count in work:
             end = context.done + count
@@ -85,8 +86,7 @@ class Driver:
                 text = tuple(context.tokens)
                 sample = SampleSpec(context.context_id, sampling, 0, end, output, text)
             tokens = context.tokens[context.done : end]
-            span = (pool or {}).get(context.context_id)
-            spec = None if span is None else PoolSpec(context.context_id, *span)
+            spec = (read or {}).get(context.context_id)
             sequences.append(
                 SequenceStep(context.context_id, tokens, context.done, context.blocks, sample, spec)
             )

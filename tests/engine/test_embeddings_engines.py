@@ -58,6 +58,12 @@ def vectors(answer: EmbedResponse) -> list[Any]:
     return [np.frombuffer(b64decode(text), dtype="<f4") for text in answer.embeddings]
 
 
+async def embed(service: EngineService, request: EmbedRequest) -> EmbedResponse:
+    response = await service.read(request)
+    assert isinstance(response, EmbedResponse)
+    return response
+
+
 @pytest.mark.parametrize("engine_type", ["builtin", "huggingface"])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 async def test_together_and_alone_and_in_chunks(
@@ -90,23 +96,23 @@ async def test_together_and_alone_and_in_chunks(
         }
     )
     generated = asyncio.ensure_future(service.generate(generation))
-    together = await service.embed(EmbedRequest(inputs=[*TEXTS[:2], *ids[2:]]))
-    alone = [await service.embed(EmbedRequest(inputs=[one])) for one in ids]
+    together = await embed(service, EmbedRequest(inputs=[*TEXTS[:2], *ids[2:]]))
+    alone = [await embed(service, EmbedRequest(inputs=[one])) for one in ids]
     assert together.prompt_tokens == sum(map(len, ids))
     for found in (vectors(together), [vectors(answer)[0] for answer in alone]):
         for one, want in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-5)
     assert len((await generated).generated_ids) == 60
-    left = asyncio.ensure_future(service.embed(EmbedRequest(inputs=[ids[2] * 3] * 8)))
+    left = asyncio.ensure_future(embed(service, EmbedRequest(inputs=[ids[2] * 3] * 8)))
     await asyncio.sleep(0)
     left.cancel()
     await service.free_contexts([1])
     with pytest.raises(PromptTooLong, match="input 1 has 513 tokens; the limit is 512"):
-        await service.embed(EmbedRequest(inputs=[[1], [1] * 513]))
+        await embed(service, EmbedRequest(inputs=[[1], [1] * 513]))
     with pytest.raises(InvalidRequest, match="input 1 is empty"):
-        await service.embed(EmbedRequest(inputs=[[1], []]))
+        await embed(service, EmbedRequest(inputs=[[1], []]))
     with pytest.raises(InvalidRequest, match="300 is outside of the vocabulary"):
-        await service.embed(EmbedRequest(inputs=[[1], [300]]))
+        await embed(service, EmbedRequest(inputs=[[1], [300]]))
     await service.free_contexts([])
     service.check_integrity()
     info = service.runtime_info()
@@ -141,7 +147,7 @@ async def foreign(fake: FakeOpenAI) -> AsyncIterator[EngineService]:
 async def test_a_foreign_server_makes_them() -> None:
     fake = FakeOpenAI()
     async with foreign(fake) as service:
-        answer = await service.embed(EmbedRequest(inputs=["ab", [5, 6, 7]]))
+        answer = await embed(service, EmbedRequest(inputs=["ab", [5, 6, 7]]))
         for found, count in zip(vectors(answer), (2, 3), strict=True):
             assert found.tolist() == pytest.approx(
                 [count / hypot(count, 0.5), 0.5 / hypot(count, 0.5)]
@@ -175,7 +181,7 @@ async def test_a_foreign_server_refuses(
     fake = FakeOpenAI(faults=[Fault(status, {"error": {"message": message}})])
     async with foreign(fake) as service:
         with pytest.raises(error, match=re.escape(message[:20])):
-            await service.embed(EmbedRequest(inputs=["ab"]))
+            await embed(service, EmbedRequest(inputs=["ab"]))
         assert len(fake.bodies) == 1
 
 
@@ -196,4 +202,4 @@ async def test_a_foreign_server_answers_something_else(
     fake = FakeOpenAI(faults=[Fault(200, {"data": data})])
     async with foreign(fake) as service:
         with pytest.raises(error):
-            await service.embed(EmbedRequest(inputs=["ab"]))
+            await embed(service, EmbedRequest(inputs=["ab"]))

@@ -253,7 +253,8 @@ async def test_the_openapi_page_documents_every_route():
     async with sim() as (_, http, _):
         paths = (await http.request("GET", "/openapi.json"))["paths"]
     assert {path for path in paths if "post" in paths[path]} == {
-        *("/fill", "/generate", "/generate_stream", "/follow", "/embed", "/free_context", "/ping")
+        *("/fill", "/generate", "/generate_stream", "/follow", "/embed", "/score", "/free_context"),
+        "/ping",
     }
     assert {path for path in paths if "get" in paths[path]} == {
         *("/tokenizer", "/health", "/ready", "/metrics")

@@ -18,7 +18,7 @@ import transformers
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.plan import PoolSpec, SampleSpec, SequenceStep, StepPlan, StepResult
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import cpu
@@ -27,6 +27,7 @@ from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import (
     EmbedRequest,
+    EmbedResponse,
     FillResponse,
     GenerateRequest,
     GenerateResponse,
@@ -34,7 +35,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import OutOfMemory, ParrotError
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
+from parrot.testing.runner_driver import Context, Driver
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL, relative_error
 from tests.support.tiny_model import make_tiny_model
@@ -125,12 +126,12 @@ def test_sums_of_hidden_states_are_those_of_the_cpu(
         decoding = [driver.context(p) for p in random_prompts(33, 66)]
         outputs = driver.generate(decoding, 3)
         contexts = [driver.context(p) for p in random_prompts(*lengths)]
-        pool = {c.context_id: (len(c.tokens) // 2, len(c.tokens)) for c in contexts}
-        result = driver.step([(c, c.wanted) for c in (*decoding, *contexts)], pool=pool)
+        read = {c.context_id: pool_of(c) for c in contexts}
+        result = driver.step([(c, c.wanted) for c in (*decoding, *contexts)], read=read)
         for context in decoding:
             context.tokens.append(result.tokens[context.context_id])
             context.num_output += 1
-        found.append((outputs, driver.generate(decoding, 5), result.pooled))
+        found.append((outputs, driver.generate(decoding, 5), result.read))
     assert found[0][:2] == found[1][:2]
     assert found[0][2].keys() == found[1][2].keys()
     for context_id, want in found[0][2].items():
@@ -139,6 +140,10 @@ def test_sums_of_hidden_states_are_those_of_the_cpu(
             for states in (want, found[1][2][context_id])
         ]
         np.testing.assert_allclose(*vectors, rtol=1e-3, atol=1e-4)
+
+
+def pool_of(context: Context) -> PoolSpec:
+    return PoolSpec(context.context_id, len(context.tokens) // 2, len(context.tokens))
 
 
 async def test_embeddings_beside_calls(folders: dict[str, Path]) -> None:
@@ -167,7 +172,8 @@ async def test_embeddings_beside_calls(folders: dict[str, Path]) -> None:
             for i, prompt in enumerate(random_prompts(40, 5))
         ]
         generating = [asyncio.ensure_future(service.generate(call)) for call in calls]
-        embedded = await service.embed(EmbedRequest(inputs=texts, priority=1))
+        embedded = await service.read(EmbedRequest(inputs=texts, priority=1))
+        assert isinstance(embedded, EmbedResponse)
         ids = [(await one).generated_ids for one in generating]
         vectors = [np.frombuffer(b64decode(e), dtype="<f4") for e in embedded.embeddings]
         found[f"{device} {dtype}"] = ids, np.stack(vectors)

@@ -1,14 +1,18 @@
 """A runner without a model that proves what the scheduler promises about KV."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parrot.engine.core.plan import (
     PENDING,
     LaunchedStep,
+    PoolSpec,
     RunnerInfo,
     SampleSpec,
+    ScoreSpec,
     SequenceStep,
+    StateRead,
     StateSum,
     StepPlan,
     StepResult,
@@ -17,6 +21,7 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.runner.sampling import results
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.sampling import Logprobs
 
 EMPTY = 0
 _LETTERS, _NUM_LETTERS = 97, 26
@@ -142,11 +147,11 @@ class CheckingRunner:
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
         scores: dict[int, TokenScores] = {}
-        pooled: dict[int, StateSum] = {}
+        read: dict[int, StateRead] = {}
         further: dict[int, Sequence[int]] = {}
         for sequence, text in pairs:
-            if (pool := sequence.pool) is not None:
-                pooled[pool.job_id] = self._states(sequence, text)
+            if (spec := sequence.read) is not None:
+                read[spec.job_id] = self._read(sequence, spec, text)
             if (sample := sequence.sample) is None:
                 continue
             assert sequence.end == sample.position + len(sample.drafts), sequence
@@ -160,17 +165,31 @@ class CheckingRunner:
             if (num_top := sample.sampling.logprobs) is not None and chosen[0] >= 0:
                 ids = [chosen[0], *range(num_top)]
                 scores[sample.job_id] = TokenScores(ids, [-float(len(text))] * len(ids))
-        return StepResult(tokens, errors, scores=scores, pooled=pooled, further=further)
+        return StepResult(tokens, errors, scores=scores, read=read, further=further)
 
     def _sampled(self, sample: SampleSpec, text: Sequence[int]) -> int:
         return -1 if self._nan_token in text else self._choose(sample, text)
 
-    def _states(self, sequence: SequenceStep, text: Sequence[int]) -> States:
-        assert sequence.pool is not None
-        first, stop = (sequence.start + at for at in sequence.pool[1:])
+    def _read(
+        self, sequence: SequenceStep, spec: PoolSpec | ScoreSpec, text: Sequence[int]
+    ) -> StateRead:
+        if isinstance(spec, ScoreSpec):
+            return self._scored(sequence.start + spec.start, spec, text)
+        first, stop = (sequence.start + at for at in spec[1:])
         assert sequence.start <= first < stop == sequence.end, sequence
         values = tuple(enumerate(chain(text)))[first:stop]
         return States(values, self._nan_token not in text[first:stop])
+
+    def _scored(self, first: int, spec: ScoreSpec, text: Sequence[int]) -> Logprobs:
+        """Numbers that tell the `chain` value behind which a target comes, and its place among the
+        likely ones."""
+        found, values = Logprobs(1 + spec.num_top), chain(text)
+        assert first + len(spec.targets) <= len(text), spec
+        for at, target in enumerate(spec.targets, first):
+            assert at + 1 == len(text) or text[at + 1] == target, spec
+            number = math.nan if self._nan_token in text[: at + 1] else -(values[at] % 997)
+            found.add([target, *range(spec.num_top)], [number - i for i in range(1 + spec.num_top)])
+        return found
 
     def _choose(self, sample: SampleSpec, text: Sequence[int]) -> int:
         token = self._next_token(text)

@@ -107,11 +107,17 @@ class Harness:
         )
 
     def embed(self, *texts: str, pooling: PoolingKind = "mean", priority: int = 0) -> Answer:
+        return self._read(texts, priority=priority, pooling=pooling)
+
+    def score(self, *texts: str, num_top: int = 0, priority: int = 0) -> Answer:
+        return self._read(texts, priority=priority, num_scored=num_top)
+
+    def _read(self, texts: Sequence[str], **wanted: Any) -> Answer:
         answer = Answer()
         self.num_orders += 1
         ids = range(-10 * self.num_orders, -10 * self.num_orders - len(texts), -1)
         pieces = tuple(piece(i, text) for i, text in zip(ids, texts, strict=True))
-        order = EngineRequest(self.num_orders, pieces, priority, pooling=pooling)
+        order = EngineRequest(self.num_orders, pieces, **wanted)
         self.core.requests.submit(order, answer)
         self.deliver()
         return answer

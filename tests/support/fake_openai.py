@@ -3,6 +3,7 @@
 Its model answers a prompt with the words of `reply`, one token each."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +130,8 @@ class FakeOpenAI:
             if self.hold is not None:
                 await self._hold_while_connected(request, self.hold)
             words, finish = self._words(body)
-            text = "".join(words)
+            echoed = re.findall(r"\S+\s*", body["prompt"]) if body.get("echo") else []
+            text = "".join([*echoed, *words])
             message = {"role": "assistant", "content": text}
             content = {"message": message} if is_chat else {"text": text}
             choice = {
@@ -138,7 +140,10 @@ class FakeOpenAI:
                 "stop_reason": self.stop_reason,
                 **content,
             }
-            choice |= _logprobs(body, [*words, self.end_token], is_chat)
+            choice |= _logprobs(body, [*echoed, *words, self.end_token], is_chat)
+            if echoed and body.get("logprobs"):
+                for field_name in ("token_logprobs", "top_logprobs"):
+                    choice["logprobs"][field_name][0] = None
             return JSONResponse({"choices": [choice], "usage": self._usage(body, len(words))})
         finally:
             self.num_open -= 1

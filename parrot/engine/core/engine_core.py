@@ -28,7 +28,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import (
     LaunchedStep,
     Runner,
-    StateSum,
+    StateRead,
     StepPlan,
     StepResult,
     TokenScores,
@@ -193,8 +193,8 @@ class EngineCore:
             for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
                 written.update(sequence.block_ids[sequence.start // self._tree.block_size :])
                 job.awaits_token = False
-                if job.pooling is not None:
-                    job.pooling.lose_flights()
+                if job.reading is not None:
+                    job.reading.lose_flights()
                 self._suspects.append(job)
         self._scheduler.lost_kv(self._tree.drop_blocks(written))
 
@@ -252,9 +252,9 @@ class EngineCore:
             context.num_computed = sequence.end - sequence.num_drafts
             if len(sequence.token_ids) > 1 + sequence.num_drafts:
                 self._tree.publish(context)  # what is generated is published in the end
-            if job.pooling is not None:
-                job.pooling.num_taken = max(job.pooling.num_taken, sequence.end)
-            if sequence.sample is not None or (job.pooling is not None and not context.num_missing):
+            if (reading := job.reading) is not None:
+                reading.num_taken = max(reading.num_taken, sequence.end)
+            if sequence.sample is not None or (reading is not None and not context.num_missing):
                 job.awaits_token = True
                 self._scheduler.keep_decoding(job)
             elif not context.num_missing:
@@ -267,8 +267,8 @@ class EngineCore:
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
             if job.has_ended:
                 continue
-            if sequence.pool is not None:
-                self._take_states(job, sequence.end, result.pooled.get(job.job_id))
+            if sequence.read is not None:
+                self._take_states(job, sequence.end, result.read.get(job.job_id))
             if sequence.sample is None:
                 continue
             job.awaits_token = False
@@ -282,23 +282,21 @@ class EngineCore:
             else:
                 self.requests.fail_job(job, EngineFailed("the engine gave no token"))
 
-    def _take_states(self, job: Job, stop: int, states: StateSum | None) -> None:
-        pooling = job.pooling
-        assert pooling is not None, f"job {job.job_id} pools no states"
-        if states is None:
+    def _take_states(self, job: Job, stop: int, read: StateRead | None) -> None:
+        reading, token_ids = job.reading, job.context.token_ids
+        assert reading is not None, f"job {job.job_id} reads no states"
+        if read is None:
             self.requests.fail_job(job, EngineFailed("the engine gave no hidden states"))
             return
-        pooling.land(states, stop)
-        if stop < len(job.context.token_ids):
+        reading.land(read, stop)
+        if stop < len(token_ids):
             return
-        assert pooling.states is not None
         job.awaits_token = False
-        embedding = pooling.states.unit()
-        if embedding is None:
+        job.found = reading.result(token_ids)
+        if job.found is None:
             error = ModelNumerics("the model's hidden states are not finite, or zero")
             self.requests.fail_job(job, error)
         else:
-            job.embedding = embedding
             self.requests.finish(job)
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:

@@ -111,5 +111,5 @@ class IsolatingRunner:
                 outcome.tokens.update(result.tokens)
                 outcome.errors.update(result.errors)
                 outcome.scores.update(result.scores)
-                outcome.pooled.update(result.pooled)
+                outcome.read.update(result.read)
         return outcome

@@ -1,17 +1,23 @@
-"""Requests, their jobs, and the queues and policies that keep the jobs in order."""
+"""Requests, their jobs, and what the jobs make."""
 
 from array import array
 from base64 import b64encode
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from math import isfinite
 from typing import Any
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.host.tier import Arrival
 from parrot.engine.core.output import Generation
-from parrot.engine.core.plan import PoolSpec, SampleSpec, SequenceStep, StateSum
+from parrot.engine.core.plan import (
+    PoolSpec,
+    SampleSpec,
+    ScoreSpec,
+    SequenceStep,
+    StateRead,
+    StateSum,
+)
 from parrot.engine.drafts.finder import DraftFinder
 from parrot.engine.drafts.output_drafts import OutputDrafts
 from parrot.engine.grammar.constraint import Constraint
@@ -23,17 +29,18 @@ from parrot.protocol.engine_api import (
     GenerateResponse,
     PoolingKind,
     PromptTokens,
+    ScoreResponse,
     StreamChunk,
     Usage,
 )
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig
 
 BACKGROUND = 2**31
 """The priority of fills that nobody waits for yet: behind all others."""
 
 
-Response = FillResponse | GenerateResponse | EmbedResponse
+Response = FillResponse | GenerateResponse | EmbedResponse | ScoreResponse
 Outcome = StreamChunk | Response | ParrotError
 Sink = Callable[[Outcome], None]
 """Takes what happens to a request: chunks while it streams, then exactly one of the others."""
@@ -81,9 +88,10 @@ class EngineRequest:
     last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
-    background fill. `constraint`: the one of its `sampling`, at the output's beginning. `pooling`:
-    give an embedding of each piece, whose contexts are temporary. `drafts`: where to look for
-    drafts of its output."""
+    background fill. `constraint`: the one of its `sampling`, at the output's beginning. `pooling`
+    and `num_scored`: give an embedding of each piece, or the log probabilities of its tokens and of
+    so many likely ones; the pieces' contexts are temporary. `drafts`: where to look for drafts of
+    its output."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -94,35 +102,83 @@ class EngineRequest:
     background_share: float = 1.0
     constraint: Constraint | None = None
     pooling: PoolingKind | None = None
+    num_scored: int | None = None
     drafts: DraftSources = field(default_factory=DraftSources)
 
+    def reading(self) -> "Pooling | Scoring | None":
+        """What is to be made of a piece, from its beginning on."""
+        if self.pooling is not None:
+            return Pooling(kind=self.pooling)
+        return None if self.num_scored is None else Scoring(num_top=self.num_scored)
 
-@dataclass(slots=True)
-class Pooling:
-    """The final hidden states of a context, on their way to one vector: the sum of all, or the
-    last alone. Each position counts once, however often it is computed.
 
-    position   0 ........ num_landed ........ num_taken ........ end
-               `- in `states` -'`- in steps on their way -'"""
+@dataclass(slots=True, kw_only=True)
+class _Reading:
+    """What is made of a context's final hidden states, step by step. Each position counts once,
+    however often it is computed.
 
-    kind: PoolingKind
+    position   0 .... num_landed ............ num_taken ........ end
+               `- landed -'`- in steps on their way -'"""
+
     num_taken: int = 0
     num_landed: int = 0
-    states: StateSum | None = None
-
-    def spec(self, job_id: int, start: int, stop: int, length: int) -> PoolSpec | None:
-        """What a step that computes positions [start, stop) of `length` is to sum up."""
-        first = max(start, length - 1 if self.kind == "last" else self.num_taken)
-        return PoolSpec(job_id, first - start, stop - start) if first < stop else None
-
-    def land(self, states: StateSum, stop: int) -> None:
-        """Take the sum of the states before position `stop`, from the last ones on."""
-        self.states = states if self.states is None else self.states.plus(states)
-        self.num_landed = stop
 
     def lose_flights(self) -> None:
         """Steps on their way have failed."""
         self.num_taken = self.num_landed
+
+
+@dataclass(slots=True, kw_only=True)
+class Pooling(_Reading):
+    """One vector: the sum of all states, or the last alone."""
+
+    kind: PoolingKind
+    states: StateSum | None = None
+
+    def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> PoolSpec | None:
+        """What a step that computes positions [start, stop) is to read."""
+        first = max(start, len(token_ids) - 1 if self.kind == "last" else self.num_taken)
+        return PoolSpec(job_id, first - start, stop - start) if first < stop else None
+
+    def land(self, read: StateRead, stop: int) -> None:
+        """Take what was read before position `stop`, from the last time on."""
+        assert not isinstance(read, Logprobs), read
+        self.states = read if self.states is None else self.states.plus(read)
+        self.num_landed = stop
+
+    def result(self, token_ids: "array[int]") -> bytes | None:
+        """None if the states are not finite, or zero."""
+        return None if self.states is None else self.states.unit()
+
+
+@dataclass(slots=True, kw_only=True)
+class Scoring(_Reading):
+    """The log probabilities of all tokens but the first, and of the `num_top` most likely ones."""
+
+    num_top: int
+    rows: Logprobs | None = None
+    is_finite: bool = True
+
+    def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> ScoreSpec | None:
+        """As `Pooling`'s. The step of the last position has one, even if it has no targets."""
+        first = min(max(start, self.num_taken), stop)
+        targets = token_ids[first + 1 : stop + 1]
+        is_wanted = targets or stop == len(token_ids)
+        return ScoreSpec(job_id, first - start, targets, self.num_top) if is_wanted else None
+
+    def land(self, read: StateRead, stop: int) -> None:
+        assert isinstance(read, Logprobs), read
+        self.rows = self.rows or Logprobs(1 + self.num_top)
+        self.rows.extend(read)
+        self.is_finite = self.is_finite and isfinite(sum(read.values))
+        self.num_landed = stop
+
+    def result(self, token_ids: "array[int]") -> Logprobs | None:
+        """With a row for the first token; None if they are not finite."""
+        first = [token_ids[0], *[-1] * self.num_top]
+        found = Logprobs(len(first), first, [0.0] * len(first))
+        found.extend(self.rows or Logprobs(len(first)))
+        return found if self.is_finite else None
 
 
 @dataclass(slots=True)
@@ -195,9 +251,15 @@ class RequestState:
         return max(0, self.prompt_len - self.num_missing)
 
     def response(self, now: float, totals: StepTotals) -> Response:
+        found = [job.found for job in self.jobs]
         if self.wanted.pooling is not None:
             return EmbedResponse.model_construct(
-                embeddings=[b64encode(job.embedding).decode() for job in self.jobs],
+                embeddings=[b64encode(one).decode() for one in found if isinstance(one, bytes)],
+                prompt_tokens=self.num_filled,
+            )
+        if self.wanted.num_scored is not None:
+            return ScoreResponse.model_construct(
+                logprobs=[one for one in found if isinstance(one, Logprobs)],
                 prompt_tokens=self.num_filled,
             )
         generation = self.generation
@@ -245,8 +307,9 @@ class Job:
     Jobs of one context run in order of arrival. The first of them is opened when its context's
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
     that the context has lost and a fork wants. `key` is its place among all jobs. `awaits_token`: a
-    step that samples for it, or gives the last states for its `pooling`, is on its way. `drafts`:
-    None if its output is not drafted. `arrival`: KV from the host that it waits for."""
+    step that samples for it, or is the last of its `reading`, is on its way. `found`: the reading's
+    result. `drafts`: None if its output is not drafted. `arrival`: KV from the host that it waits
+    for."""
 
     job_id: int
     request: RequestState
@@ -262,8 +325,8 @@ class Job:
     awaits_token: bool = False
     arrival: "Arrival[Job] | None" = None
     has_ended: bool = False
-    pooling: Pooling | None = None
-    embedding: bytes = b""
+    reading: Pooling | Scoring | None = None
+    found: bytes | Logprobs | None = None
     drafts: OutputDrafts | None = None
 
     @property
@@ -278,14 +341,14 @@ class Job:
         end = start + num_tokens
         token_ids = context.token_ids[start:end]
         sample = self._sample(drafts) if end == len(context.token_ids) else None
-        pool = None
-        if self.pooling is not None:
-            pool = self.pooling.spec(self.job_id, start, end, len(context.token_ids))
+        read = None
+        if self.reading is not None:
+            read = self.reading.spec(self.job_id, start, end, context.token_ids)
         if drafts:
             token_ids.extend(drafts)
             end += len(drafts)
         blocks = context.block_ids[: -(-end // block_size)]
-        return SequenceStep(context.context_id, token_ids, start, blocks, sample, pool)
+        return SequenceStep(context.context_id, token_ids, start, blocks, sample, read)
 
     def _sample(self, drafts: tuple[int, ...]) -> SampleSpec | None:
         generation = self.generation
@@ -316,40 +379,3 @@ class Job:
             generation.max_tokens,
             generation.constraint,
         )
-
-
-_KEY = attrgetter("key")
-
-
-class JobQueue:
-    """Jobs in order of their keys. A job's key must not change while it is in a queue."""
-
-    def __init__(self) -> None:
-        self._jobs: list[Job] = []
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[Job]:
-        """A snapshot, so the loop may change the queue."""
-        return iter(self._jobs[:])
-
-    def __contains__(self, job: Job) -> bool:
-        at = bisect_left(self._jobs, job.key, key=_KEY)
-        return at < len(self._jobs) and self._jobs[at] is job
-
-    def add(self, job: Job) -> None:
-        insort(self._jobs, job, key=_KEY)
-
-    def remove(self, job: Job) -> None:
-        at = bisect_left(self._jobs, job.key, key=_KEY)
-        assert self._jobs[at] is job, f"job {job.job_id} is not in the queue"
-        del self._jobs[at]
-
-
-POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
-    "priority": lambda job: (job.priority, job.job_id),
-    "fcfs": lambda job: (int(job.is_background), job.job_id),
-}
-"""Each gives a job its key, by which jobs run: unique and total, so that the first of all jobs
-always runs and all end some day. Background jobs come after all others."""

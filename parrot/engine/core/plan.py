@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig
 
 SUPPORTED_SAMPLING = frozenset(
     {
@@ -76,6 +76,16 @@ class PoolSpec(NamedTuple):
     end: int
 
 
+class ScoreSpec(NamedTuple):
+    """Ask how likely `targets` are behind a sequence's tokens from `start` on, those of this step,
+    one behind each; and for the `num_top` most likely tokens in their places."""
+
+    job_id: int
+    start: int
+    targets: Sequence[int]
+    num_top: int
+
+
 class StateSum(Protocol):
     """A sum of final hidden states, as the model's last norm leaves them."""
 
@@ -87,18 +97,23 @@ class StateSum(Protocol):
         ...
 
 
+StateRead = StateSum | Logprobs
+"""What is made of some final hidden states."""
+
+
 class SequenceStep(NamedTuple):
     """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
 
     `block_ids` covers [0, end); positions before `start` are already computed. The last tokens may
-    be drafts, those of its `sample`: each is right if it is the token that is sampled before it."""
+    be drafts, those of its `sample`: each is right if it is the token that is sampled before it.
+    `read`: what is wanted of its final hidden states; then it has no `sample`."""
 
     context_id: int
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
     sample: SampleSpec | None
-    pool: PoolSpec | None = None
+    read: PoolSpec | ScoreSpec | None = None
 
     @property
     def end(self) -> int:
@@ -171,14 +186,15 @@ class StepResult:
     """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
     were not finite is in `errors` instead. `broken`, by context id: why sequences could not be run
     at all. One bad sequence never spoils the others. `scores`: of the tokens of those that want
-    log probabilities. `pooled[job_id]`: for each sequence with a `pool`. `further[job_id]`: the
-    tokens after that one, as many as there are right drafts."""
+    log probabilities. `read[job_id]`: for each sequence that wants it, the sum of a `PoolSpec` or
+    the rows of a `ScoreSpec`. `further[job_id]`: the tokens after that one, as many as there are
+    right drafts."""
 
     tokens: dict[int, int]
     errors: dict[int, ParrotError]
     broken: dict[int, ParrotError] = field(default_factory=dict)
     scores: dict[int, TokenScores] = field(default_factory=dict)
-    pooled: dict[int, StateSum] = field(default_factory=dict)
+    read: dict[int, StateRead] = field(default_factory=dict)
     further: dict[int, Sequence[int]] = field(default_factory=dict)
 
 

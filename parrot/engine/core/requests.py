@@ -13,7 +13,6 @@ from parrot.engine.core.jobs import (
     Job,
     Outbox,
     Piece,
-    Pooling,
     PromptTotals,
     RequestState,
     Sink,
@@ -94,7 +93,7 @@ class RequestTable:
             context = self._tree.get(piece.context_id) or self._create(piece, request)
             job_id, ends = self._job_ids.next(), generation if index == last else None
             job = Job(job_id, state, context, piece, ends, request.priority)
-            job.pooling = None if request.pooling is None else Pooling(request.pooling)
+            job.reading = request.reading()
             self._add(job)
         if generation is not None:
             self.followers.began(state.context_id, generation)
@@ -123,7 +122,7 @@ class RequestTable:
         return next((job.generation for job in jobs if job.generation is not None), None)
 
     def _create(self, piece: Piece, request: EngineRequest) -> Context:
-        if request.pooling is not None:
+        if request.reading() is not None:
             return self._tree.create(piece.context_id, is_temporary=True)
         if piece.parent_id == NO_PARENT:
             return self._tree.create(piece.context_id, salt=request.cache_salt)
@@ -219,7 +218,7 @@ class RequestTable:
         first = () if piece.first_id is None or num_before else (piece.first_id,)
         length = num_before + len(first) + len(piece.token_ids)
         self._limits.check_length(length, generation is not None)
-        if not length and (generation is not None or job.pooling is not None):
+        if not length and (generation is not None or job.reading is not None):
             raise InvalidRequest("the context is empty")
         context.token_ids.extend(first)
         context.token_ids.extend(piece.token_ids)

@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.background import BackgroundPace
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.host.found import FoundKv
-from parrot.engine.core.jobs import POLICIES, Job, JobQueue
+from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
+from parrot.engine.core.queues import POLICIES, BackgroundPace, JobQueue
 from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
 
 

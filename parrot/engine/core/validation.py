@@ -21,8 +21,9 @@ class RequestLimits:
         sampling = request.sampling
         if sampling is not None and sampling.logit_bias:
             self._check_token(max(sampling.logit_bias), "logit_bias")
-        if sampling is not None and (sampling.logprobs or 0) > self.vocab_size:
-            text = f"there are {self.vocab_size} tokens, not {sampling.logprobs}"
+        num_top = request.num_scored if sampling is None else sampling.logprobs
+        if (num_top or 0) > self.vocab_size:
+            text = f"there are {self.vocab_size} tokens, not {num_top}"
             raise InvalidRequest(text, param="logprobs")
         for ids in request.drafts.texts:
             self._check_token(max(ids, default=0), "drafts")

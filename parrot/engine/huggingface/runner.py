@@ -21,20 +21,24 @@ from transformers.cache_utils import Cache, DynamicLayer
 from parrot.engine.core.plan import (
     BlockCopy,
     RunnerInfo,
+    ScoreSpec,
     SequenceStep,
-    StateSum,
+    StateRead,
     StepPlan,
     StepResult,
     TokenScores,
 )
-from parrot.engine.runner.device import Pools, noticing_loss
+from parrot.engine.runner.device import Reads, noticing_loss
+from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.sampling import Logprobs
 from parrot.utils.config import ConfigError
 
 _MIB = 2**20
 _MAX_ROWS = 64
 _PROBE_TOKENS = 12
+_SCORED_TOKENS = 64  # of one forward pass, which has all of their logits
 
 
 class HuggingFaceRunner:
@@ -52,7 +56,7 @@ class HuggingFaceRunner:
         self._cache = PagedCache(config.num_hidden_layers, num_blocks * block_size)
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_kept = "logits_to_keep" in parameters
         vocab_size = self._probe(num_blocks, config.vocab_size)
         self._info = RunnerInfo(
             num_blocks=num_blocks,
@@ -78,11 +82,11 @@ class HuggingFaceRunner:
         tokens: dict[int, int] = {}
         errors: dict[int, ParrotError] = {}
         scores: dict[int, TokenScores] = {}
-        pooled: dict[int, StateSum] = {}
-        for batch in _batches(plan.sequences):
-            pools = Pools.of(batch)
-            logits = self._forward(batch, pools)
-            pooled |= {} if pools is None else pools.sums()
+        read: dict[int, StateRead] = {}
+        for batch in _batches(s for s in plan.sequences if not isinstance(s.read, ScoreSpec)):
+            reads = Reads.of(batch)
+            logits = self._forward(batch, reads)[:, -1]
+            read |= {} if reads is None else reads.landed()
             wanted = [(row, s.sample) for row, s in enumerate(batch) if s.sample is not None]
             if wanted:
                 rows = logits[[row for row, _ in wanted]].float()
@@ -90,14 +94,36 @@ class HuggingFaceRunner:
                 tokens |= result.tokens
                 errors |= result.errors
                 scores |= result.scores
-        return StepResult(tokens, errors, scores=scores, pooled=pooled)
+        for sequence in plan.sequences:
+            if isinstance(spec := sequence.read, ScoreSpec):
+                read[spec.job_id] = self._score(sequence, spec)
+        return StepResult(tokens, errors, scores=scores, read=read)
 
-    def _forward(self, batch: Sequence[SequenceStep], pools: Pools | None = None) -> torch.Tensor:
-        """Logits [rows, vocab] after the last token of each."""
+    def _score(self, sequence: SequenceStep, spec: ScoreSpec) -> Logprobs:
+        """In several passes, since only the model knows how it makes logits of its states."""
+        found = Logprobs(1 + spec.num_top)
+        for first in range(0, len(sequence.token_ids), _SCORED_TOKENS):
+            part = sequence.token_ids[first : first + _SCORED_TOKENS]
+            one = sequence._replace(token_ids=part, start=sequence.start + first, read=None)
+            logits = self._forward([one], num_kept=len(part))[0, -len(part) :]
+            begin = max(first, spec.start)  # what is before it was computed earlier, too
+            targets = spec.targets[begin - spec.start : first + len(part) - spec.start]
+            if not targets:
+                continue
+            wanted = logits[begin - first : begin - first + len(targets)]
+            ids = torch.tensor(targets, dtype=torch.long, device=self._device)
+            scores = score_tokens(wanted, ids, spec.num_top)
+            found.extend(as_logprobs(scores.cpu().numpy(), spec.num_top))
+        return found
+
+    def _forward(
+        self, batch: Sequence[SequenceStep], reads: Reads | None = None, num_kept: int = 1
+    ) -> torch.Tensor:
+        """Logits [rows, tokens, vocab], at least after the last `num_kept` tokens of each."""
         num_new = len(batch[0].token_ids)
         table, mask = self._slots(batch)
         self._cache.place(Slots(self._tensor(table), num_new))
-        options: dict[str, Any] = dict(self._options)
+        options: dict[str, Any] = {"logits_to_keep": num_kept} if self._takes_kept else {}
         if self._takes_positions:
             starts = np.array([[s.start] for s in batch])
             options["position_ids"] = self._tensor(starts + np.arange(num_new))
@@ -106,12 +132,12 @@ class HuggingFaceRunner:
             attention_mask=self._tensor(mask),
             past_key_values=self._cache,
             use_cache=True,
-            output_hidden_states=pools is not None,
+            output_hidden_states=reads is not None,
             **options,
         )
-        if pools is not None:
-            pools.take(output.hidden_states[-1].flatten(0, 1))
-        logits: torch.Tensor = output.logits[:, -1]
+        if reads is not None:
+            reads.take(output.hidden_states[-1].flatten(0, 1), self._model.get_output_embeddings())
+        logits: torch.Tensor = output.logits
         return logits
 
     def _slots(self, batch: Sequence[SequenceStep]) -> tuple[Any, Any]:
@@ -147,7 +173,7 @@ class HuggingFaceRunner:
         try:
             for start, end in pairwise(cuts):
                 part = SequenceStep(0, token_ids[start:end], start, blocks, None)
-                logits = self._forward([part])
+                logits = self._forward([part])[:, -1]
         except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError) as error:
             raise self._unsuitable(str(error)) from error
         ids = self._tensor(np.array([token_ids], dtype=np.int64))

@@ -132,9 +132,13 @@ class Decoder:
             hidden = self.norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
 
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """states [rows, width] as `final` gives them -> logits float32 [rows, vocab]."""
+        return self.lm_head(states).float()
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
-        return self.lm_head(self.final(hidden)).float()
+        return self.head(self.final(hidden))
 
 
 def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> Layer:

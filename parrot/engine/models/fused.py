@@ -38,14 +38,14 @@ class Forward(Protocol):
         """Logits [sampled rows, vocab]; `sample_rows` None: of all rows."""
         ...
 
-    def with_states(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [sampled rows, vocab], and the final hidden states [tokens, width]."""
+    def states(
+        self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
+    ) -> torch.Tensor:
+        """The final hidden states [tokens, width]."""
+        ...
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Final states [rows, width] -> logits [rows, vocab]."""
         ...
 
 
@@ -83,16 +83,14 @@ class PlainDecoder:
             hidden = hidden.index_select(0, sample_rows)
         return self._model.logits(hidden)
 
-    def with_states(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(
+        self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
+    ) -> torch.Tensor:
         hidden = self._model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
-        logits = self._model.logits(hidden.index_select(0, sample_rows))
-        return logits, self._model.final(hidden)
+        return self._model.final(hidden)
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        return self._model.head(states)
 
 
 Normed = torch.Tensor | UndividedRows
@@ -195,16 +193,13 @@ class FusedDecoder:
         KV: a prompt saves most of it."""
         return self._lm_head(self._normed(token_ids, attention, plan, sample_rows)[0])
 
-    def with_states(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, residual = self._normed(token_ids, attention, plan, None)
-        states = self._norm(residual)
-        return self._lm_head(states.index_select(0, sample_rows)), states
+    def states(
+        self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
+    ) -> torch.Tensor:
+        return self._norm(self._normed(token_ids, attention, plan, None)[1])
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        return self._lm_head(states)
 
     def _normed(
         self,

@@ -7,12 +7,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 
 _NEVER = -9999.0  # OpenAI's log probability of a token that is too unlikely to tell
 _BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
 
 _Scored = tuple[bytes, float | None]
+_Row = tuple[_Scored, Sequence[_Scored]]
 
 
 class _Likely(BaseModel):
@@ -41,6 +43,18 @@ class ChoiceLogprobs(BaseModel):
     top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
+def prompt_logprobs(given: ChoiceLogprobs | None, num_tokens: int, num_top: int) -> Logprobs:
+    """Those of the tokens of an echoed prompt, of which nothing is known of the first. Raises
+    `UnsupportedField` if the server has told others, or none."""
+    found, rows = AnswerLogprobs(num_top), list(() if given is None else _rows(given))
+    if not num_tokens or len(rows) < num_tokens or rows[0][0][1] is not None:
+        text = "the server behind this engine tells no log probabilities of prompts"
+        raise UnsupportedField(text, param="echo")
+    found.add_rows([((rows[0][0][0], 0.0), ()), *rows[1:num_tokens]])
+    assert found.whole is not None
+    return found.whole
+
+
 def logprob_fields(sampling: SamplingConfig, *, is_chat: bool) -> dict[str, Any]:
     """The fields that ask for them. Some servers take 0 for no."""
     if sampling.logprobs is None:
@@ -61,9 +75,13 @@ class AnswerLogprobs:
 
     def add(self, given: ChoiceLogprobs | None) -> None:
         """Nothing happens if none are wanted."""
-        if self.whole is None or given is None:
+        if given is not None:
+            self.add_rows(_rows(given))
+
+    def add_rows(self, rows: Iterable[_Row]) -> None:
+        if self.whole is None:
             return
-        for chosen, likely in _rows(given):
+        for chosen, likely in rows:
             ordered = sorted(likely, key=lambda one: -_value(one[1]))[: self._width - 1]
             row = [chosen, *ordered]
             missing = self._width - len(row)
@@ -101,7 +119,7 @@ class AnswerLogprobs:
         return Logprobs(self._width, tokens=list[bytes]())
 
 
-def _rows(given: ChoiceLogprobs) -> Iterator[tuple[_Scored, Sequence[_Scored]]]:
+def _rows(given: ChoiceLogprobs) -> Iterator[_Row]:
     """A token, and the likely ones in its place."""
     for entry in given.content or ():
         yield entry.scored(), [one.scored() for one in entry.top_logprobs or ()]

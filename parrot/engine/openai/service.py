@@ -37,6 +37,8 @@ from parrot.protocol.engine_api import (
     GenerateRequest,
     GenerateResponse,
     RuntimeInfo,
+    ScoreRequest,
+    ScoreResponse,
     StreamChunk,
     TokenizerResponse,
     Usage,
@@ -120,12 +122,28 @@ class OpenAIService:
         )
         yield
 
-    async def embed(self, request: EmbedRequest) -> EmbedResponse:
-        return await self._launch([], "", lambda job: self._embed(request)).result()
+    async def read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
+        return await self._launch([], "", lambda job: self._read(request)).result()
 
-    async def _embed(self, request: EmbedRequest) -> EmbedResponse:
+    async def _read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
         await self._upstream.probe()
         self._heed_the_server()
+        if isinstance(request, ScoreRequest):
+            return await self._score(request)
+        return await self._embed(request)
+
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        answer = ScoreResponse(logprobs=[])
+        for given in request.inputs:
+            async with self._gate.pass_through(request.priority if self._by_priority else 0):
+                found, num_tokens = await self._upstream.score(
+                    given, request.num_top, request.cache_salt
+                )
+            answer.logprobs.append(found)
+            answer.prompt_tokens += num_tokens
+        return answer
+
+    async def _embed(self, request: EmbedRequest) -> EmbedResponse:
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
             answer = await self._upstream.embed(request.inputs)
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]

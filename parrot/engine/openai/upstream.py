@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect
 from parrot.engine.openai.errors import ErrorTranslator, Overloaded, backoff, refused_embedding
+from parrot.engine.openai.logprobs import prompt_logprobs
 from parrot.engine.openai.probe import PROBE_TIMEOUT_S, Told, ask_server
 from parrot.engine.openai.wire import (
     DONE,
@@ -26,9 +27,9 @@ from parrot.engine.openai.wire import (
     request_body,
 )
 from parrot.protocol.engine_api import Capabilities
-from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
+from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable, UnsupportedField
 from parrot.protocol.http import HttpClient
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -240,6 +241,19 @@ class Upstream:
                 except EngineFailed as error:
                     raise refused_embedding(error) from None
         return parse_embeddings(payload, len(inputs))
+
+    async def score(self, prompt: list[int] | str, num_top: int, salt: str) -> tuple[Logprobs, int]:
+        """The log probabilities of a prompt's tokens, and how many they are. A token is generated
+        behind it, since not all servers take 0. Raises `UnsupportedField` if the server tells
+        none."""
+        if self._target.is_chat:
+            raise UnsupportedField("chats are not echoed by the server", param="echo")
+        sampling = SamplingConfig(temperature=0.0, max_gen_length=1, logprobs=num_top)
+        await self.check_with_probe(sampling)
+        question = Question(prompt, sampling, salt, echoes=True)
+        answers = [answer async for answer in self.complete(question)]
+        num_tokens = answers[0].usage.prompt_tokens if answers[0].usage is not None else 0
+        return prompt_logprobs(answers[0].logprobs, num_tokens, num_top), num_tokens
 
     def _body(self, question: Question, stream: bool = False) -> dict[str, Any]:
         return request_body(self._target, self._assumed, self._can, question, stream=stream)

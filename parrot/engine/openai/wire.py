@@ -34,12 +34,13 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is asked; KV may be shared among questions of the same `salt`, and one of a lower
-    `priority` goes first."""
+    `priority` goes first. `echoes`: the prompt is part of the answer."""
 
-    prompt: str
+    prompt: str | list[int]
     sampling: SamplingConfig
     salt: str = ""
     priority: int = 0
+    echoes: bool = False
 
 
 def request_body(
@@ -64,6 +65,8 @@ def request_body(
         body["messages"] = [{"role": "user", "content": question.prompt}]
     else:
         body["prompt"] = question.prompt
+    if question.echoes:
+        body["echo"] = True
     if "cache_salt" in features and question.salt:
         body["cache_salt"] = sha256(question.salt.encode("utf-8", "surrogatepass")).hexdigest()
     if "priority" in features and question.priority:

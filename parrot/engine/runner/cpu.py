@@ -20,7 +20,7 @@ from parrot.engine.core.plan import (
     Transfer,
 )
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.device import Pools, noticing_loss
+from parrot.engine.runner.device import Reads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.sampling import sample
@@ -80,20 +80,20 @@ class ModelRunner:
             self._tensor(inputs.positions),
             partial(self._attention.run, plan=self._attention.plan(work, step)),
         )
-        pools = Pools.of(plan.sequences)
-        if pools is not None:
-            pools.take(self._model.final(hidden))
-        pooled = {} if pools is None else pools.sums()
+        reads = Reads.of(plan.sequences)
+        if reads is not None:
+            reads.take(self._model.final(hidden), self._model.head)
+        read = {} if reads is None else reads.landed()
         asked = [
             (row, spec)
             for row, spec in zip(inputs.logit_rows.tolist(), inputs.samples, strict=True)
             if spec is not None
         ]
         if not asked:
-            return StepResult({}, {}, pooled=pooled)
+            return StepResult({}, {}, read=read)
         rows, specs = zip(*asked, strict=True)
         logits = self._model.logits(hidden.index_select(0, self._tensor(np.array(rows))))
-        return replace(sample(logits, specs), pooled=pooled)
+        return replace(sample(logits, specs), read=read)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)

@@ -21,7 +21,7 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
-from parrot.engine.runner.device import Landing, Mark, Pools, noticing_loss
+from parrot.engine.runner.device import Landing, Mark, Reads, noticing_loss
 from parrot.engine.runner.draws import DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
@@ -60,7 +60,7 @@ class Launched:
     landing: Landing
     due: Mark
     device: torch.device
-    pools: Pools | None
+    reads: Reads | None
 
     def wait_until_due(self) -> None:
         wait((self.tokens,))
@@ -72,7 +72,7 @@ class Launched:
         pairs = zip(self.inputs.samples, tokens, strict=True)
         chosen = [(spec, token) for spec, token in pairs if spec is not None]
         result = self._chosen(chosen)
-        return result if self.pools is None else replace(result, pooled=self.pools.sums())
+        return result if self.reads is None else replace(result, read=self.reads.landed())
 
     def _chosen(self, chosen: Sequence[tuple[SampleSpec, int]]) -> StepResult:
         if not chosen:
@@ -210,7 +210,7 @@ class CudaRunner:
         self._landings.reverse()
         due.put()  # of a graph, now; of kernels that are launched one by one, later
         landed = previous.landed if isinstance(previous, Launched) else dict
-        draws, pools = self._draws.build(inputs, landed), Pools.of(plan.sequences)
-        step = PlannedStep(inputs, draws, work, sources, pools)
+        draws, reads = self._draws.build(inputs, landed), Reads.of(plan.sequences)
+        step = PlannedStep(inputs, draws, work, sources, reads)
         self._launching = self.computer.launch(step, landing)
-        return Launched(inputs, draws.scored, self._launching, landing, due, self._device, pools)
+        return Launched(inputs, draws.scored, self._launching, landing, due, self._device, reads)

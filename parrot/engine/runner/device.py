@@ -1,7 +1,7 @@
-"""Sending a step's numbers to the device, receiving its tokens and sums of hidden states, and
-noticing that it is lost."""
+"""Sending a step's numbers to the device, receiving its tokens and what is made of its final hidden
+states (sums, log probabilities of prompts), and noticing that it is lost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -11,10 +11,22 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.core.plan import DeviceLost, SequenceStep, StateSum
+from parrot.engine.core.plan import (
+    DeviceLost,
+    PoolSpec,
+    ScoreSpec,
+    SequenceStep,
+    StateRead,
+    StateSum,
+)
+from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.protocol.sampling import MAX_LOGPROBS
 
 _ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
+_SLICE = 64  # rows of logits that are there at once
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Final states [rows, width] -> logits [rows, vocab]."""
 
 
 class Mark:
@@ -123,39 +135,72 @@ class HostSum:
 
 
 @dataclass(slots=True)
-class Pools:
-    """The sums that a step's sequences ask for. `spans`: the rows of each among the step's tokens;
-    `landed`: on their way to the host, once they are computed."""
+class Reads:
+    """What a step's sequences want of their states: each with its first row among the step's
+    tokens. `sums` [pools, hidden] and `scores` (as `score_tokens` gives them, for the targets of
+    all) are on their way to the host, once they are computed."""
 
-    job_ids: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    landed: torch.Tensor | None = None
+    pools: list[tuple[int, PoolSpec]] = field(default_factory=list)
+    scored: list[tuple[int, ScoreSpec]] = field(default_factory=list)
+    sums: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, sequences: Sequence[SequenceStep]) -> "Pools | None":
-        """None if there are none."""
-        pools, first = cls(), 0
+    def of(cls, sequences: Sequence[SequenceStep]) -> "Reads | None":
+        """None if they want nothing."""
+        reads, first = cls(), 0
         for sequence in sequences:
-            if (spec := sequence.pool) is not None:
-                pools.job_ids.append(spec.job_id)
-                pools.spans.append((first + spec.start, first + spec.end))
+            if isinstance(spec := sequence.read, PoolSpec):
+                reads.pools.append((first, spec))
+            elif spec is not None:
+                reads.scored.append((first, spec))
             first += len(sequence.token_ids)
-        return pools if pools.spans else None
+        return reads if reads.pools or reads.scored else None
 
-    def take(self, states: torch.Tensor) -> None:
-        """states [step's tokens, hidden]: the final ones. On CUDA the sums are there when the
+    def take(self, states: torch.Tensor, head: Head) -> None:
+        """states [step's tokens, width]: the final ones. On CUDA the results are there when the
         stream has come to this place."""
-        sums = [states[start:end].sum(0, dtype=torch.float32) for start, end in self.spans]
-        computed = torch.stack(sums)
-        is_cuda = computed.device.type == "cuda"
-        self.landed = torch.empty(computed.shape, dtype=computed.dtype, pin_memory=is_cuda)
-        self.landed.copy_(computed, non_blocking=True)
+        if self.pools:
+            sums = [
+                states[i + s.start : i + s.end].sum(0, dtype=torch.float32) for i, s in self.pools
+            ]
+            self.sums = _to_host(torch.stack(sums))
+        if self.scored:
+            self.scores = _to_host(self._score(states, head))
 
-    def sums(self) -> dict[int, StateSum]:
-        """By job; they must have landed."""
-        assert self.landed is not None, "the states have not been taken"
-        rows = self.landed.numpy()
-        return {job_id: HostSum(rows[i].copy()) for i, job_id in enumerate(self.job_ids)}
+    def _score(self, states: torch.Tensor, head: Head) -> torch.Tensor:
+        """A slice of the rows at a time, since all logits of a long prompt are gigabytes."""
+        firsts = [(first + spec.start, spec.targets) for first, spec in self.scored]
+        rows = [row for first, ids in firsts for row in range(first, first + len(ids))]
+        targets = [token_id for _, ids in firsts for token_id in ids]
+        wanted = torch.tensor([rows, targets], pin_memory=states.is_cuda)
+        wanted = wanted.to(states.device, torch.long, non_blocking=True)
+        num_top = max(spec.num_top for _, spec in self.scored)
+        parts = [torch.empty((0, 2 * (1 + num_top)), dtype=torch.int32, device=states.device)]
+        for begin in range(0, len(rows), _SLICE):
+            some_rows, some_targets = wanted[:, begin : begin + _SLICE]
+            logits = head(states.index_select(0, some_rows))
+            parts.append(score_tokens(logits, some_targets, num_top))
+        return torch.cat(parts)
+
+    def landed(self) -> dict[int, StateRead]:
+        """By job; the results must have landed."""
+        found: dict[int, StateRead] = {}
+        if self.sums is not None:
+            for sums, (_, pool) in zip(self.sums.numpy(), self.pools, strict=True):
+                found[pool.job_id] = HostSum(sums.copy())
+        if self.scores is not None:
+            rows, first = self.scores.numpy(), 0
+            for _, spec in self.scored:
+                stop = first + len(spec.targets)
+                found[spec.job_id] = as_logprobs(rows[first:stop], spec.num_top)
+                first = stop
+        return found
+
+
+def _to_host(computed: torch.Tensor) -> torch.Tensor:
+    landed = torch.empty(computed.shape, dtype=computed.dtype, pin_memory=computed.is_cuda)
+    return landed.copy_(computed, non_blocking=True)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

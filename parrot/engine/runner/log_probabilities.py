@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens and of the most likely ones, for rows that want them."""
+"""Log probabilities of tokens and of the most likely ones in their places."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.core.plan import SampleSpec, TokenScores
+from parrot.protocol.sampling import Logprobs
 
 _MAX_ROWS = 32  # at once: each takes twice a row of logits in float32
 
@@ -27,6 +28,15 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Te
     chosen = logits.gather(1, ids[:, :1].clamp(min=0))
     values = torch.cat([chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
     return torch.cat([ids.int(), values.view(torch.int32)], dim=1)
+
+
+def as_logprobs(scores: npt.NDArray[np.int32], num_top: int) -> Logprobs:
+    """The rows of `scores`, as `score_tokens` gives them, with so many of the likely tokens."""
+    own, width = 1 + num_top, scores.shape[1] // 2
+    found = Logprobs(own)
+    found.ids.frombytes(scores[:, :own].tobytes())
+    found.values.frombytes(scores[:, width : width + own].tobytes())
+    return found
 
 
 def scores_of(specs: Sequence[SampleSpec], scores: npt.NDArray[np.int32]) -> dict[int, TokenScores]:

@@ -18,7 +18,7 @@ from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.models.fused import Forward
-from parrot.engine.runner.device import Landing, Mark, Pools, Stage
+from parrot.engine.runner.device import Landing, Mark, Reads, Stage
 from parrot.engine.runner.draws import Draws
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
 from parrot.engine.runner.inputs import StepInputs
@@ -34,13 +34,13 @@ Sources = tuple[torch.Tensor, IntArray]
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """`work` names rows of the device's block table. `sources`: None if no token is pending;
-    `pools`: None if no hidden states are wanted."""
+    `reads`: None if nothing is made of hidden states."""
 
     inputs: StepInputs
     draws: Draws
     work: WorkList
     sources: Sources | None
-    pools: Pools | None = None
+    reads: Reads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class StepComputer:
     def launch(self, step: PlannedStep, landing: Landing) -> "Future[torch.Tensor]":
         """Compute a step; its tokens also go to `landing`. The result is there once all kernels
         are launched: a token for each of the step's samples, on the device; -1: not finite."""
-        size = None if step.pools is not None else self._graph_size(step.inputs)
+        size = None if step.reads is not None else self._graph_size(step.inputs)
         if size is None:
             return self._launcher.submit(self._compute, step, size, landing)
         done: Future[torch.Tensor] = Future()
@@ -138,20 +138,21 @@ class StepComputer:
         inputs = step.inputs
         parts = (inputs.token_ids, inputs.positions, inputs.table_rows, inputs.logit_rows)
         sent = self._send(parts, step)
-        return self._forward_eagerly(sent.parts, step.work, step.pools), sent
+        return self._forward_eagerly(sent.parts, step.work, step.reads), sent
 
     def _forward_eagerly(
-        self, sent: Sequence[torch.Tensor], work: WorkList, pools: Pools | None = None
+        self, sent: Sequence[torch.Tensor], work: WorkList, reads: Reads | None = None
     ) -> Decoded:
         buffers = PlanBuffers(work, self._device)
         self._stage.sent()
         self._attention.ensure_slots(work.num_slots)
         self._attention.expect(len(sent[0]))
-        if pools is None:
+        if reads is None:
             return self._decode(sent[:3], sent[3], buffers, self._attention)
         plan = TritonPlan(buffers, self._tables, sent[1], sent[2])
-        logits, states = self._forward.with_states(sent[0], self._attention, plan, sent[3])
-        pools.take(states)
+        states = self._forward.states(sent[0], self._attention, plan)
+        reads.take(states, self._forward.head)
+        logits = self._forward.head(states.index_select(0, sent[3]))
         return Decoded(best_tokens(logits), logits)
 
     def _decode(

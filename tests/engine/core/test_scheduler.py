@@ -2,7 +2,7 @@
 
 import pytest
 
-from parrot.engine.core.jobs import POLICIES, JobQueue
+from parrot.engine.core.queues import POLICIES, JobQueue
 from tests.support.core_harness import Harness, piece
 
 

@@ -22,7 +22,14 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import Runner, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.plan import (
+    PoolSpec,
+    Runner,
+    SampleSpec,
+    ScoreSpec,
+    SequenceStep,
+    StepPlan,
+)
 from parrot.engine.grammar.compiler import GrammarCompiler
 from parrot.engine.kernels import linear
 from parrot.engine.kernels.linear import FEW_ROWS
@@ -36,8 +43,8 @@ from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import ModelNumerics
-from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
+from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.testing.runner_driver import Context, Driver
 from parrot.utils.clock import MonotonicClock
 from tests.support.answer import Answer
 from tests.support.byte_tokenizer import plain_byte_tokenizer
@@ -129,6 +136,10 @@ def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) 
     ]
 
 
+def pool_of(context: Context) -> PoolSpec:
+    return PoolSpec(context.context_id, len(context.tokens) // 2, len(context.tokens))
+
+
 @pytest.mark.parametrize("family", OVERRIDES)
 @pytest.mark.parametrize("lengths", [(5, 9, 1), (70, 5, 1), (1, 1)])
 def test_sums_of_hidden_states(
@@ -138,17 +149,41 @@ def test_sums_of_hidden_states(
     found = []
     for driver in map(Driver, make_runners(family)):
         contexts = [driver.context(p) for p in random_prompts(*lengths)]
-        pool = {c.context_id: (len(c.tokens) // 2, len(c.tokens)) for c in contexts[1:]}
-        result = driver.step([(c, c.wanted) for c in contexts], pool=pool)
-        assert result.pooled.keys() == pool.keys()
+        read = {c.context_id: pool_of(c) for c in contexts[1:]}
+        result = driver.step([(c, c.wanted) for c in contexts], read=read)
+        assert result.read.keys() == read.keys()
         found.append(result)
     assert found[0].tokens == found[1].tokens
-    for context_id, want in found[0].pooled.items():
+    for context_id, want in found[0].read.items():
         vectors = [
             torch.tensor(np.frombuffer(states.unit() or b"", dtype="<f4"))
-            for states in (want, found[1].pooled[context_id])
+            for states in (want, found[1].read[context_id])
         ]
         torch.testing.assert_close(*vectors, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", OVERRIDES)
+def test_log_probabilities_of_prompts(make_runners: MakeRunners, family: str) -> None:
+    """Of few rows and of more than a slice, and of none, beside a sum and a sequence that
+    samples."""
+    found = []
+    for driver in map(Driver, make_runners(family)):
+        sampled, pooled, *contexts = [driver.context(p) for p in random_prompts(5, 9, 70, 3, 1)]
+        read: dict[int, PoolSpec | ScoreSpec] = {pooled.context_id: pool_of(pooled)}
+        for num_top, context in enumerate(contexts):
+            targets = context.tokens[2:]
+            read[context.context_id] = ScoreSpec(context.context_id, 1, targets, num_top)
+        work = [sampled, pooled, *contexts]
+        result = driver.step([(c, c.wanted) for c in work], read=read)
+        assert result.read.keys() == read.keys()
+        found.append([result.read[c.context_id] for c in contexts])
+    for num_top, (want, own) in enumerate(zip(*found, strict=True)):
+        assert isinstance(want, Logprobs)
+        assert isinstance(own, Logprobs)
+        assert (own.width, len(own)) == (1 + num_top, len(want))
+        np.testing.assert_allclose(own.values, want.values, rtol=1e-3, atol=1e-4)
+        assert own.ids[:: own.width] == want.ids[:: want.width]
+    assert [len(rows) for rows in found[0]] == [68, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,11 @@
-"""How much of a step fills may take that nobody waits for yet."""
+"""The queues and policies that keep jobs in order, and how much of a step fills may take that
+nobody waits for yet."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from parrot.engine.core.jobs import Job
 
 _MIN_TOKENS = 32
 _SMOOTHING = 0.25
@@ -48,3 +55,40 @@ class BackgroundPace:
             self._num_beside = max(self._num_beside // 2, min(_MIN_TOKENS, self._chunk_size))
         elif longer < _LITTLE and num_tokens >= self._num_beside:
             self._num_beside = min(self._num_beside * 2, self._chunk_size)
+
+
+_KEY = attrgetter("key")
+
+
+class JobQueue:
+    """Jobs in order of their keys. A job's key must not change while it is in a queue."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        """A snapshot, so the loop may change the queue."""
+        return iter(self._jobs[:])
+
+    def __contains__(self, job: Job) -> bool:
+        at = bisect_left(self._jobs, job.key, key=_KEY)
+        return at < len(self._jobs) and self._jobs[at] is job
+
+    def add(self, job: Job) -> None:
+        insort(self._jobs, job, key=_KEY)
+
+    def remove(self, job: Job) -> None:
+        at = bisect_left(self._jobs, job.key, key=_KEY)
+        assert self._jobs[at] is job, f"job {job.job_id} is not in the queue"
+        del self._jobs[at]
+
+
+POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
+    "priority": lambda job: (job.priority, job.job_id),
+    "fcfs": lambda job: (int(job.is_background), job.job_id),
+}
+"""Each gives a job its key, by which jobs run: unique and total, so that the first of all jobs
+always runs and all end some day. Background jobs come after all others."""

@@ -1,0 +1,137 @@
+"""Log probabilities of prompts from the engine core: a row for each token, and nothing left."""
+
+from math import isfinite
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.protocol.engine_api import ScoreResponse
+from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, ModelNumerics
+from parrot.protocol.sampling import Logprobs
+from tests.engine.core.test_embeddings import ABORT, GENERATE, HARNESSES, STEPS, TEXTS
+from tests.support.answer import Answer
+from tests.support.checking_runner import chain
+from tests.support.core_harness import Harness, piece
+
+
+def expected(text: str, num_top: int = 0) -> Logprobs:
+    ids = list(text.encode())
+    found = Logprobs(1 + num_top)
+    found.add([ids[0], *[-1] * num_top], [0.0] * (1 + num_top))
+    for before, token in zip(chain(ids), ids[1:], strict=False):
+        number = -(before % 997)
+        found.add([token, *range(num_top)], [number - i for i in range(1 + num_top)])
+    return found
+
+
+def scores(answer: Answer) -> list[Logprobs]:
+    assert isinstance(answer.response, ScoreResponse), answer.error
+    return answer.response.logprobs
+
+
+@HARNESSES
+@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_several_texts_in_chunks_of_any_size(make: Any, num_top: int, chunk: int | None) -> None:
+    harness = make(num_blocks=20, fill_chunk_size=chunk)
+    texts = ["abcdefghij", "x", "yz", "abcdefghij"]
+    answer = harness.score(*texts, num_top=num_top)
+    harness.run()
+    assert scores(answer) == [expected(text, num_top) for text in texts]
+    assert answer.response.prompt_tokens == 23
+    assert harness.num_free == 20
+    assert not list(harness.core._tree)
+
+
+@HARNESSES
+def test_a_long_text_lets_others_generate(make: Any) -> None:
+    harness = make(num_blocks=40, scheduler={"mixed_fill_tokens": 4})
+    generated = harness.generate(piece(1, "a"), length=12)
+    harness.step()
+    answer = harness.score("b" * 30, priority=1)
+    harness.run()
+    assert generated.text == "bcdefghijklm"
+    assert scores(answer) == [expected("b" * 30)]
+    assert max(sum(len(s.token_ids) for s in plan.sequences) for plan in harness.runner.plans) == 5
+
+
+@HARNESSES
+def test_what_is_computed_again_is_there_once(make: Any) -> None:
+    """It gives way to a more urgent prompt in the middle."""
+    harness = make(num_blocks=4, fill_chunk_size=5)
+    answer = harness.score("abcdefghijklmn", priority=1, num_top=1)
+    harness.step()
+    harness.step()
+    urgent = harness.generate(piece(1, "klmnopqrs"), length=3)
+    harness.run()
+    assert urgent.text == "tuv"
+    assert scores(answer) == [expected("abcdefghijklmn", 1)]
+    starts = [s.start for plan in harness.runner.plans for s in plan.sequences if s.context_id < 0]
+    assert starts != sorted(starts)
+
+
+@HARNESSES
+def test_numbers_that_are_not_finite(make: Any) -> None:
+    harness = make(num_blocks=20)
+    harness.runner._nan_token = ord("z")
+    answers = [harness.score("abczz", "abc"), harness.score("abc"), harness.score("abcz")]
+    harness.run()
+    assert isinstance(answers[0].error, ModelNumerics)
+    assert scores(answers[1]) == [expected("abc")]
+    assert all(isfinite(value) for value in scores(answers[2])[0].values), "nothing is behind it"
+    assert not list(harness.core._tree)
+
+
+@HARNESSES
+def test_a_text_that_breaks_its_step_breaks_no_other(make: Any) -> None:
+    harness = make(num_blocks=20, fill_chunk_size=2)
+    harness.runner._crash_token = ord("z")
+    answers = [harness.score("abcdefz"), harness.score("abcdef"), harness.embed("ab")]
+    harness.run()
+    assert isinstance(answers[0].error, EngineFailed)
+    assert scores(answers[1]) == [expected("abcdef")]
+    assert answers[2].response is not None
+    assert harness.num_free == 20
+
+
+def test_what_is_refused() -> None:
+    harness = Harness()
+    answers = [harness.score("abc", ""), harness.score("abc", num_top=5000)]
+    harness.run()
+    assert all(isinstance(answer.error, InvalidRequest) for answer in answers)
+    assert harness.num_free == 16
+
+
+SCORE = st.tuples(st.just("score"), TEXTS, st.integers(0, 2), st.integers(-1, 1))
+
+
+@HARNESSES
+@given(
+    events=st.lists(st.one_of(SCORE, SCORE, GENERATE, ABORT, STEPS), max_size=14),
+    num_blocks=st.integers(4, 12),
+    chunk=st.sampled_from([None, 1, 3, 5]),
+)
+@settings(max_examples=60)
+def test_anything_at_once(make: Any, events: Any, num_blocks: int, chunk: int | None) -> None:
+    """With too little memory and others that come and go, all answers are exact."""
+    harness = make(num_blocks=num_blocks, fill_chunk_size=chunk)
+    asked: list[tuple[Answer, list[Logprobs]]] = []
+    for index, (kind, what, how, priority) in enumerate(events):
+        if kind == "score":
+            answer = harness.score(*what, num_top=how, priority=priority)
+            asked.append((answer, [expected(text, how) for text in what]))
+        elif kind == "generate":
+            harness.generate(piece(index, what), length=how)
+        elif kind == "abort":
+            harness.core.requests.abort(what)
+            harness.deliver()
+        else:
+            for _ in range(what):
+                harness.step()
+    harness.run()
+    for answer, wanted in asked:
+        assert isinstance(answer.error, Cancelled) or scores(answer) == wanted
+    assert not harness.runner.violations
+    assert all(context.context_id >= 0 for context in harness.core._tree)
