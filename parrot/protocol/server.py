@@ -174,8 +174,8 @@ async def _disconnected(request: Request) -> None:
 Event = tuple[str | None, BaseModel | Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: JSON, or a line as it is."""
 
-Events = Event | list[Event]
-"""What is sent at once."""
+Events = Event | list[Event] | bytes
+"""What is sent at once; bytes are encoded already."""
 
 
 class EventStream(Response):
@@ -228,7 +228,9 @@ class EventStream(Response):
 async def _encoded(events: AsyncIterator[Events]) -> AsyncGenerator[bytes]:
     try:
         async for given in events:
-            if isinstance(given, tuple):
+            if isinstance(given, bytes):
+                yield given
+            elif isinstance(given, tuple):
                 yield _event_bytes(*given)
             elif given:
                 yield b"".join([_event_bytes(*event) for event in given])

@@ -1,7 +1,6 @@
 """The page's endpoints: its files, who is let in, and the feeds that it draws."""
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import NotFound
 from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
-from parrot.protocol.server import Event, json_response, parse_payload, read_json
+from parrot.protocol.server import json_response, parse_payload, read_json
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.page.feed import Feed
 from parrot.serve.page.rows import PageRows
-from parrot.serve.page.topic import ReadRows, Rows
+from parrot.serve.page.topic import Rows
 from parrot.serve.page.visitors import VISIT_S, Visitor, Visitors
 from parrot.serve.sessions import Session
 
@@ -103,26 +102,30 @@ class Page:
     def me(self, visitor: Visitor) -> VisitorView:
         return _view(visitor)
 
-    def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[Event]:
-        return self._changes(("overview", visitor), lambda: self._rows.overview(visitor), since)
+    def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._feed.changes(
+            ("overview", visitor), lambda: self._rows.overview(visitor), since
+        )
 
-    def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[Event]:
-        return self._changes(("placement", visitor), lambda: self._rows.placement(visitor), since)
+    def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._feed.changes(
+            ("placement", visitor), lambda: self._rows.placement(visitor), since
+        )
 
     def session(
         self, visitor: Visitor, session_id: int, since: str | None
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[bytes]:
         """Raises `NotFound`."""
 
         def read() -> Rows:
             return self._rows.session(self._seen(visitor, session_id))
 
         self._seen(visitor, session_id)
-        return self._changes(("session", session_id), read, since)
+        return self._feed.changes(("session", session_id), read, since)
 
     def variable(
         self, visitor: Visitor, session_id: int, var_id: str, since: str | None
-    ) -> AsyncGenerator[Event]:
+    ) -> AsyncGenerator[bytes]:
         """Raises `NotFound`."""
 
         def find() -> SemanticVariable:
@@ -132,14 +135,7 @@ class Page:
             return self._rows.variable(find(), visitor)
 
         find()
-        return self._changes(("variable", var_id, visitor.sees_values), read, since)
-
-    async def _changes(
-        self, name: object, read: ReadRows, since: str | None
-    ) -> AsyncGenerator[Event]:
-        async with aclosing(self._feed.changes(name, read, since)) as changes:
-            async for payload in changes:
-                yield "changes", payload.decode()
+        return self._feed.changes(("variable", var_id, visitor.sees_values), read, since)
 
     def _seen(self, visitor: Visitor, session_id: int) -> Session:
         session = self._core.sessions.find(session_id)

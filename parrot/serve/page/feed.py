@@ -4,27 +4,31 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from parrot.protocol.errors import QuotaExceeded
-from parrot.serve.page.topic import ReadRows, Topic
+from parrot.serve.page.topic import Changes, ReadRows, Topic
 from parrot.utils.clock import Clock
 
 _INTERVAL_S = 0.1  # between two updates
-_LOAD = 0.005  # of the event loop's time, at most, for each topic
+_LOAD = 0.01  # of the event loop's time, at most, for all topics together
+_MAX_SEND_S = 1e-3  # of a send; the rest is a wait for who reads slowly
 _MAX_VIEWERS = 256
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """`due`: when it may be read next."""
+    """`read_at`: when it was read last, and `due`: when it may be again. `spent_s`: what it and its
+    viewers took since."""
 
     topic: Topic
     due: float
+    read_at: float = 0.0
+    spent_s: float = 0.0
     num_viewers: int = 0
 
 
 class Feed:
     """Owns the topics that somebody looks at, by their names. A topic is read ten times a second,
-    or less often if that takes long, so that a look at a large graph slows no program down. When
-    its last viewer has gone the topic is forgotten."""
+    or less often if that and sending it take long, so that a look at a large graph, or many who
+    look, slow no program down. When its last viewer has gone the topic is forgotten."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,8 +41,9 @@ class Feed:
     async def changes(
         self, name: object, read: ReadRows, since: str | None
     ) -> AsyncGenerator[bytes]:
-        """Yield the changes of a topic since a version, as JSON, whenever there are some, for ever.
-        Raises what `read` raises, and `QuotaExceeded` when too many look already."""
+        """Yield the changes of a topic since a version, whenever there are some, for ever:
+        server-sent events, the same bytes for all who know as much. Raises what `read` raises, and
+        `QuotaExceeded` when too many look already."""
         if self._num_viewers >= _MAX_VIEWERS:
             raise QuotaExceeded(f"{_MAX_VIEWERS} views of the page are open already")
         now = self._clock.now()
@@ -48,8 +53,9 @@ class Feed:
         try:
             while True:
                 if (changes := self._next(watched, since)) is not None:
-                    since, payload = changes
-                    yield payload
+                    since, sent_at = changes.version, self._clock.now()
+                    yield changes.event
+                    self._spent(watched, min(self._clock.now() - sent_at, _MAX_SEND_S))
                 await self._clock.sleep(max(0.0, watched.due - self._clock.now()))
         finally:
             self._num_viewers -= 1
@@ -57,15 +63,17 @@ class Feed:
             if not watched.num_viewers:
                 del self._watched[name]
 
-    def _next(self, watched: _Watched, since: str | None) -> tuple[str, bytes] | None:
-        """The version and the JSON of what has changed, read anew if it is time to."""
+    def _next(self, watched: _Watched, since: str | None) -> Changes | None:
+        """What has changed, read anew if it is time to."""
         began = self._clock.now()
-        is_due = began >= watched.due
-        if is_due:
+        if began >= watched.due:
             watched.topic.update()
+            watched.read_at, watched.spent_s, watched.due = began, 0.0, began + _INTERVAL_S
         changes = watched.topic.since(since)
-        ended = self._clock.now()
-        if is_due:
-            watched.due = ended + _INTERVAL_S
-        watched.due = max(watched.due, began + (ended - began) / _LOAD)
+        self._spent(watched, self._clock.now() - began)
         return changes
+
+    def _spent(self, watched: _Watched, seconds: float) -> None:
+        watched.spent_s += seconds
+        pause_s = watched.spent_s * len(self._watched) / _LOAD
+        watched.due = max(watched.due, watched.read_at + pause_s)

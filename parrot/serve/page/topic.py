@@ -14,11 +14,12 @@ _MAX_GONE = 4096  # rows that are remembered to be gone
 
 
 class Changes(NamedTuple):
-    """What changed since an earlier version. `payload` is JSON: `{version, whole, rows, gone}`;
-    `whole`: these are all rows there are, and whatever was known before is void."""
+    """What changed since an earlier version. `event`: a server-sent event `changes`, whose data is
+    `{version, whole, rows, gone}`; `whole`: these are all rows there are, and whatever was known
+    before is void."""
 
     version: str
-    payload: bytes
+    event: bytes
 
 
 class Topic:
@@ -82,7 +83,7 @@ class Topic:
         """Those behind an update; all rows for -1."""
         rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
         payload = {"version": self.version, "whole": number < 0, "rows": rows, "gone": gone}
-        return Changes(self.version, orjson.dumps(payload))
+        return Changes(self.version, b"event: changes\ndata: %b\n\n" % orjson.dumps(payload))
 
     def _number_of(self, version: str | None) -> int | None:
         epoch, _, number = (version or "").rpartition("-")

@@ -40,8 +40,12 @@ class View:
         return {"row": {"n": len(self.read_at)}}
 
 
+def parse(event: bytes) -> Any:
+    return orjson.loads(event.removeprefix(b"event: changes\ndata: "))
+
+
 async def take(changes: AsyncGenerator[bytes], number: int) -> list[Any]:
-    return [orjson.loads(await anext(changes))["rows"] for _ in range(number)]
+    return [parse(await anext(changes))["rows"] for _ in range(number)]
 
 
 async def test_a_view_is_read_ten_times_a_second() -> None:
@@ -58,7 +62,33 @@ async def test_a_view_that_is_slow_to_read_is_read_less_often() -> None:
     view = View(clock, cost_s=0.05)
     async with aclosing(Feed(clock).changes("v", view, None)) as changes:
         await take(changes, 3)
-    assert view.read_at == pytest.approx([0.0, 10.0, 20.0])
+    assert view.read_at == pytest.approx([0.0, 5.0, 10.0])
+
+
+async def test_what_sending_takes_counts_but_no_wait_for_who_reads_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeds, "_MAX_SEND_S", 0.01)
+    clock = SteppedClock()
+    feed, view = Feed(clock), View(clock)
+    async with aclosing(feed.changes("v", view, None)) as changes:
+        for cost_s in (0.005, 60.0, 0.0):
+            await anext(changes)
+            clock.time += cost_s
+    assert view.read_at == pytest.approx([0.0, 0.5, 60.5])
+
+
+async def test_topics_share_the_load() -> None:
+    clock = SteppedClock()
+    feed, view = Feed(clock), View(clock, cost_s=0.005)
+    async with (
+        aclosing(feed.changes("v", view, None)) as one,
+        aclosing(feed.changes("w", View(clock), None)) as two,
+    ):
+        await anext(one)
+        await anext(two)
+        await take(one, 2)
+    assert view.read_at == pytest.approx([0.0, 1.0, 2.0])
 
 
 async def test_viewers_share_the_readings() -> None:
@@ -78,10 +108,10 @@ async def test_whoever_comes_back_gets_what_was_missed() -> None:
     clock = SteppedClock()
     feed, view = Feed(clock), View(clock)
     async with aclosing(feed.changes("v", view, None)) as stays:
-        first = orjson.loads(await anext(stays))
+        first = parse(await anext(stays))
         await take(stays, 2)
         async with aclosing(feed.changes("v", view, first["version"])) as back:
-            changes = orjson.loads(await anext(back))
+            changes = parse(await anext(back))
     assert not changes["whole"]
     assert changes["rows"] == {"row": {"n": 3}}
 
