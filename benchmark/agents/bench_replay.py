@@ -2,29 +2,37 @@
 
     python -m benchmark.agents.bench_replay --rows lru all --agents 16 32
     python -m benchmark.agents.bench_replay --scale 1 --agents 32
+    python -m benchmark.agents.bench_replay --builtin FOLDER --rows all --agents 32    on a GPU
     python -m benchmark.agents.bench_replay --url http://localhost:9000 --model llama-3.1-8b
 
-Without `--url` the engine is simulated, on virtual time: an 8B on one H200, at `--scale` 0.25 with
-a quarter of the lengths, of the KV and of the host's memory. With it, a service that runs somewhere
-is asked, which is one row: what it has on is its own affair.
+The engine is an 8B on one H200, at `--scale` 0.25 with a quarter of the lengths, of the KV and of
+the host's memory. By itself it is simulated, on virtual time. `--builtin` runs the model in FOLDER
+(with random weights; its `config.json`, tokenizer and chat template are read) behind a ServeCore,
+as processes of their own and anew for each row. With `--url`, a service that runs somewhere is
+asked, which is one row: what it has on is its own affair.
 """
 
 import argparse
 import asyncio
 import random
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmark.agents.replay import Replay, Setup
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
+from parrot.cluster import Cluster
 from parrot.engine.config import SimConfig
 from parrot.protocol.http import HttpClient
 from parrot.serve.api.app import create_app
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.links import DistantTransport
 
-DEVICE_TOKENS, HOST_TOKENS = 860_000, 819_200  # of an H200 beside an 8B, and of 100 GiB
+HOST_GIB = 100
+DEVICE_TOKENS, HOST_TOKENS = 860_000, 819_200  # of an H200 beside an 8B, and of HOST_GIB
+LOAD_TIMEOUT_S = 240.0
+_BLOCK = 64  # tokens, of the builtin engine
 OUT_OF = 240_000  # tokens of the longest sessions
 ROWS: dict[str, tuple[str, ...]] = {
     "lru": (),
@@ -32,6 +40,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "host": ("host",),
     "fp8": ("fp8",),
     "admission": ("admission",),
+    "next_use_host": ("next_use", "host"),
     "host_fp8": ("host", "fp8"),
     "no_admission": ("next_use", "host", "fp8"),
     "no_fp8": ("next_use", "host", "admission"),
@@ -52,7 +61,14 @@ def english(draw: random.Random, num_tokens: int) -> str:
     return " ".join(draw.choices(_COMMON.split(), k=num_tokens))
 
 
-def engine_config(features: tuple[str, ...], scale: float) -> SimConfig:
+def scheduler_keys(features: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "kv_eviction": "next_use" if "next_use" in features else "lru",
+        "admission": "admission" in features,
+    }
+
+
+def sim_config(features: tuple[str, ...], scale: float) -> SimConfig:
     base = sim_engine(ENGINES / "sim_llama_3_1_8b.json")
     size, costs = base.instance.block_size, base.instance
     twice = 2 if "fp8" in features else 1
@@ -70,11 +86,8 @@ def engine_config(features: tuple[str, ...], scale: float) -> SimConfig:
 
 
 async def _simulate(setup: Setup, features: tuple[str, ...]) -> dict[str, Any]:
-    core = core_config(
-        kv_eviction="next_use" if "next_use" in features else "lru",
-        admission="admission" in features,
-    )
-    engine = engine_config(features, setup.scale)
+    core = core_config(**scheduler_keys(features))
+    engine = sim_config(features, setup.scale)
     async with SimCluster(1, engine=engine, core=core) as cluster:
         transport = DistantTransport(create_app(cluster.core), fixed(0.0))
         replay = Replay(setup, transport, engine.model, words)
@@ -82,6 +95,32 @@ async def _simulate(setup: Setup, features: tuple[str, ...]) -> dict[str, Any]:
         await transport.close()
         cluster.core.check_integrity()
     return replay.figures()
+
+
+def builtin_config(folder: Path, features: tuple[str, ...], scale: float) -> dict[str, Any]:
+    fp8 = "fp8" in features
+    return {
+        "engine_type": "builtin",
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "scheduler": {"max_batch_size": 128, "max_num_batched_tokens": 8192},
+        "instance": {
+            "load_format": "dummy",
+            "max_seq_len": int(scale * OUT_OF),
+            "num_kv_cache_blocks": int(scale * (2 if fp8 else 1) * DEVICE_TOKENS) // _BLOCK,
+            "host_kv_gb": scale * HOST_GIB if "host" in features else 0,
+            "kv_cache_dtype": "fp8" if fp8 else "auto",
+        },
+    }
+
+
+def _serve(setup: Setup, features: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    engine = builtin_config(folder, features, setup.scale)
+    core = {"global_scheduler": scheduler_keys(features)}
+    with Cluster(core=core, engines=[engine], ready_timeout_s=LOAD_TIMEOUT_S) as cluster:
+        model = cluster.configs[cluster.engine_names[0]]["model"]
+        return asyncio.run(_ask(setup, cluster.core_url, model))
 
 
 async def _ask(setup: Setup, url: str, model: str) -> dict[str, Any]:
@@ -98,17 +137,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-len", type=int, help="tokens at which sessions end")
     parser.add_argument("--warm-up", type=float, default=210.0, help="seconds not counted")
     parser.add_argument("--duration", type=float, default=600.0, help="seconds in all")
+    parser.add_argument("--builtin", type=Path, help="a model's folder, on a GPU")
     parser.add_argument("--url", help="of a running ServeCore, instead of simulated engines")
     parser.add_argument("--model", default="llama-3.1-8b", help="which its engines serve")
     parser.add_argument("--seed", type=int, default=11)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    rows = ROWS if args.url is None else {"url": ()}
-    for name in args.rows if args.url is None else rows:
-        config = engine_config(rows[name], args.scale).model_dump(mode="json")
-        report.uses(name, args.url or config)
     max_len = args.max_len or int(OUT_OF * args.scale)
+    rows = args.rows if args.url is None else ["url"]
+    for row in rows:
+        report.uses(row, args.url or _engine_config(row, args))
     for num_agents in args.agents:
         setup = Setup(
             num_agents,
@@ -118,13 +157,24 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             duration_s=args.duration,
             seed=args.seed,
         )
-        for name in args.rows if args.url is None else rows:
-            if args.url is None:
-                figures = run_virtual(_simulate(setup, rows[name]))
-            else:
-                figures = asyncio.run(_ask(setup, args.url, args.model))
-            report.add("runs", {"row": name, "agents": num_agents} | figures)
+        for row in rows:
+            figures = _replayed(row, setup, args)
+            report.add("runs", {"row": row, "agents": num_agents} | figures)
     report["setup"] = asdict(setup)
+
+
+def _engine_config(row: str, args: argparse.Namespace) -> dict[str, Any]:
+    if args.builtin is not None:
+        return builtin_config(args.builtin, ROWS[row], args.scale)
+    return sim_config(ROWS[row], args.scale).model_dump(mode="json")
+
+
+def _replayed(row: str, setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
+    if args.url is not None:
+        return asyncio.run(_ask(setup, args.url, args.model))
+    if args.builtin is not None:
+        return _serve(setup, ROWS[row], args.builtin)
+    return run_virtual(_simulate(setup, ROWS[row]))
 
 
 if __name__ == "__main__":
