@@ -52,7 +52,8 @@ def test_outputs_are_the_same_with_drafts(runner: CudaRunner, fields: dict[str, 
     numbers = random.Random(1)
     prompts = [[numbers.randrange(97, 122) for _ in range(n)] for n in (5, 70, 130, 20)]
     sampling = SamplingConfig(**fields, max_gen_length=60, ignore_tokenizer_eos=True)
-    drafted = assert_drafts_change_nothing(runner, language, prompts, sampling)
+    samplings = [sampling] * len(prompts)
+    drafted = assert_drafts_change_nothing(runner, language, prompts, samplings)
     assert sum(o.response.usage.accepted_tokens for o in drafted) > 60
     if runner.computer.graphs is not None:
         assert runner.computer.graphs.num_replays > 30

@@ -35,7 +35,7 @@ def outputs(
     runner: Runner,
     language: Language,
     prompts: Texts,
-    sampling: SamplingConfig,
+    samplings: Sequence[SamplingConfig],
     drafts: Texts | None = None,
 ) -> list[Output]:
     """Of prompts that come together, drafted from a text each, and from themselves; None: not."""
@@ -43,7 +43,7 @@ def outputs(
     config = BuiltinConfig(model="embedded", scheduler={"max_draft_tokens": most})
     core = EngineCore(config, runner, language, MonotonicClock())
     outcomes: list[list[Any]] = [[] for _ in prompts]
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         constraint = None
         if language.grammars is not None:
             constraint = asyncio.run(language.grammars.constraint(sampling))
@@ -71,20 +71,20 @@ def edited(ids: Sequence[int], most: int = 250) -> list[int]:
     """Some tokens left out, some other ones put in."""
     numbers = random.Random(len(ids))
     kept = [i for i in ids if numbers.random() > 0.1]
-    for _ in range(len(ids) // 12):
+    for _ in range(1 + len(ids) // 12):
         kept.insert(numbers.randrange(len(kept) + 1), numbers.randrange(most))
     return kept
 
 
 def assert_drafts_change_nothing(
-    runner: Runner, language: Language, prompts: Texts, sampling: SamplingConfig
+    runner: Runner, language: Language, prompts: Texts, samplings: Sequence[SamplingConfig]
 ) -> list[Output]:
     """Drafts of what will be said, and of nearly that. Returns the outputs of the former."""
-    plain = outputs(runner, language, prompts, sampling)
+    plain = outputs(runner, language, prompts, samplings)
     assert all(o.response.usage.drafted_tokens == 0 for o in plain)
     said = [o.response.generated_ids for o in plain]
-    nearly = outputs(runner, language, prompts, sampling, [edited(ids) for ids in said])
-    drafted = outputs(runner, language, prompts, sampling, said)
+    nearly = outputs(runner, language, prompts, samplings, [edited(ids) for ids in said])
+    drafted = outputs(runner, language, prompts, samplings, said)
     for output in (nearly, drafted):
         assert [o.said for o in output] == [o.said for o in plain]
         for usage in [o.response.usage for o in output]:

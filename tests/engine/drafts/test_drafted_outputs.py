@@ -52,6 +52,7 @@ def test_outputs_are_the_same_with_drafts(kind: str) -> None:
     language = Language.of(tokenizer, grammars)
     prompts = [language.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     sampling = SamplingConfig(**{"max_gen_length": 40, **SAMPLINGS[kind]})
-    drafted = assert_drafts_change_nothing(runner(), language, prompts, sampling)
+    samplings = [sampling] * len(prompts)
+    drafted = assert_drafts_change_nothing(runner(), language, prompts, samplings)
     if kind != "stopped":
         assert sum(o.response.usage.accepted_tokens for o in drafted) > 5

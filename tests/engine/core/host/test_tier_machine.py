@@ -3,13 +3,16 @@ fail, requests that end while their KV comes back. What a step reads is its own,
 it."""
 
 import random
+from array import array
 from typing import ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from tests.engine.core.test_engine_core_machine import EngineMachine
+from parrot.engine.core.jobs import Piece
+from parrot.protocol.sampling import SamplingConfig
+from tests.engine.core.test_engine_core_machine import EngineMachine, after_last_token
 from tests.support.tiered_runner import TieredLaunchingRunner, TieredRunner
 
 
@@ -60,6 +63,31 @@ class SmallTierMachine(OverlappingTieredMachine):
     num_host_blocks: ClassVar = 1
 
 
+class DraftingTieredMachine(OverlappingTieredMachine):
+    """Steps verify drafts, of contexts whose KV comes and goes."""
+
+    model: ClassVar = staticmethod(after_last_token)
+    takes_drafts: ClassVar = True
+
+    @precondition(lambda self: self.usable)
+    @rule(data=st.data(), num_steps=st.integers(0, 20), num_evicted=st.sampled_from([0, 2, 99]))
+    def go_on(self, data, num_steps, num_evicted):
+        """A turn behind another, which may have ended by then and be on the host."""
+        parent = data.draw(st.sampled_from(self.usable))
+        for _ in range(num_steps):
+            self.step()
+        self.core._scheduler.idle.evict(num_evicted)
+        drafts = self.draw_drafts(data, [97])
+        turn = Piece(self.new_context(), array("i", [97]), parent)
+        self.submit([turn], SamplingConfig(max_gen_length=14), drafts=drafts)
+
+
+class FaultyDraftingTieredMachine(DraftingTieredMachine):
+    """The bad letters are seldom said, so mostly in drafts."""
+
+    faults: ClassVar = {"crash_token": 120, "nan_token": 121}
+
+
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=50,
@@ -76,3 +104,7 @@ TestFaultyOverlappingTieredMachine = FaultyOverlappingTieredMachine.TestCase
 TestFaultyOverlappingTieredMachine.settings = SETTINGS
 TestSmallTierMachine = SmallTierMachine.TestCase
 TestSmallTierMachine.settings = SETTINGS
+TestDraftingTieredMachine = DraftingTieredMachine.TestCase
+TestDraftingTieredMachine.settings = SETTINGS
+TestFaultyDraftingTieredMachine = FaultyDraftingTieredMachine.TestCase
+TestFaultyDraftingTieredMachine.settings = SETTINGS
