@@ -12,6 +12,8 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
+from tests.support.prefix_cache import PrefixCache
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -28,9 +30,9 @@ class Fault:
 
 @dataclass
 class FakeOpenAI:
-    """`told` is what it has at other paths. `faults` are used up first, one a request. With `hold`,
-    answers come only once it is set (streams: all but the first word). `cancelled` is set when a
-    client leaves before its answer."""
+    """`told` is what it has at other paths, `cache` its memory, if that matters. `faults` are used
+    up first, one a request. With `hold`, answers come only once it is set (streams: all but the
+    first word). `cancelled` is set when a client leaves before its answer."""
 
     reply: str = "one two three"
     models: tuple[str, ...] = ("gpt-fake",)
@@ -43,6 +45,7 @@ class FakeOpenAI:
     counts_in_streams: bool = True
     end_token: str = "<end>"
     told: dict[str, Any] = field(default_factory=dict)
+    cache: PrefixCache | None = None
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -108,14 +111,16 @@ class FakeOpenAI:
         return JSONResponse({"data": data[::-1], "usage": {"prompt_tokens": sum(lengths)}})
 
     def _words(self, body: Mapping[str, Any]) -> tuple[list[str], str]:
+        if self.cache is not None:
+            self.cache.find(_prompt(body))
+            self.cache.keep(_prompt(body) + self.reply)
         words = [word + " " for word in self.reply.split(" ")]
         words[-1] = words[-1][:-1]
         limit = body.get("max_tokens", body.get("max_completion_tokens", len(words)))
         return words[:limit], self.finish_reason if limit >= len(words) else "length"
 
     def _usage(self, body: Mapping[str, Any], num_output: int) -> dict[str, Any]:
-        prompt = body.get("prompt") or body["messages"][0]["content"]
-        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": num_output}
+        usage = {"prompt_tokens": len(_prompt(body).split()), "completion_tokens": num_output}
         if self.cached_tokens is None:
             return usage
         return {**usage, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
@@ -190,6 +195,11 @@ class FakeOpenAI:
             raise
         finally:
             self.num_open -= 1
+
+
+def _prompt(body: Mapping[str, Any]) -> str:
+    prompt: str = body.get("prompt") or body["messages"][0]["content"]
+    return prompt
 
 
 def _logprobs(body: Mapping[str, Any], words: list[str], is_chat: bool) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class OpenAIService:
             port=config.port,
             max_seq_len=max_seq_len,
             tasks_capacity=config.tasks_capacity,
-            tokens_capacity=self._contexts.capacity,
+            tokens_capacity=max(1, self._contexts.capacity // _CHARS_PER_TOKEN),
             costs=self._costs.costs(),
             capabilities=self._upstream.capabilities,
         )

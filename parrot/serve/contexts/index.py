@@ -3,9 +3,12 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from parrot.serve.contexts.think_time import Source
+
+if TYPE_CHECKING:
+    from parrot.serve.contexts.kept import Kept
 
 Owner = int | str  # a session's id, or a tenant's name
 
@@ -88,9 +91,11 @@ class Match(NamedTuple):
 
 
 class PrefixIndex:
-    """Prefix key -> engine -> the context that has the prompt of that key."""
+    """Prefix key -> engine -> the context that has the prompt of that key. `kept`: by engine, what
+    servers keep that order that by themselves."""
 
     def __init__(self) -> None:
+        self.kept: dict[int, Kept] = {}
         self._entries: dict[bytes, dict[int, tuple[Context, Boundary]]] = {}
 
     def __len__(self) -> int:

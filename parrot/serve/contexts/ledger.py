@@ -19,6 +19,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
 from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, next_use
 from parrot.serve.contexts.index import Boundary, Context, FreeReason, Owner, PrefixIndex
+from parrot.serve.contexts.kept import Kept
 from parrot.serve.contexts.kv_log import KvLog
 from parrot.serve.contexts.owners import Owners
 from parrot.serve.contexts.residence import Residence
@@ -32,7 +33,8 @@ _SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits 
 @dataclass(slots=True)
 class Account:
     """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children.
-    `capacity` counts the host's, too; `residence` None: there is no host tier."""
+    `capacity` counts the host's, too; `residence` None: there is no host tier; `kept` None: the
+    engine keeps what the ledger says, with no server behind it that does as it likes."""
 
     capacity: int
     block_size: int
@@ -40,11 +42,18 @@ class Account:
     contexts: dict[int, Context] = field(default_factory=dict)
     used: int = 0
     residence: Residence | None = None
+    kept: Kept | None = None
 
     def use(self, context: Context) -> None:
         """A run has it on the device."""
         if self.residence is not None:
             self.residence.use(context)
+        if self.kept is not None:
+            self.kept.use(context)
+
+    def trim(self) -> None:
+        if self.kept is not None:
+            self.kept.trim()
 
     def size(self, context: Context) -> int:
         """Tokens of the blocks that only this context and its forks have: a fork inside a block
@@ -64,6 +73,8 @@ class Account:
             _check_links(context, self.contexts)
         if self.residence is not None:
             self.residence.check_integrity()
+        if self.kept is not None:
+            self.kept.check_integrity(contexts)
 
 
 def _check_links(context: Context, live: Mapping[int, Context]) -> None:
@@ -103,13 +114,22 @@ class ContextLedger:
     # Engines
 
     def add_engine(
-        self, engine_id: int, capacity: int, block_size: int = 1, host_capacity: int = 0
+        self,
+        engine_id: int,
+        capacity: int,
+        block_size: int = 1,
+        host_capacity: int = 0,
+        *,
+        has_server: bool = False,
     ) -> None:
+        """`has_server`: one behind it decides what it keeps, see `index.kept`."""
+        predict = partial(next_use, self.expectations, self.think_times)
         idle: EvictionOrder = LeastRecentlyUsed()
         if self._eviction == "next_use":
-            predict = partial(next_use, self.expectations, self.think_times)
             idle = FarthestNextUse(predict, self._clock)
         account = Account(capacity + host_capacity, block_size, idle)
+        if has_server:
+            account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
         if host_capacity:
             account.residence = Residence(capacity, account.size)
         self._accounts[engine_id] = account
@@ -118,6 +138,7 @@ class ContextLedger:
         """The engine is gone, and its contexts with it."""
         for context in self._accounts.pop(engine_id).contexts.values():
             self._forget(context, FreeReason.ENGINE)
+        self.index.kept.pop(engine_id, None)
         self.log.forget_engine(engine_id)
 
     def usage(self, engine_id: int) -> tuple[int, int]:
@@ -181,6 +202,7 @@ class ContextLedger:
             if link.pins:
                 break
         self._rest(context, recent=True)
+        self._accounts[context.engine_id].trim()
 
     def settle(
         self, context: Context, length: int, boundary: Boundary | None, source: Source | None
@@ -224,6 +246,7 @@ class ContextLedger:
     def make_room(self, engine_id: int) -> bool:
         """Evict until the engine's contexts fit its capacity; False: they still do not."""
         account = self._accounts[engine_id]
+        account.trim()
         while account.used > account.capacity and (first := account.idle.first()) is not None:
             self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity
@@ -299,6 +322,9 @@ class ContextLedger:
 
     # Inside
 
+    def _drop(self, context: Context) -> None:
+        self.retire(context, FreeReason.ROOM)
+
     def _evict_expired(self, context: Context, now: float) -> None:
         """Evict it and those that it was forked from, if nothing else has used them either."""
         for link in context.lineage():
@@ -341,6 +367,8 @@ class ContextLedger:
         account.idle.discard(context)
         if account.residence is not None:
             account.residence.forget(context)
+        if account.kept is not None:
+            account.kept.freed(context)
         self._forget(context, reason)
         if (parent := context.parent) is not None:
             parent.children.discard(context)

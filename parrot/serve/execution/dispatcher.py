@@ -73,6 +73,7 @@ class Dispatcher:
             self._scheduler,
             self._ledger,
             self._on_joined,
+            self._on_reported,
             self._on_lost,
         )
         self.estimates = Estimates(self._scheduler.engines.pace)
@@ -90,8 +91,7 @@ class Dispatcher:
             self._on_done,
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
-        self.kv_counts = self._ledger.log.total
-        self.decisions = self._scheduler.decisions
+        self.kv_counts, self.decisions = self._ledger.log.total, self._scheduler.decisions
         self.contexts = self._ledger.owners.contexts
         self.prefetch_counts = self._prefetch.counts
         self._results = ResultCache(config.global_scheduler, clock)
@@ -258,9 +258,10 @@ class Dispatcher:
 
     def _on_joined(self, engine: Engine) -> None:
         info = engine.info
-        units = 1 if info.tokenizer_id is not None else _CHARS_PER_TOKEN
+        is_text = info.tokenizer_id is None  # so there is a server behind it
+        units = _CHARS_PER_TOKEN if is_text else 1
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
-        self._ledger.add_engine(engine.id, capacity, info.block_size, on_host)
+        self._ledger.add_engine(engine.id, capacity, info.block_size, on_host, has_server=is_text)
         num_tokens = info.tokens_capacity + info.host_tokens_capacity
         self._scheduler.admission.add_engine(engine.id, num_tokens, info.costs)
         self._scheduler.engines.add(
@@ -270,10 +271,20 @@ class Dispatcher:
             info.tokens_capacity,
             info.max_seq_len,
             info.costs,
-            info.capabilities.features,
         )
+        self._on_reported(engine)
         self._grace.engine_joined()
         self._wake()
+
+    def _on_reported(self, engine: Engine) -> None:
+        """It says what its steps cost, what it can do, and what it keeps."""
+        able = engine.info.capabilities
+        costs = None if engine.runtime is None else engine.runtime.costs
+        self._scheduler.engines.reported(engine.id, costs, able.features)
+        if (kept := self._ledger.index.kept.get(engine.id)) is not None:
+            per_char = self.estimates.tokens_per_char((engine.info.model,))
+            size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)
+            kept.bound(size, able.kept_prompts)
 
     def _on_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)

@@ -105,7 +105,8 @@ def http_connect(cluster_token: str | None) -> Connect:
 
 class Fleet:
     """Owns the live engines; the id of one that was lost is never used again. Calls `on_joined` and
-    `on_lost` when the set has changed: then everything about a lost engine must be given up.
+    `on_lost` when the set has changed: then everything about a lost engine must be given up. And
+    `on_reported` with each heartbeat.
 
     An engine lives as long as
 
@@ -123,6 +124,7 @@ class Fleet:
         scheduler: Scheduler,
         ledger: ContextLedger,
         on_joined: Callable[[Engine], None],
+        on_reported: Callable[[Engine], None],
         on_lost: Callable[[Engine], None],
     ) -> None:
         self._max_engines = config.max_engines_num
@@ -133,6 +135,7 @@ class Fleet:
         self._scheduler = scheduler
         self._ledger = ledger
         self._on_joined = on_joined
+        self._on_reported = on_reported
         self._on_lost = on_lost
         self._tokenizers = TokenizerRegistry()
         self._ids = IdCounter()
@@ -183,8 +186,7 @@ class Fleet:
         engine.last_seen, engine.runtime = now, runtime
         if runtime.capabilities is not None:
             engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
-        features = engine.info.capabilities.features
-        self._scheduler.engines.reported(engine.id, runtime.costs, features)
+        self._on_reported(engine)
         return HeartbeatResponse(state="ok")
 
     async def answers(self, engine: Engine) -> bool:

@@ -57,7 +57,6 @@ class LoadIndex:
         max_tokens: int,
         max_len: int | None = None,
         costs: StepCosts | None = None,
-        features: Features = None,
     ) -> None:
         """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
         engine that does not say what its steps cost is taken to be like others of its model."""
@@ -65,7 +64,7 @@ class LoadIndex:
         if costs is not None:
             self._costs[model] = costs
         costs = self._costs.get(model, _USUAL_COSTS)
-        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs, features)
+        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs)
         self._loads[load.id] = load
         self._step_s[load.id] = 0.0
         for name in (_ANY_MODEL, load.model):

@@ -21,6 +21,8 @@ _LEAST_LOADED = 4  # engines considered for their load alone
 _MAX_SITES = 16  # the same for a block, or twice its size
 _MAX_HOLDERS = 16  # engines considered for what they have; a warm prefix may be on all of them
 _WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
+# A prompt that others push out of a server is computed again, and pushes them out in turn.
+_LOSS_WEIGHT = 2.0 * _WORK_WEIGHT
 _LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
 # How much later a block may end for the sake of using fewer engines.
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
@@ -168,7 +170,7 @@ class PredictedSeconds(Placer):
         output, outlook = task.expected_output, load.outlook(now)
         prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s + self._copy_s(task, load)
-        cost_s += outlook.steps_s(output) + output * growth_s
+        cost_s += outlook.steps_s(output) + output * growth_s + self._loss_s(task, load, now)
         return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
 
     def _copy_s(self, task: CompletionTask, load: EngineLoad) -> float:
@@ -180,6 +182,17 @@ class PredictedSeconds(Placer):
         if match is None:
             return 0.0
         return match.context.num_on_host(match.boundary.length) * load.costs.host_token_s
+
+    def _loss_s(self, task: CompletionTask, load: EngineLoad, now: float) -> float:
+        """Seconds to compute again what a server behind the engine forgets for this prompt, which
+        may go where there is room."""
+        kept = None if self._index is None else self._index.kept.get(load.id)
+        if kept is None or self._index is None:
+            return 0.0
+        match = self._index.match(load.id, task.keys)
+        num_new = task.num_chars - (0 if match is None else match.boundary.length)
+        lost = kept.loss(None if match is None else match.context, num_new, now)
+        return _LOSS_WEIGHT * lost * task.tokens_per_char * load.costs.prefill_s
 
     def _growth_s(
         self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
@@ -251,7 +264,11 @@ class PredictedSeconds(Placer):
         weight = weight_of(task)
         return Site(
             load.id,
-            outlook.wait_s + fill_s + outlook.steps_s(output) + output * shared_growth_s,
+            outlook.wait_s
+            + fill_s
+            + outlook.steps_s(output)
+            + output * shared_growth_s
+            + self._loss_s(task, load, now),
             own_fill_s + output * growth_s,
             outlook.harm_s(fill_s, output, shared_growth_s) / weight,
             outlook.harm_s(own_fill_s, output, growth_s) / weight,

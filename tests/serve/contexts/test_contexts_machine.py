@@ -12,7 +12,8 @@ from parrot.serve.contexts.think_time import Source
 from tests.serve.contexts.ledger_book import Book
 
 SOURCE = Source("acme", "f")
-ENGINES = (7, 8)
+ENGINES = (7, 8, 9)
+SERVED = 9  # by a server that keeps what it likes
 KEYS = [bytes([c]) for c in range(12)]
 
 
@@ -30,7 +31,24 @@ class Histories(RuleBasedStateMachine):
         self.expected: Counter[bytes] = Counter()
         self.gone: set[int] = set()  # with their engine
         for engine_id in ENGINES:
-            self.book.add_engine(engine_id, 300, block_size=4)
+            self.add_engine(engine_id)
+
+    def add_engine(self, engine_id: int) -> None:
+        self.book.add_engine(engine_id, 300, block_size=4, has_server=engine_id == SERVED)
+
+    @rule(
+        max_size=st.none() | st.integers(0, 200),
+        max_prompts=st.none() | st.integers(1, 4),
+    )
+    def bound(self, max_size: int | None, max_prompts: int | None) -> None:
+        self.book.index.kept[SERVED].bound(max_size, max_prompts)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4), size=st.integers(0, 300))
+    def weigh(self, keys: list[bytes], size: int) -> None:
+        kept, match = self.book.index.kept[SERVED], self.book.index.match(SERVED, keys)
+        found = None if match is None else match.context
+        lost = kept.loss(found, size, self.book.clock.now())
+        assert 0 <= lost <= sum(kept._sizes.values())
 
     @rule(
         engine_id=st.sampled_from(ENGINES),
@@ -97,7 +115,7 @@ class Histories(RuleBasedStateMachine):
         self.gone.update(self.book._accounts[engine_id].contexts)
         self.book.forget_engine(engine_id)
         self.running = [c for c in self.running if c.engine_id != engine_id]
-        self.book.add_engine(engine_id, 300, block_size=4)
+        self.add_engine(engine_id)
 
     @rule(engine_id=st.sampled_from(ENGINES))
     def evict(self, engine_id: int) -> None:

@@ -1,0 +1,125 @@
+"""What a server of another maker is believed to keep."""
+
+from collections import Counter
+
+from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.kept import Kept
+from tests.serve.contexts.ledger_book import Book
+
+ENGINE = 7
+
+
+def make(max_size: int | None = None, max_prompts: int | None = None) -> tuple[Book, Kept]:
+    book = Book()
+    book.add_engine(ENGINE, 10_000, has_server=True)
+    kept = book.index.kept[ENGINE]
+    kept.bound(max_size, max_prompts)
+    return book, kept
+
+
+def run(book: Book, key: str, size: int, parent: Context | None = None) -> Context:
+    """A prompt is computed, a second after the one before it."""
+    book.later(1.0)
+    context = book.add(key, size, parent)
+    book.pin(context)
+    book.make_room(ENGINE)
+    book.settle(context, context.length, None, None)
+    book.unpin(context)
+    return context
+
+
+def there(book: Book, *keys: str) -> list[str]:
+    """Those of the keys whose prompt is believed to be there."""
+    return [key for key in keys if book.index.match(ENGINE, [key.encode()])]
+
+
+def test_without_bounds_all_is_believed_to_be_kept() -> None:
+    book, kept = make()
+    for key in "abc":
+        run(book, key, 1000)
+    assert there(book, *"abc") == ["a", "b", "c"]
+    assert kept.loss(None, 10**9, book.clock.now()) == 0.0
+
+
+def test_what_was_not_used_for_longest_is_dropped_first_whatever_is_expected() -> None:
+    book, _ = make(max_size=250)
+    first = run(book, "a", 100)
+    run(book, "b", 100)
+    book.expectations.add_queued([b"b"])
+    run(book, "aa", 10, first)
+    run(book, "c", 100)
+    assert there(book, "a", "aa", "b", "c") == ["a", "aa", "c"]
+    assert len(book.take_frees()[ENGINE]) == 1
+    book.expectations.remove_queued([b"b"])
+    book.check_integrity({}, Counter())
+
+
+def test_prompts_that_begin_alike_are_kept_once() -> None:
+    book, _ = make(max_size=250)
+    common = run(book, "common", 200)
+    for key in "abc":
+        run(book, key, 10, common)
+    assert there(book, "common", *"abc") == ["common", "a", "b", "c"]
+
+
+def test_a_server_does_not_know_that_a_session_is_over() -> None:
+    book, kept = make(max_size=250)
+    run(book, "live", 100)
+    book.retire(run(book, "dead", 100))
+    assert there(book, "live", "dead") == ["live"]
+    lost = kept.loss(None, 100, book.clock.now())
+    assert 0 < lost <= 100, "the room of the dead one is not free"
+    run(book, "new", 100)
+    assert there(book, "live", "new") == ["new"]
+
+
+def test_what_was_never_computed_takes_no_room() -> None:
+    book, kept = make(max_size=150)
+    run(book, "a", 100)
+    broken = book.add("b", 100)
+    book.pin(broken)
+    book.retire(broken)
+    book.unpin(broken)
+    assert there(book, "a") == ["a"]
+    assert kept.loss(None, 40, book.clock.now()) == 0.0
+
+
+def test_a_server_that_keeps_one_prompt() -> None:
+    book, kept = make(max_prompts=1)
+    first = run(book, "a", 100)
+    turn = run(book, "aa", 10, first)
+    assert kept.loss(turn, 10, book.clock.now()) == 0.0
+    assert 0 < kept.loss(first, 10, book.clock.now()) <= 10
+    assert 10 < kept.loss(None, 10, book.clock.now()) <= 110
+    run(book, "b", 100)
+    assert there(book, "a", "aa", "b") == ["b"]
+
+
+def test_a_prompt_takes_the_place_of_the_one_that_it_continues() -> None:
+    """A server with a few slots gives it the one that begins as it does."""
+    book, _ = make(max_prompts=3)
+    first = run(book, "a", 100)
+    for key in ("a1", "b", "c", "a2", "a3"):
+        run(book, key, 10, first if key[0] == "a" and key != "a" else None)
+    assert there(book, "a", "a1", "b", "c", "a2", "a3") == ["a", "b", "c", "a3"]
+
+
+def test_prompts_that_run_are_kept_until_they_have_ended() -> None:
+    book, _ = make(max_size=50, max_prompts=1)
+    contexts = [book.add(key, 100) for key in "ab"]
+    for context in contexts:
+        book.pin(context)
+    book.make_room(ENGINE)
+    assert there(book, *"ab") == ["a", "b"]
+    for context in contexts:
+        book.settle(context, 100, None, None)
+        book.unpin(context)
+    assert there(book, *"ab") == []
+
+
+def test_what_is_long_unused_is_no_loss() -> None:
+    book, kept = make(max_size=100)
+    run(book, "a", 100)
+    now = book.clock.now()
+    soon, later = kept.loss(None, 100, now), kept.loss(None, 100, now + 3600)
+    assert later < soon / 3

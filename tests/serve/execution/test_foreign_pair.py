@@ -1,0 +1,198 @@
+"""Programs on two servers of other makers, which keep only what they computed last."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+
+import pytest
+
+from parrot.engine.app import create_app
+from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.service import OpenAIService
+from parrot.engine.reorder import ReorderBuffer
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import (
+    Capabilities,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    StepCosts,
+    StreamChunk,
+    Usage,
+)
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.http import HttpClient
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.execution.fleet import Connect
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective, TextPiece, VariablePiece
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.simulation.loop import LoopClock, run_virtual
+from parrot.utils.clock import Clock, MonotonicClock
+from tests.support.app_server import serve_app
+from tests.support.fake_engine import FakeEngine, fake_engine
+from tests.support.fake_openai import FakeOpenAI
+from tests.support.prefix_cache import PrefixCache
+
+STEP_S, PREFILL_S = 1e-2, 1e-3
+OUTPUT = 20  # tokens
+TURNS = 6
+
+
+class CachingEngine(FakeEngine):
+    """It takes the time that its server needs, whose `cache` it is."""
+
+    def serve(self, cache: PrefixCache, slowness: float, num_slots: int) -> None:
+        self.cache = cache
+        self.slowness = slowness
+        self.slots = asyncio.Semaphore(num_slots)
+
+    async def generate_stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
+        async with self.slots:
+            self._fill(request.fills)
+            contents = self.contexts[request.context_id]
+            prompt, text = self._decode(contents), "y" * 4 * OUTPUT
+            cached = self.cache.find(prompt)
+            new_tokens = (len(prompt) - cached) / 4
+            await asyncio.sleep(self.slowness * (new_tokens * PREFILL_S + OUTPUT * STEP_S))
+            self.cache.keep(prompt + text)
+            contents.extend(text)
+            usage = Usage(
+                cached_tokens=cached // 4, computed_tokens=int(new_tokens), output_tokens=OUTPUT
+            )
+            yield GenerateResponse(
+                generated_text=text,
+                generated_ids=[],
+                finish_reason=FinishReason.LENGTH,
+                usage=usage,
+            )
+
+
+def caching_engine(
+    name: str, cache: PrefixCache, slowness: float, capabilities: Capabilities
+) -> CachingEngine:
+    plain = fake_engine(name, model="m", text=True, capabilities=capabilities)
+    costs = StepCosts(
+        step_s=slowness * STEP_S, prefill_s=slowness * PREFILL_S, sequence_s=0.0, token_s=0.0
+    )
+    engine = CachingEngine(plain.info.model_copy(update={"costs": costs}))
+    engine.serve(cache, slowness, num_slots=1 if capabilities.kept_prompts == 1 else 8)
+    return engine
+
+
+class Programs:
+    """Each asks again and again, always with the same long beginning; `is_chat`: with all that it
+    asked before, too."""
+
+    def __init__(self, clock: Clock, connect: Connect, *, is_chat: bool) -> None:
+        config = CoreConfig(engine_heartbeat_timeout=1e6)
+        self.dispatcher = Dispatcher(config, clock, connect)
+        self._is_chat = is_chat
+        self._last: dict[int, Completion] = {}
+        self._num_calls = 0
+
+    async def call(self, program: int) -> None:
+        self._num_calls += 1
+        number = self._num_calls
+        question = SemanticVariable(f"q{number}", "q", program)
+        question.set(f"Question {number} of program {program}? ")
+        previous = self._last.get(program) if self._is_chat else None
+        fill = (VariablePiece(question),)
+        beginning = TextPiece(f"I am program {program}. " * 400)
+        completion = Completion(
+            id=number,
+            request_id=number,
+            session_id=program,
+            options=CallOptions(func_name=f"f{program}", tenant="acme"),
+            fill=fill if previous is not None else (beginning, *fill),
+            output=SemanticVariable(f"v{number}", "answer", program),
+            sampling=SamplingConfig(max_gen_length=OUTPUT, temperature=0.0),
+            previous=previous,
+            objective=Objective(PerformanceCriteria.LATENCY, 0, 1.0),
+        )
+        self._last[program] = completion
+        self.dispatcher.submit(completion)
+        await completion.output.wait()
+        assert completion.output.error is None
+        self.dispatcher.check_integrity()
+
+
+def share_found(caches: Sequence[PrefixCache]) -> float:
+    """The part of all prompts that did not have to be computed."""
+    return sum(cache.num_hit for cache in caches) / sum(cache.num_asked for cache in caches)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("slowness", [1.0, 1.3, 2.0])
+@pytest.mark.parametrize(
+    ("num_programs", "bound"),
+    [
+        (2, Capabilities(kept_prompts=1)),
+        (2, Capabilities(kept_tokens=3500)),
+        (6, Capabilities(kept_tokens=9000)),
+        (6, Capabilities(kept_prompts=3)),
+    ],
+)
+def test_each_program_keeps_to_the_server_that_has_its_beginning(
+    num_programs: int, bound: Capabilities, slowness: float, is_chat: bool
+) -> None:
+    """They fit on both servers together, not on one; they ask in turn, so that neither server is
+    ever busy, and one is slower."""
+    max_chars = None if bound.kept_tokens is None else 4 * bound.kept_tokens
+    caches = [PrefixCache(max_chars, bound.kept_prompts) for _ in range(2)]
+
+    async def ask_in_turn() -> None:
+        slow = caching_engine("slow", caches[1], slowness, bound)
+        engines = {"fast": caching_engine("fast", caches[0], 1.0, bound), "slow": slow}
+        programs = Programs(LoopClock(), lambda i: engines[i.engine_name], is_chat=is_chat)
+        for engine in engines.values():
+            await programs.dispatcher.fleet.register(engine.info)
+        for _ in range(TURNS):
+            for program in range(num_programs):
+                await programs.call(program)
+                await asyncio.sleep(0.5)
+        await programs.dispatcher.close()
+
+    run_virtual(ask_in_turn())
+    assert share_found(caches) > 0.95 * (TURNS - 1) / TURNS
+
+
+async def test_programs_on_two_llama_cpp_python_servers() -> None:
+    """Over HTTP and through the openai engine, which knows what such a server keeps."""
+    caches = [PrefixCache(max_prompts=1) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        urls: dict[str, str] = {}
+        infos: list[EngineInfo] = []
+        for number, cache in enumerate(caches):
+            fake = FakeOpenAI(owned_by="me", cache=cache)
+            server = await stack.enter_async_context(serve_app(fake.app()))
+            config = OpenAIConfig.model_validate(
+                {
+                    "model": "gpt-fake",
+                    "engine_name": f"e{number}",
+                    "instance": {"base_url": f"{server}/v1"},
+                }
+            )
+            service = OpenAIService(config, environ={})
+            stack.push_async_callback(service.close)
+            await service.start()
+            app = create_app(service, ReorderBuffer(MonotonicClock()), config)
+            urls[f"e{number}"] = await stack.enter_async_context(serve_app(app))
+            infos.append(service.engine_info())
+        programs = Programs(
+            MonotonicClock(),
+            lambda info: EngineClient(HttpClient(urls[info.engine_name])),
+            is_chat=False,
+        )
+        for info in infos:
+            await programs.dispatcher.fleet.register(info)
+        for _ in range(TURNS):
+            for program in range(2):
+                await programs.call(program)
+        await programs.dispatcher.close()
+    assert [cache.num_asked > 0 for cache in caches] == [True, True]
+    assert share_found(caches) > 0.95 * (TURNS - 1) / TURNS
