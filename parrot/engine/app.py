@@ -1,16 +1,15 @@
 """The HTTP face of an engine of any type."""
 
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from parrot.engine.call_log import logged
 from parrot.engine.config import EngineConfig
+from parrot.engine.ended import Ended, log_ended, told
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
@@ -35,7 +34,6 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
 from parrot.protocol.server import create_base_app, require_cluster_token
-from parrot.utils.logs import CALLS
 from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
@@ -69,9 +67,12 @@ def create_app(
         lifespan=lifespan,
     )
     metrics = EngineMetrics(config.engine_name, config.model)
+    listeners = [metrics.count, log_ended]
+    if (exporting := tracer or own) is not None:
+        listeners.append(exporting.ended)
     endpoints = [
-        *_verbs(service, reorder, metrics, tracer or own),
-        *_streams(service, reorder, metrics, tracer or own),
+        *_verbs(service, reorder, listeners),
+        *_streams(service, reorder, listeners),
         *_readings(service),
         *_facts(service, incarnation, metrics),
     ]
@@ -85,17 +86,16 @@ def create_app(
 def _verbs(
     service: EngineService,
     reorder: ReorderBuffer,
-    metrics: EngineMetrics,
-    tracer: EngineTracer | None,
+    listeners: Sequence[Callable[[Ended], None]],
 ) -> list[Endpoint]:
-    """A client that disconnects aborts its request."""
+    """A client that disconnects aborts its request. `listeners` are told of those that generate."""
 
     async def fill(request: FillRequest) -> FillResponse:
         await reorder.enter((request,))
         return await service.fill(request)
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
-        with _measured(metrics, tracer, request) as answered:
+        with told(request, listeners) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
             response = await service.generate(request)
@@ -119,13 +119,12 @@ def _verbs(
 def _streams(
     service: EngineService,
     reorder: ReorderBuffer,
-    metrics: EngineMetrics,
-    tracer: EngineTracer | None,
+    listeners: Sequence[Callable[[Ended], None]],
 ) -> list[Endpoint]:
     async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
-        with _measured(metrics, tracer, request) as answered:
+        with told(request, listeners) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
             async with aclosing(service.generate_stream(request)) as events:
@@ -167,26 +166,6 @@ def _readings(service: EngineService) -> list[Endpoint]:
         Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
         Endpoint("POST", "/score", score, "How likely a text's tokens are", errors=_ERRORS),
     ]
-
-
-@contextmanager
-def _measured(
-    metrics: EngineMetrics, tracer: EngineTracer | None, request: GenerateRequest
-) -> Iterator[Callable[[GenerateResponse], None]]:
-    """Count, trace and log the request that is served in the block, which gives its response to the
-    function that is yielded, or raises."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(metrics.request())]
-        if tracer is not None:
-            listeners.append(stack.enter_context(tracer.request(request)))
-        if CALLS.isEnabledFor(logging.INFO):
-            listeners.append(stack.enter_context(logged(request)))
-
-        def answered(response: GenerateResponse) -> None:
-            for listener in listeners:
-                listener(response)
-
-        yield answered
 
 
 def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> list[Endpoint]:

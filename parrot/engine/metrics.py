@@ -1,13 +1,11 @@
 """What an engine tells of its state and of its requests, under the field's names."""
 
-import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from parrot.engine.ended import Ended
 from parrot.protocol.engine_api import GenerateResponse, HostTierInfo, RuntimeInfo
 from parrot.utils.metrics import (
     FIRST_TOKEN_S,
@@ -50,26 +48,10 @@ class EngineMetrics:
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self._reasons: Counter[tuple[str, ...]] = Counter()
 
-    @contextmanager
-    def request(self) -> Iterator[Callable[[GenerateResponse], None]]:
-        """Measure the request that is served in the block, which gives its response to the function
-        that is yielded, or raises."""
-        began, reason = time.perf_counter(), "abort"
-
-        def answered(response: GenerateResponse) -> None:
-            nonlocal reason
-            reason = response.finish_reason.value
-            self._answered(response, time.perf_counter() - began)
-
-        try:
-            yield answered
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception:
-            reason = "error"
-            raise
-        finally:
-            self._reasons[*self._labels, reason] += 1
+    def count(self, ended: Ended) -> None:
+        self._reasons[*self._labels, ended.reason] += 1
+        if ended.response is not None:
+            self._answered(ended.response, ended.seconds)
 
     def _answered(self, response: GenerateResponse, seconds: float) -> None:
         usage = response.usage

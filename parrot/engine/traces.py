@@ -1,12 +1,10 @@
 """An engine's part of a trace: a span for each request that generates."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from parrot.engine.config import EngineConfig
-from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
+from parrot.engine.ended import Ended
 from parrot.utils.traces.record import SpanRecord, Value, span_export
 from parrot.utils.traces.traceparent import TraceParent, span_id_of
 
@@ -30,40 +28,22 @@ class EngineTracer:
     def close(self) -> None:
         self._export.close()
 
-    @contextmanager
-    def request(self, request: GenerateRequest) -> Iterator[Callable[[GenerateResponse], None]]:
-        """Trace the request that is served in the block, which gives its response to the function
-        that is yielded, or raises."""
-        parent = TraceParent.parse(request.traceparent)
-        responses: list[GenerateResponse] = []
-        began, error = time.time(), None
-        try:
-            yield responses.append
-        except BaseException as failure:
-            error = getattr(failure, "type", type(failure).__name__)
-            raise
-        finally:
-            if parent is not None:
-                record = self._record(request, parent, began, responses, error)
-                self._export.send(lambda: [record])
+    def ended(self, ended: Ended) -> None:
+        """Export the span of a request, if it has one above it."""
+        if (parent := ended.parent) is not None:
+            record = self._record(ended, parent)
+            self._export.send(lambda: [record])
 
-    def _record(
-        self,
-        request: GenerateRequest,
-        parent: TraceParent,
-        began: float,
-        responses: Sequence[GenerateResponse],
-        error: str | None,
-    ) -> SpanRecord:
+    def _record(self, ended: Ended, parent: TraceParent) -> SpanRecord:
         span_id = span_id_of(parent.trace_id, int(parent.span_id, 16), time.time_ns())
         attributes: dict[str, Value | None] = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "parrot",
             "gen_ai.request.model": self._model,
             "parrot.engine": self._engine_name,
-            "parrot.task_id": request.task_id,
+            "parrot.task_id": ended.request.task_id,
         }
-        for response in responses:
+        if (response := ended.response) is not None:
             usage = response.usage
             attributes |= {
                 "gen_ai.usage.input_tokens": usage.cached_tokens + usage.computed_tokens,
@@ -79,9 +59,9 @@ class EngineTracer:
             f"generate {self._model}",
             TraceParent(parent.trace_id, span_id),
             parent,
-            began,
-            time.time(),
+            ended.began,
+            ended.began + ended.seconds,
             attributes,
             is_server=True,
-            error=error,
+            error=ended.error_type,
         )

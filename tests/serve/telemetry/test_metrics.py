@@ -7,14 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from parrot.engine.ended import told
 from parrot.engine.metrics import EngineMetrics
-from parrot.protocol.engine_api import FinishReason, GenerateResponse, RuntimeInfo, Usage
+from parrot.protocol.engine_api import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    RuntimeInfo,
+    Usage,
+)
 from parrot.protocol.public import FunctionCosts
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
 from parrot.simulation import SimCluster
 from tests.serve.telemetry.program import in_cluster, semantic, write_and_review
 from tests.serve.telemetry.promtool import needs_promtool, promtool
 
+_REQUEST = GenerateRequest(context_id=0)
 PRICES = {"m": {"input": 10.0, "cached": 1.0, "output": 100.0}}
 Samples = Mapping[tuple[str, frozenset[str]], float]
 
@@ -51,7 +59,7 @@ def test_promtool_finds_nothing_in_the_metrics_of_an_engine() -> None:
 
 def engine_page() -> bytes:
     metrics = EngineMetrics("e", "m")
-    with metrics.request() as answered:
+    with told(_REQUEST, [metrics.count]) as answered:
         answered(
             GenerateResponse(
                 generated_text="ab",
@@ -61,7 +69,7 @@ def engine_page() -> bytes:
             )
         )
     for error in (ValueError, GeneratorExit):
-        with pytest.raises(error), metrics.request():
+        with pytest.raises(error), told(_REQUEST, [metrics.count]):
             raise error
     return metrics.render(RuntimeInfo(num_max_blocks=4, num_free_blocks=1, num_total_jobs=2))
 
