@@ -8,11 +8,16 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.transport import (
+    IDLE_TIMEOUT_S,
+    TIMEOUT_S,
     ErrorReader,
+    Options,
+    RequestOptions,
+    StreamOptions,
     decode_answer,
     encode_body,
     own_error,
@@ -63,20 +68,10 @@ class HttpClient:
             await self._session.close()
             self._session = None
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        timeout_s: float | None = 30.0,
-        bearer: str | None = None,
-    ) -> Any:
+    async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
         """See `Transport`. TCP keep-alive notices when the peer's host is gone."""
-        async with self._exchange(
-            method, path, params, body, bearer, total_s=timeout_s
-        ) as response:
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
+        async with self._exchange(method, path, options, total_s=timeout_s) as response:
             return await self._decode(response)
 
     async def text(self, path: str, *, limit: int, timeout_s: float) -> str:
@@ -92,19 +87,11 @@ class HttpClient:
             return raw[:limit].decode(errors="replace")
 
     async def stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        idle_timeout_s: float = 60.0,
-        bearer: str | None = None,
+        self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
-        async with self._exchange(
-            method, path, params, body, bearer, idle_s=idle_timeout_s
-        ) as response:
+        idle_s = options.get("idle_timeout_s", IDLE_TIMEOUT_S)
+        async with self._exchange(method, path, options, idle_s=idle_s) as response:
             if response.status >= 400:
                 await self._decode(response)
             async for event in parse_events(response.content.iter_any()):
@@ -115,16 +102,14 @@ class HttpClient:
         self,
         method: str,
         path: str,
-        params: Mapping[str, str] | None,
-        body: Any,
-        bearer: str | None,
+        options: Options,
         *,
         total_s: float | None = None,
         idle_s: float | None = None,
     ) -> "AsyncIterator[aiohttp.ClientResponse]":
         import aiohttp
 
-        raw = encode_body(body)
+        raw, bearer = encode_body(options.get("body")), options.get("bearer")
         headers = {} if raw is None else {"Content-Type": "application/json"}
         if bearer is not None:
             headers["Authorization"] = f"Bearer {bearer}"
@@ -132,7 +117,7 @@ class HttpClient:
             async with self._client().request(
                 method,
                 self.base_url + path,
-                params=params,
+                params=options.get("params"),
                 data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),

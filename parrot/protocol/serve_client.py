@@ -29,7 +29,7 @@ from parrot.protocol.public import (
     VarGetResponse,
     VarValue,
 )
-from parrot.protocol.transport import Transport, until_done
+from parrot.protocol.transport import RequestOptions, Transport, until_done
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -55,7 +55,9 @@ class ServeClient:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _ask(self, kind: type[T], method: str, path: str, **options: Any) -> T:
+    async def _ask(
+        self, kind: type[T], method: str, path: str, **options: Unpack[RequestOptions]
+    ) -> T:
         return kind.model_validate(await self._http.request(method, path, **options))
 
     async def create_session(

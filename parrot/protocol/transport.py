@@ -11,7 +11,7 @@ from collections.abc import (
     MutableMapping,
 )
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 from urllib.parse import urlencode
 
 import orjson
@@ -36,6 +36,30 @@ ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
 """The error meant by an answer's decoded body (None: not JSON), status and headers."""
 
 
+TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 60.0  # servers send a comment every 15 s
+
+
+class Options(TypedDict, total=False):
+    """`params`: the query. `body`: orjson-serialisable. `bearer`: instead of the client's token."""
+
+    params: Mapping[str, str] | None
+    body: Any
+    bearer: str | None
+
+
+class RequestOptions(Options, total=False):
+    """`timeout_s`: 30 by default; None waits as long as the peer is there."""
+
+    timeout_s: float | None
+
+
+class StreamOptions(Options, total=False):
+    """`idle_timeout_s`: 60 by default."""
+
+    idle_timeout_s: float
+
+
 class Transport(Protocol):
     """One server, as its clients see it. Use from one event loop; close when done.
 
@@ -43,32 +67,15 @@ class Transport(Protocol):
     server's own error (errors.py) for any status of 400 and above. Cancelling a request, or closing
     a stream, aborts it at the server."""
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        timeout_s: float | None = 30.0,
-        bearer: str | None = None,
-    ) -> Any:
-        """One exchange; returns the decoded JSON answer. `timeout_s` None waits as long as the
-        peer is there. `body`: orjson-serialisable. `bearer`: a token, instead of the client's."""
+    async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
+        """One exchange; returns the decoded JSON answer."""
         ...
 
     def stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        idle_timeout_s: float = 60.0,
-        bearer: str | None = None,
+        self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """Server-sent events as (event name, data). Keep-alive comments are skipped, but
-        silence of more than `idle_timeout_s` (servers send one every 15 s) is `Unavailable`.
+        silence of more than `idle_timeout_s` is `Unavailable`.
 
         The end of the body is only the end of iteration: the caller must insist on the protocol's
         final event, since a broken server may close in the middle (see `until_done`)."""
@@ -85,18 +92,9 @@ class AppTransport:
         self._app = app
         self._streams = TaskSet()
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        timeout_s: float | None = 30.0,
-        bearer: str | None = None,
-    ) -> Any:
+    async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
         """See `Transport`. The app runs in the caller's task, so cancelling reaches it at once."""
-        raw = encode_body(body)
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
         messages: list[Message] = []
 
         async def send(message: Message) -> None:
@@ -104,8 +102,7 @@ class AppTransport:
 
         try:
             async with asyncio.timeout(timeout_s):
-                receive = _receiver(raw, asyncio.Event())
-                await self._app(_scope(method, path, params, raw, bearer), receive, send)
+                await self._app(*_called(method, path, options, asyncio.Event()), send)
         except TimeoutError:
             raise Unavailable(f"no answer to {method} {path} within {timeout_s} s") from None
         except Exception:
@@ -115,24 +112,16 @@ class AppTransport:
         return decode_answer(answer, messages[0]["status"], {}, path)
 
     async def stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Any = None,
-        idle_timeout_s: float = 60.0,
-        bearer: str | None = None,
+        self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
-        raw = encode_body(body)
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         is_gone = asyncio.Event()
+        called = _called(method, path, options, is_gone)
 
         async def run() -> None:
             try:
-                scope = _scope(method, path, params, raw, bearer)
-                await self._app(scope, _receiver(raw, is_gone), messages.put)
+                await self._app(*called, messages.put)
             finally:
                 messages.put_nowait(None)
 
@@ -157,15 +146,16 @@ class AppTransport:
         await self._streams.close()
 
 
-def _scope(
-    method: str,
-    path: str,
-    params: Mapping[str, str] | None,
-    raw: bytes | None,
-    bearer: str | None,
-) -> dict[str, Any]:
-    authorization = [] if bearer is None else [(b"authorization", f"Bearer {bearer}".encode())]
-    return {
+def _called(
+    method: str, path: str, options: Options, is_gone: asyncio.Event
+) -> tuple[Message, Receive]:
+    """What an app is called with: the request's scope, and the client's side, which tells its body
+    and, when `is_gone`, that it has left."""
+    raw = encode_body(options.get("body")) or b""
+    headers = [(b"content-length", b"%d" % len(raw)), (b"content-type", b"application/json")]
+    if (bearer := options.get("bearer")) is not None:
+        headers.append((b"authorization", f"Bearer {bearer}".encode()))
+    scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
@@ -174,20 +164,12 @@ def _scope(
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
-        "query_string": urlencode(params or {}).encode(),
-        "headers": [
-            (b"content-length", b"%d" % len(raw or b"")),
-            (b"content-type", b"application/json"),
-            *authorization,
-        ],
+        "query_string": urlencode(options.get("params") or {}).encode(),
+        "headers": headers,
         "client": None,
         "server": None,
     }
-
-
-def _receiver(raw: bytes | None, is_gone: asyncio.Event) -> Receive:
-    """The client's side: its body, and much later that it has gone."""
-    bodies = [raw or b""]
+    bodies = [raw]
 
     async def receive() -> Message:
         if bodies:
@@ -195,7 +177,7 @@ def _receiver(raw: bytes | None, is_gone: asyncio.Event) -> Receive:
         await is_gone.wait()
         return {"type": "http.disconnect"}
 
-    return receive
+    return scope, receive
 
 
 def encode_body(body: Any) -> bytes | None:

@@ -5,10 +5,10 @@ import math
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Unpack
 
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.transport import App, AppTransport
+from parrot.protocol.transport import App, AppTransport, RequestOptions, StreamOptions
 from parrot.utils.tasks import TaskSet
 
 Latency = Callable[[], float]
@@ -52,7 +52,7 @@ class DistantTransport:
         await self._senders.close()
         await self._transport.close()
 
-    async def request(self, method: str, path: str, **options: Any) -> Any:
+    async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
         way_s = self._latency() / 2
         await asyncio.sleep(way_s)
         try:
@@ -64,7 +64,7 @@ class DistantTransport:
         return answer
 
     async def stream(
-        self, method: str, path: str, **options: Any
+        self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """Events follow each other on their way, as fast as they are made."""
         way_s = self._latency() / 2
