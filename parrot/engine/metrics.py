@@ -1,4 +1,4 @@
-"""What an engine tells of its state and of its requests, under the field's names."""
+"""An engine's metrics, of its state and of its requests, under the field's names."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What the commands of all servers share: their options, their log, and the uvicorn server."""
+"""The parts that the commands of all servers share: options, log, and the uvicorn server."""
 
 import argparse
 import logging

@@ -68,7 +68,7 @@ class CallParameter(Payload):
 
 
 class CallFields(Payload):
-    """What calls of both kinds have besides their parameters."""
+    """Fields of calls of both kinds, besides their parameters."""
 
     output_criteria: PerformanceCriteria | None = None
     on_demand: bool | None = Field(
@@ -77,7 +77,7 @@ class CallFields(Payload):
 
 
 class CallScope(SessionScoped):
-    """What requests for one call of either kind have besides its fields."""
+    """Fields of requests for one call of either kind, besides the call's own."""
 
     parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
     idempotency_key: IdempotencyKey | None = None
@@ -286,7 +286,7 @@ class SessionInfo(BaseModel):
 
 
 class SessionCounts(BaseModel):
-    """What the calls of a session came to until now."""
+    """The sums over the calls of a session until now."""
 
     turns: int = Field(description="requests that made calls")
     calls: int = Field(description="completions and native functions")

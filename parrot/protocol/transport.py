@@ -149,7 +149,7 @@ class AppTransport:
 def _called(
     method: str, path: str, options: Options, is_gone: asyncio.Event
 ) -> tuple[Message, Receive]:
-    """What an app is called with: the request's scope, and the client's side, which tells its body
+    """The arguments of an app: the request's scope, and the client's side, which tells its body
     and, when `is_gone`, that it has left."""
     raw = encode_body(options.get("body")) or b""
     headers = [(b"content-length", b"%d" % len(raw)), (b"content-type", b"application/json")]

@@ -108,7 +108,7 @@ class TenantQuota(ConfigModel):
 
 
 class TokenPrices(ConfigModel):
-    """What a million tokens of a model cost, in whatever currency."""
+    """The prices of a million tokens of a model, in whatever currency."""
 
     input: Price = Field(0.0, description="Prompt tokens that are computed.")
     cached: Price = Field(0.0, description="Prompt tokens whose KV is there already.")

@@ -213,7 +213,7 @@ class NativeRunner:
                 variable.set(text)
 
     async def _evaluate(self, call: NativeCall) -> Sequence[object]:
-        """What the sandbox gives, in time that the session's account has and pays. Raises
+        """The sandbox's values, in time that the session's account has and pays. Raises
         `QuotaExceeded` if it has none left."""
         session = self._find_session(call.session_id)
         if session is not None:

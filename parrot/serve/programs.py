@@ -1,4 +1,4 @@
-"""What programs ask inside a session: calls, variables and reads, each from its request to its
+"""The requests of programs in a session: calls, variables and reads, each from its request to its
 answer."""
 
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""What others may see: a program its session, anybody the engines."""
+"""The views of a session for its program, and of the engines for anybody."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,7 @@ def session_view(
 
 
 def function_costs(tasks: Iterable[Task], prices: PriceTable) -> list[FunctionCosts]:
-    """What engines computed for the completions that have ended, by function."""
+    """The work of engines for the completions that have ended, by function."""
     costs: dict[str, FunctionCosts] = {}
     for task in tasks:
         if not isinstance(task, Completion) or not task.is_finished:

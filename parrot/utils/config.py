@@ -49,7 +49,7 @@ def read_config_object(path: str | Path) -> dict[str, Any]:
 
 
 def _load_yaml(raw: bytes) -> Any:
-    """What JSON could say, too. Raises `ValueError`."""
+    """A YAML document, of values that JSON has, too. Raises `ValueError`."""
     from parrot.utils.yaml_file import load_yaml
 
     return load_yaml(raw)

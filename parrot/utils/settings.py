@@ -22,7 +22,7 @@ _SECTIONS: tuple[Section, ...] = ("core", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one place sets; `name` says what errors call it for a key there."""
+    """The values that one place sets; `name` says what errors call it for a key there."""
 
     values: Mapping[str, Any]
     name: Callable[[Loc], str]
@@ -75,7 +75,7 @@ def read_settings(
 
 
 def file_layer(path: str | Path | None) -> Layer:
-    """What a config file sets; nothing if there is none. Raises `ConfigError`."""
+    """The values of a config file; none if there is no file. Raises `ConfigError`."""
     return layer({} if path is None else read_config_object(path), str(path))
 
 
@@ -86,7 +86,7 @@ def layer(values: Mapping[str, Any], name: str) -> Layer:
 def environment_layer(
     section: Section, environ: Mapping[str, str], model: type[BaseModel]
 ) -> Layer:
-    """What the variables of a section say: text where a key takes text, else JSON. Raises
+    """The values of a section's variables: text where a key takes text, else JSON. Raises
     `ConfigError` for a name that cannot be meant."""
     values: dict[str, Any] = {}
     for name, path in sorted(_variables(section, environ), key=lambda item: len(item[1])):
@@ -141,7 +141,7 @@ def _untyped(section: Section, environ: Mapping[str, str]) -> Layer:
 
 
 def _value(field: FieldInfo | None, text: str) -> Any:
-    """What `text` means to a field; validation finds what is wrong with it."""
+    """The value that `text` is to a field; validation finds what is wrong with it."""
     if field is None or _takes_text(field, text):
         return text
     try:

@@ -19,6 +19,18 @@ def sim_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def embedded_cluster() -> Iterator[Cluster]:
+    """The embedded model, which takes seconds to load; shared by all tests of this folder, which
+    must leave it as they found it. `dtype` float32: greedy text must not depend on what else is in
+    the batch, nor on how the work is cut up. Without reuse: what is compared must have been
+    computed."""
+    core = {"global_scheduler": {"reuse_results": False}}
+    engine = {"model": "embedded", "dtype": "float32", "instance": {"block_size": 16}}
+    with Cluster(core=core, engines=[engine]) as cluster:
+        yield cluster
+
+
 @pytest.fixture
 async def client(sim_cluster: Cluster) -> AsyncIterator[ServeClient]:
     async with HttpClient(sim_cluster.core_url) as http:

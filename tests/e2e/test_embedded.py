@@ -20,18 +20,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GREEDY = P.SamplingConfig(temperature=0, max_gen_length=12)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """`dtype` float32: greedy text must not depend on what else is in the batch. Without reuse:
-    what is compared must have been computed."""
-    core = {"global_scheduler": {"reuse_results": False}}
-    with Cluster(core=core, engines=[{"model": "embedded", "dtype": "float32"}]) as running:
-        yield running
-
-
 @pytest.fixture
-def vm(cluster: Cluster) -> P.VirtualMachine:
-    return P.VirtualMachine(cluster.core_url)
+def vm(embedded_cluster: Cluster) -> P.VirtualMachine:
+    return P.VirtualMachine(embedded_cluster.core_url)
 
 
 @P.semantic_function(conversation_template=P.chat_template)
@@ -108,7 +99,7 @@ def test_outputs_that_must_be_something(vm: P.VirtualMachine) -> None:
         assert "".join(as_json("Rome is in Italy.").stream()).startswith("{")
 
 
-async def test_chat_completions_in_a_format(cluster: Cluster) -> None:
+async def test_chat_completions_in_a_format(embedded_cluster: Cluster) -> None:
     body: dict[str, Any] = {
         "model": "embedded",
         "messages": [{"role": "user", "content": "Paris, as JSON:"}],
@@ -117,7 +108,7 @@ async def test_chat_completions_in_a_format(cluster: Cluster) -> None:
     }
     closed = City.model_json_schema() | {"additionalProperties": False}
     schema = {"name": "city", "schema": closed, "strict": True}
-    async with aiohttp.ClientSession(cluster.core_url) as http:
+    async with aiohttp.ClientSession(embedded_cluster.core_url) as http:
 
         async def ask(**fields: Any) -> tuple[int, Any]:
             async with http.post("/v1/chat/completions", json=body | fields) as response:
@@ -136,11 +127,11 @@ async def test_chat_completions_in_a_format(cluster: Cluster) -> None:
         assert "uniqueItems" in answer["error"]["message"]
 
 
-async def test_how_likely_the_tokens_of_an_answer_were(cluster: Cluster) -> None:
+async def test_how_likely_the_tokens_of_an_answer_were(embedded_cluster: Cluster) -> None:
     """Greedy tokens are the likeliest ones, and the same for a prompt as text and as tokens."""
     text = "The capital of France is the city of"
     asked = {"model": "embedded", "max_tokens": 6, "temperature": 0, "logprobs": 3}
-    async with aiohttp.ClientSession(cluster.core_url) as http:
+    async with aiohttp.ClientSession(embedded_cluster.core_url) as http:
 
         async def ask(path: str, **fields: Any) -> Any:
             async with http.post(path, json=fields) as response:
@@ -270,7 +261,7 @@ PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for
 
 @pytest.fixture(scope="module")
 def started(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+    embedded_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All examples at once: together they take few more of the engine's steps than the longest."""
     document = tmp_path_factory.mktemp("examples") / "document.txt"
@@ -286,7 +277,7 @@ def started(
                 sys.executable,
                 str(EXAMPLES / program),
                 "--core",
-                cluster.core_url,
+                embedded_cluster.core_url,
                 *shorter.get(program, []),
             ],
             stdout=subprocess.PIPE,

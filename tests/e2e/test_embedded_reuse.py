@@ -1,7 +1,7 @@
 """What the real embedded model need not compute again, or need not compute late."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,19 +19,11 @@ PROMPT = [(37 * i) % 5000 + 300 for i in range(500)]
 STORY = "The old lighthouse keeper climbed the stairs again and lit the lamp. " * 30
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """`dtype` float32: greedy tokens must not depend on how the work is cut up."""
-    instance = {"block_size": BLOCK_SIZE}
-    engine = {"model": "embedded", "dtype": "float32", "instance": instance}
-    with Cluster(engines=[engine]) as running:
-        yield running
-
-
 @pytest.fixture
-async def engine(cluster: Cluster) -> AsyncIterator[EngineClient]:
+async def engine(embedded_cluster: Cluster) -> AsyncIterator[EngineClient]:
     async with HttpClient(
-        cluster.url(cluster.engine_names[0]), bearer_token=cluster.cluster_token
+        embedded_cluster.url(embedded_cluster.engine_names[0]),
+        bearer_token=embedded_cluster.cluster_token,
     ) as http:
         yield EngineClient(http)
 
@@ -61,10 +53,10 @@ async def test_a_direct_client_finds_what_an_earlier_one_computed(engine: Engine
 
 
 async def test_only_what_comes_late_is_computed_late(
-    cluster: Cluster, engine: EngineClient
+    embedded_cluster: Cluster, engine: EngineClient
 ) -> None:
     late_part = "\nQuestion: Who lit the lamp?\nAnswer: "
-    async with HttpClient(cluster.core_url) as http:
+    async with HttpClient(embedded_cluster.core_url) as http:
         client = ServeClient(http)
         scope = (await client.create_session()).model_dump()
         question = await client.create_var(**scope, var_name="question")

@@ -108,7 +108,7 @@ class BlockPool:
         return self._refs[block]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
+        """The number of blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int] | None:

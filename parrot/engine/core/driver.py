@@ -1,4 +1,4 @@
-"""What runs an engine core: for real models a thread. (Simulated ones have `parrot.engine.sim`.)
+"""Drivers of an engine core: for real models a thread. (Simulated ones have `parrot.engine.sim`.)
 
 All drivers keep the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox
 and are applied before a step is planned, so they take effect within one step and never meet a step

@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What is asked of the core: fill all pieces; then, if `sampling` is given, generate after the
+    """A request to the core: fill all pieces; then, if `sampling` is given, generate after the
     last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
@@ -106,7 +106,7 @@ class EngineRequest:
     drafts: DraftSources = field(default_factory=DraftSources)
 
     def reading(self) -> "Pooling | Scoring | None":
-        """What is to be made of a piece, from its beginning on."""
+        """The state of what is made of a piece, from its beginning on."""
         if self.pooling is not None:
             return Pooling(kind=self.pooling)
         return None if self.num_scored is None else Scoring(num_top=self.num_scored)

@@ -163,7 +163,7 @@ class Generation:
 
     @property
     def num_left(self) -> int:
-        """How many more tokens there may be."""
+        """The number of tokens that may still come."""
         return self.max_tokens - len(self.output_ids)
 
     def is_unmoved_by(self, token_ids: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What an engine's steps cost, fitted to how long they took.
+"""The costs of an engine's steps, fitted to the times that they took.
 
     seconds = steps * step_s + sequences * sequence_s + tokens read * token_s
             + prompt tokens computed * prefill_s

@@ -38,7 +38,7 @@ class Acceptance:
 
 
 class DraftCosts:
-    """What steps take without drafts, and how much longer with them.
+    """The times of steps without drafts, and how much longer they are with them.
 
     `sizes`: numbers of tokens, ascending; steps with drafts up to one of them cost about the same,
     and have no more than the last. What a size costs is measured once it has been used; before, a

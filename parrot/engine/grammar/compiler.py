@@ -199,7 +199,7 @@ def _wrong(field: str, reason: str) -> InvalidRequest:
 
 
 def _text(field: str, wanted: Any) -> str:
-    """What a field says, as text of a bounded size. Raises `ValueError`."""
+    """The field's value as text of a bounded size. Raises `ValueError`."""
     if field == "json_schema":
         if isinstance(wanted, str):
             wanted = json.loads(_within_size(wanted))

@@ -18,8 +18,8 @@ _MAX_REASON = 200
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the constraints for one tokenizer share. `num_words`: of 32 bits, in a mask. `eos`:
-    tokens that end an output. `threads` compute the masks of a step beside each other."""
+    """The facts that the constraints for one tokenizer share. `num_words`: of 32 bits, in a mask.
+    `eos`: tokens that end an output. `threads` compute the masks of a step beside each other."""
 
     num_words: int
     eos: Sequence[int]

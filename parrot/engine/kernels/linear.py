@@ -196,7 +196,7 @@ def _is_small(num_rows: int, num_out: int, size: int, *, silu: bool) -> bool:
 
 
 def _outputs_of_program(num_rows: int, num_out: int, size: int) -> int:
-    """Of products without SiLU."""
+    """The tile sizes of products without SiLU."""
     if _is_small(num_rows, num_out, size, silu=False):
         return _row_tile(num_rows, num_out, size, silu=False)["BN"]
     return _num_outputs(num_rows, num_out)

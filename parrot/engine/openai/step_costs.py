@@ -1,4 +1,4 @@
-"""What the foreign server's steps cost, fitted to how long its answers took."""
+"""The costs of the foreign server's steps, fitted to the times of its answers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

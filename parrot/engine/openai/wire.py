@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked; KV may be shared among questions of the same `salt`, and one of a lower
+    """The question; KV may be shared among questions of the same `salt`, and one of a lower
     `priority` goes first. `echoes`: the prompt is part of the answer."""
 
     prompt: str | list[int]

@@ -39,7 +39,7 @@ def token_after(checksum: int) -> int:
 
 
 def _scores(token: int, num_top: int) -> TokenScores:
-    """How often the token occurs among all samples, and the most frequent ones."""
+    """The token's frequency among all samples, and the most frequent ones."""
     ids = [token, *list(_LOGPROBS)[:num_top]]
     return TokenScores(ids, [_LOGPROBS[i] for i in ids])
 
@@ -78,7 +78,7 @@ class SimRunner:
         self._transfers.begin(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
-        """Whoever waits must let time pass until `next_landing`."""
+        """A caller that waits must let time pass until `next_landing`."""
         return self._transfers.landed()
 
     @property

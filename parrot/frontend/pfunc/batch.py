@@ -36,7 +36,7 @@ _CALL_FIELD = re.compile(r"calls\.(\d+)(?:\.(.*))?")
 
 
 class Batch:
-    """What is called and made in the block is sent at its end, in one request or, if it is more
+    """Sends all that is called and made in the block at its end, in one request or, if it is more
     than 512 calls or some megabytes, in several: each is submitted whole or not at all. What needs
     the id of a variable of the block (to read, set or cancel it, or to call something outside with
     it) and what goes on with a kept context sends first what there is.

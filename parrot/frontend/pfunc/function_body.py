@@ -17,7 +17,7 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class ParamType(Enum):
-    """What a parameter is: `INPUT_LOC` and `OUTPUT_LOC` as `P.Input` and `P.Output` say, or
+    """The role of a parameter: `INPUT_LOC` and `OUTPUT_LOC` as `P.Input` and `P.Output` say, or
     `INPUT_PYOBJ`, a Python object whose `str()` is inserted."""
 
     INPUT_LOC = 0

@@ -90,7 +90,8 @@ class SemanticVariable:
         self.name = name if name is not None else f"var_{secrets.token_hex(4)}"
         self._content = content
         self.model = model
-        """What `get` gives an object of, made of the JSON that its text is; None: the text."""
+        """The class of the object that `get` makes of its text, which is JSON; None: `get` gives
+        the text."""
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
@@ -109,7 +110,7 @@ class SemanticVariable:
         return f"SemanticVariable(name={self.name!r}, id={self._id!r}{content})"
 
     def _repr_html_(self) -> str:
-        """What notebooks show; it never asks for the value."""
+        """The HTML for notebooks; it never asks for the value."""
         from parrot.frontend.pfunc.shown import variable_html
 
         return variable_html(self.name, self._content)

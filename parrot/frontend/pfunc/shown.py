@@ -1,4 +1,4 @@
-"""What people see of a program: its graph and its variables in notebooks, its cost at its end."""
+"""The displays of a program: its graph and its variables in notebooks, its cost at its end."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

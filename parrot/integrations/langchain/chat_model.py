@@ -252,6 +252,6 @@ def _chunk(text: str) -> ChatGenerationChunk:
 
 
 def _last_chunk(variable: SemanticVariable) -> ChatGenerationChunk:
-    """What is known at the end."""
+    """The facts that are known at the end."""
     fields = answer_fields(variable) | {"content": ""}
     return ChatGenerationChunk(message=AIMessageChunk(**fields))

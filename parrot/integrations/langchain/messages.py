@@ -71,7 +71,7 @@ class LazyMessage(BaseMessage):
 
     @property
     def parts(self) -> Parts | None:
-        """What it is made of. None: text that is known, and no more."""
+        """Its source. None: text that is known, and no more."""
         return self._parts
 
     async def aget(self) -> Self:

@@ -128,8 +128,8 @@ class _Marks:
 
 
 class _Mark:
-    """What a template is formatted with. Only a plain `{name}` stays open; a format, as in
-    `{price:.2f}`, and a conversion, as in `{name!r}`, are those of the value."""
+    """The values that a template is formatted with. Only a plain `{name}` stays open; a format, as
+    in `{price:.2f}`, and a conversion, as in `{name!r}`, are those of the value."""
 
     def __init__(self, value: Any, text: str) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""How much of a request's body is read."""
+"""Limits of the bodies that are read."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,8 +48,8 @@ class _Lease:
 
 
 class BodyRules(NamedTuple):
-    """What a route takes. `max_size`: bytes of a body, if less than the server's limit. `admits`:
-    whether a body of more than 1 MiB is read, as the request's head tells."""
+    """The bodies that a route takes. `max_size`: bytes of a body, if less than the server's limit.
+    `admits`: whether a body of more than 1 MiB is read, as the request's head tells."""
 
     max_size: int | None = None
     admits: Callable[[Request], bool] | None = None

@@ -1,4 +1,4 @@
-"""What ServeCore's and an engine's configuration have in common."""
+"""Configuration that ServeCore and engines have in common."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ _Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class ConnectionLimits(ConfigModel):
-    """What one connection may take, and all together. Whoever exceeds one is answered with 408, 431
+    """Limits of one connection, and of all together. Who exceeds one is answered with 408, 431
     or 503 (but for `answer_idle_timeout`), and the connection closed."""
 
     head_timeout: _Seconds = Field(

@@ -16,7 +16,7 @@ _HEAD_TOO_LONG = 431, "request_header_fields_too_large", "the request's head is 
 
 
 class _Awaited(Enum):
-    """What the client has to send next; NOTHING also while it waits for an answer."""
+    """The part of a request that comes next; NOTHING also while the client waits for an answer."""
 
     HEAD = "head"
     BODY = "body"

@@ -60,7 +60,7 @@ class Context:
     on_host: bool = False  # its KV would have to be brought back
 
     def num_on_host(self, length: int) -> int:
-        """How many of its first `length` tokens are on its engine's host."""
+        """The number of its first `length` tokens that are on its engine's host."""
         count = 0
         for link in self.lineage():
             count += max(0, length - link.parent_len) if link.on_host else 0

@@ -1,4 +1,4 @@
-"""How long sessions think before they continue a call: learnt per function, and per tenant.
+"""The times that sessions think before they continue a call, learnt per function, and per tenant.
 
     call ends        ... the program runs a tool, a person thinks ...      its successor is ready
         |------------------------- think time -----------------------------------|

@@ -151,7 +151,7 @@ class Turns:
         return await prompt_tokens(prompt, options, model, self._find_tokenizer(model))
 
     async def prompt_of(self, model: str, ids: Sequence[int]) -> TokenPrompt:
-        """What a `TurnRequest` has as `prompt` and `tokens` for a prompt of these tokens. Raises as
+        """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these tokens. Raises as
         `tokens` does, and `InvalidRequest`."""
         model = self._aliases.get(model, model)
         return await prompt_of_tokens(ids, model, self._find_tokenizer(model))

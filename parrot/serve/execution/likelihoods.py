@@ -1,4 +1,4 @@
-"""How likely the tokens of a run's output were, over all of its attempts."""
+"""The log probabilities of a run's output, over all of its attempts."""
 
 from bisect import bisect_left
 

@@ -292,7 +292,7 @@ class Prefetcher:
         self.counts.attribute(ahead.num_filled, is_used=is_used)
 
     def users(self) -> Counter[int]:
-        """How many fills use each context, by its id."""
+        """The number of fills that use each context, by its id."""
         attempts = [a.current for a in self._under_way.values() if a.current is not None]
         return Counter(a.context.id for a in attempts if a.context is not None)
 

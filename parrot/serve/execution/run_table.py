@@ -188,7 +188,7 @@ class RunTable:
             self._settle(waiter, CompletionState.FAILED, error)
 
     def users(self) -> Counter[int]:
-        """How many runs use each context, by its id."""
+        """The number of runs that use each context, by its id."""
         return Counter(a.context.id for a in self._attempts() if a.context is not None)
 
     async def close(self) -> None:

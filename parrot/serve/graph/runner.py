@@ -1,4 +1,4 @@
-"""What the graph asks of the layers below: to run tasks, and to predict them."""
+"""The interfaces of the layers below the graph, which run tasks and predict them."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""What the page shows of placement: the last decisions, and the prefixes that engines hold."""
+"""The page's rows of placement: the last decisions, and the prefixes that engines hold."""
 
 from collections.abc import Mapping
 from heapq import nlargest

@@ -1,4 +1,4 @@
-"""What the page shows, as rows: the service, one session, one variable.
+"""The page's rows: of the service, one session, one variable.
 
 A row is small and says nothing that changes by itself, as an age does, so that it is sent again
 only when something has happened."""

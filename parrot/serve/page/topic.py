@@ -14,7 +14,7 @@ _MAX_GONE = 4096  # rows that are remembered to be gone
 
 
 class Changes(NamedTuple):
-    """What changed since an earlier version. `event`: a server-sent event `changes`, whose data is
+    """The changes since an earlier version. `event`: a server-sent event `changes`, whose data is
     `{version, whole, rows, gone}`; `whole`: these are all rows there are, and whatever was known
     before is void."""
 
@@ -67,7 +67,7 @@ class Topic:
         return True
 
     def since(self, version: str | None) -> Changes | None:
-        """What has changed since `version`; all rows if that is unknown or too old; None if nothing
+        """The changes since `version`; all rows if that is unknown or too old; None if nothing
         has."""
         number = self._number_of(version)
         if number is None or number < self._forgotten:

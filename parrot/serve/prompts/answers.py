@@ -1,4 +1,5 @@
-"""What an answer says: text, and calls of tools in the markup that its model was trained to write.
+"""The parts of an answer: text, and calls of tools in the markup that its model was trained to
+write.
 
     "I will look.\\n<tool_call>\\n{"name": "look", "arguments": {"at": "sky"}}\\n</tool_call>"
      TextDelta                   ToolCall(name="look", arguments='{"at": "sky"}')
@@ -21,7 +22,7 @@ class TextDelta(NamedTuple):
 
 
 class ReasoningDelta(NamedTuple):
-    """What the model thinks before it answers."""
+    """Text that the model thinks before it answers."""
 
     reasoning: str
 

@@ -39,8 +39,9 @@ class CallMarkup:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What an answer may call. Arguments of functions that are `strict` fit their schemas, and
-    those of others as far as the schemas can be enforced. `must_call`: it is nothing but calls."""
+    """The functions that an answer may call. Arguments of functions that are `strict` fit their
+    schemas, and those of others as far as the schemas can be enforced. `must_call`: it is nothing
+    but calls."""
 
     functions: Sequence[Function]
     must_call: bool

@@ -99,7 +99,8 @@ def with_reasoning(
 
 
 def reasoning_options(effort: str | None) -> Mapping[str, Any]:
-    """What templates that can switch reasoning on and off are told for an effort that is wanted."""
+    """The options, for an effort that is wanted, of templates that can switch reasoning on and
+    off."""
     if effort is None:
         return {}
     thinks = effort not in _EFFORTS_OF_NONE

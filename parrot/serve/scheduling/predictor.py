@@ -1,4 +1,4 @@
-"""What calls will cost: how long their outputs are, learnt from those before, and their seconds.
+"""Predictions of calls: the lengths of their outputs, learnt from those before, and their seconds.
 
     seconds of a completion =  overhead
                              + tokens of its own fill * seconds per prompt token

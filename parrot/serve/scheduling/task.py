@@ -1,4 +1,4 @@
-"""What the scheduler knows of a completion, and what it decides."""
+"""A completion as the scheduler knows it, and its decisions."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""What ServeCore tells of its work: metrics, costs and traces."""
+"""ServeCore's metrics, costs and traces."""

@@ -1,4 +1,4 @@
-"""What one completion comes to, and its sums over the completions of a function, of an application
+"""The measures of one completion, and their sums over those of a function, of an application
 and of an engine."""
 
 from collections import Counter
@@ -143,7 +143,7 @@ class CallSeries:
 def call_families(
     prefix: str, label: str, items: Iterable[tuple[str, CallSeries]]
 ) -> Iterator[Metric]:
-    """What is told of the completions with each value of `label`."""
+    """The families of the completions with each value of `label`."""
     series = dict(items)
     for name, (text, _) in _CALL_HISTOGRAMS.items():
         own = {(key,): one.seconds[name] for key, one in series.items()}

@@ -1,4 +1,4 @@
-"""What completions cost, by the operator's prices."""
+"""The costs of completions, by the operator's prices."""
 
 from collections.abc import Mapping
 

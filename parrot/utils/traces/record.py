@@ -1,4 +1,4 @@
-"""What a span says, and where spans go, if anywhere: nothing of OpenTelemetry is imported before
+"""The facts of a span, and where spans go, if anywhere: nothing of OpenTelemetry is imported before
 that is known."""
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -266,25 +266,23 @@ class FaultyOverlappingDraftingEngineMachine(FaultyDraftingEngineMachine):
     runner_type: ClassVar = LaunchingRunner
 
 
-SETTINGS = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = SETTINGS
-TestFaultyEngineMachine = FaultyEngineMachine.TestCase
-TestFaultyEngineMachine.settings = SETTINGS
-TestOverlappingEngineMachine = OverlappingEngineMachine.TestCase
-TestOverlappingEngineMachine.settings = SETTINGS
-TestFaultyOverlappingEngineMachine = FaultyOverlappingEngineMachine.TestCase
-TestFaultyOverlappingEngineMachine.settings = SETTINGS
-TestDraftingEngineMachine = DraftingEngineMachine.TestCase
-TestDraftingEngineMachine.settings = SETTINGS
-TestFaultyDraftingEngineMachine = FaultyDraftingEngineMachine.TestCase
-TestFaultyDraftingEngineMachine.settings = SETTINGS
-TestOverlappingDraftingEngineMachine = OverlappingDraftingEngineMachine.TestCase
-TestOverlappingDraftingEngineMachine.settings = SETTINGS
-TestFaultyOverlappingDraftingEngineMachine = FaultyOverlappingDraftingEngineMachine.TestCase
-TestFaultyOverlappingDraftingEngineMachine.settings = SETTINGS
+def as_test(machine: type[EngineMachine], num_rules: int = 30) -> Any:
+    """The test case that runs the machine, `num_rules` rules at a time."""
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=40,
+        stateful_step_count=num_rules,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    return case
+
+
+TestEngineMachine = as_test(EngineMachine)
+TestFaultyEngineMachine = as_test(FaultyEngineMachine)
+TestOverlappingEngineMachine = as_test(OverlappingEngineMachine)
+TestFaultyOverlappingEngineMachine = as_test(FaultyOverlappingEngineMachine)
+TestDraftingEngineMachine = as_test(DraftingEngineMachine)
+TestFaultyDraftingEngineMachine = as_test(FaultyDraftingEngineMachine)
+TestOverlappingDraftingEngineMachine = as_test(OverlappingDraftingEngineMachine)
+TestFaultyOverlappingDraftingEngineMachine = as_test(FaultyOverlappingDraftingEngineMachine)

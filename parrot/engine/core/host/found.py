@@ -1,4 +1,4 @@
-"""What a job need not compute: KV that others have published, on the device or on the host."""
+"""KV that a job need not compute, since others have published it, on the device or on the host."""
 
 from collections.abc import Callable
 

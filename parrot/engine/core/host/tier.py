@@ -80,7 +80,7 @@ class HostTier(Generic[W]):
 
     @property
     def margin(self) -> int:
-        """How many blocks should be free with a copy on the host, or blank."""
+        """The number of blocks that should be free with a copy on the host, or blank."""
         return self._stores.margin
 
     @property

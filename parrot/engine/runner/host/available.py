@@ -1,4 +1,4 @@
-"""How much of the host's memory is free."""
+"""The free memory of the host."""
 
 import os
 from pathlib import Path

@@ -275,7 +275,7 @@ def _check_best_of(request: CompletionRequest) -> None:
 
 
 def _mean_logprob(turn: Turn, choice: int) -> float:
-    """Of the tokens of an answer; an empty one comes last."""
+    """The log probabilities of an answer's tokens; an empty one comes last."""
     found = turn.logprobs(choice)
     if found is None or not len(found):
         return -math.inf

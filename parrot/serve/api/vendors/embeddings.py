@@ -26,7 +26,7 @@ _Lists = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MA
 
 
 def _kind(value: Any) -> str:
-    """What the first item is tells what all are, so that a long list is looked at once."""
+    """All items are taken to be as the first is, so that a long list is looked at once."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "lists"

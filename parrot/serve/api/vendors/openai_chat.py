@@ -65,7 +65,7 @@ class ChatRequest(GenerationFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Of how many likely tokens log probabilities are wanted; None: of no token. Raises
+        """The number of likely tokens whose log probabilities are wanted; None: of no token. Raises
         `InvalidRequest`."""
         if not self.logprobs:
             if self.top_logprobs:

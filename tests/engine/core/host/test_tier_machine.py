@@ -6,13 +6,12 @@ import random
 from array import array
 from typing import ClassVar
 
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from parrot.engine.core.jobs import Piece
 from parrot.protocol.sampling import SamplingConfig
-from tests.engine.core.test_engine_core_machine import EngineMachine, after_last_token
+from tests.engine.core.test_engine_core_machine import EngineMachine, after_last_token, as_test
 from tests.support.tiered_runner import TieredLaunchingRunner, TieredRunner
 
 
@@ -88,23 +87,10 @@ class FaultyDraftingTieredMachine(DraftingTieredMachine):
     faults: ClassVar = {"crash_token": 120, "nan_token": 121}
 
 
-SETTINGS = settings(
-    max_examples=40,
-    stateful_step_count=50,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-TestTieredMachine = TieredMachine.TestCase
-TestTieredMachine.settings = SETTINGS
-TestOverlappingTieredMachine = OverlappingTieredMachine.TestCase
-TestOverlappingTieredMachine.settings = SETTINGS
-TestFaultyTieredMachine = FaultyTieredMachine.TestCase
-TestFaultyTieredMachine.settings = SETTINGS
-TestFaultyOverlappingTieredMachine = FaultyOverlappingTieredMachine.TestCase
-TestFaultyOverlappingTieredMachine.settings = SETTINGS
-TestSmallTierMachine = SmallTierMachine.TestCase
-TestSmallTierMachine.settings = SETTINGS
-TestDraftingTieredMachine = DraftingTieredMachine.TestCase
-TestDraftingTieredMachine.settings = SETTINGS
-TestFaultyDraftingTieredMachine = FaultyDraftingTieredMachine.TestCase
-TestFaultyDraftingTieredMachine.settings = SETTINGS
+TestTieredMachine = as_test(TieredMachine, 50)
+TestOverlappingTieredMachine = as_test(OverlappingTieredMachine, 50)
+TestFaultyTieredMachine = as_test(FaultyTieredMachine, 50)
+TestFaultyOverlappingTieredMachine = as_test(FaultyOverlappingTieredMachine, 50)
+TestSmallTierMachine = as_test(SmallTierMachine, 50)
+TestDraftingTieredMachine = as_test(DraftingTieredMachine, 50)
+TestFaultyDraftingTieredMachine = as_test(FaultyDraftingTieredMachine, 50)

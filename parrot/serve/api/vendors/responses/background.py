@@ -50,7 +50,7 @@ async def likelihoods(turn: Turn) -> Likelihoods:
 
 
 class Background:
-    """What has come of one response so far. `writer` has the response as it is now."""
+    """The state of one response so far. `writer` has the response as it is now."""
 
     def __init__(self, turn: Turn, frame: Json) -> None:
         self.writer = ResponseWriter(frame)

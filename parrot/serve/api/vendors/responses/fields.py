@@ -115,7 +115,8 @@ class ResponseRequest(CommonFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Of how many likely tokens log probabilities are wanted; None: of no token."""
+        """The number of likely tokens whose log probabilities are wanted; None: not even the
+        token's own."""
         is_included = "message.output_text.logprobs" in (self.include or ())
         return self.top_logprobs or (0 if is_included else None)
 

@@ -30,7 +30,8 @@ _Id = Annotated[str, Field(max_length=256)]
 
 
 class Dumped(Wire):
-    """What clients may send as they got it, with a null for each field that is not there."""
+    """Items that clients may send as they got them, with a null for each field that is not
+    there."""
 
     @model_validator(mode="before")
     @classmethod
