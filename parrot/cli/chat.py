@@ -65,7 +65,7 @@ def chat(
             _answer(conversation, question)
             return
     except RequestFailed as error:
-        fail(_with_advice(error, core))
+        fail(_with_advice(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     _talk(conversation, core)
@@ -95,9 +95,7 @@ def _talk(conversation: Chat, core: str) -> None:
                 _answer(conversation, text)
             except RequestFailed as error:
                 failed = True
-                ERR.print(
-                    f"[bold red]error:[/] {escape(_with_advice(error, core))}", soft_wrap=True
-                )
+                ERR.print(f"[bold red]error:[/] {escape(_with_advice(error))}", soft_wrap=True)
             except KeyboardInterrupt:
                 ERR.print("\n[yellow](stopped; this turn is forgotten)[/]")
     if is_terminal:
@@ -141,9 +139,7 @@ def _chosen(server: Server, model: str | None) -> str:
     return model
 
 
-def _with_advice(error: RequestFailed, core: str) -> str:
+def _with_advice(error: RequestFailed) -> str:
     if error.status == 401:
         return f"{error}. Give one of its `api_keys`: --api_key, or PARROT_KEY in the environment"
-    if error.status is None and "nobody answers" in str(error):
-        return f"{error}. `parrot up embedded` starts a server; --core names another address"
     return str(error)

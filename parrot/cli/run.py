@@ -64,17 +64,22 @@ def _fail_without_core(core: str) -> NoReturn:
 
 
 def show_page_address(core: str, config_path: Path | None) -> None:
-    """The key is made of the cluster token: that of the config, or of this user's file."""
+    """Ends by `SystemExit` if there is no token, or nobody answers."""
     try:
-        settings = core_settings(config_path, {}, os.environ)
-        config = parse_config(CoreConfig, settings.payload, settings.blamed)
-        token = config.cluster_token or kept_token(config.state_dir)
+        token = operator_token(config_path)
     except ConfigError as error:
         fail(str(error))
-    host, port = host_and_port(core)
-    if ask(host, port, "/health", timeout_s=5.0) is None:
+    if ask(*host_and_port(core), "/health", timeout_s=5.0) is None:
         _fail_without_core(core)
     OUT.print(page_url(core, token), soft_wrap=True)
+
+
+def operator_token(config_path: Path | None) -> str:
+    """The cluster token of ServeCore's config, or of this user's file, of which the page's key is
+    made. Raises `ConfigError`."""
+    settings = core_settings(config_path, {}, os.environ)
+    config = parse_config(CoreConfig, settings.payload, settings.blamed)
+    return config.cluster_token or kept_token(config.state_dir)
 
 
 def engine_table(engines: list[EngineStatus]) -> Table:

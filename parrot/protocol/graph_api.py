@@ -1,6 +1,6 @@
 """Payloads of `POST /v1/semantic_graph`, a whole graph in one request, see docs/rest.md."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
@@ -35,25 +35,12 @@ class GraphParameter(CallParameter):
     """A placeholder's binding. An input has exactly one of `var_id`, `var` and `value`, an output
     at most one of the first two."""
 
+    names: ClassVar = ("var_id", "var")
+
     var: Name | None = Field(
         None,
         description="name of a declared variable, or of an output; an output may declare it",
     )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        num_given = sum(given is not None for given in (self.var_id, self.var, self.value))
-        if self.is_output:
-            if self.value is not None:
-                raise ValueError(f"output `{self.name}` must not have a value")
-            if num_given > 1:
-                raise ValueError(f"output `{self.name}` has both a var_id and a var")
-        else:
-            if num_given != 1:
-                raise ValueError(f"input `{self.name}` needs exactly one of var_id, var and value")
-            if self.sampling_config is not None:
-                raise ValueError(f"input `{self.name}` must not have a sampling_config")
-        return self
 
 
 Parameters = Annotated[list[GraphParameter], Field(max_length=MAX_PARAMETERS)]

@@ -1,7 +1,7 @@
 """Payloads of ServeCore's REST API (`/v1`), see docs/rest.md."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
@@ -48,6 +48,8 @@ class CallParameter(Payload):
     """A placeholder's binding. An input has exactly one of `var_id` and `value`; an output may name
     an unset variable in `var_id`."""
 
+    names: ClassVar[tuple[str, ...]] = ("var_id",)  # the fields that name a variable
+
     name: Name
     is_output: bool = False
     var_id: str | None = Field(None, max_length=256)
@@ -56,12 +58,16 @@ class CallParameter(Payload):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        num_names = sum(getattr(self, name) is not None for name in self.names)
         if self.is_output:
             if self.value is not None:
                 raise ValueError(f"output `{self.name}` must not have a value")
+            if num_names > 1:
+                raise ValueError(f"output `{self.name}` has both a {' and a '.join(self.names)}")
         else:
-            if (self.var_id is None) == (self.value is None):
-                raise ValueError(f"input `{self.name}` needs exactly one of var_id and value")
+            if num_names + (self.value is not None) != 1:
+                names = ", ".join(self.names)
+                raise ValueError(f"input `{self.name}` needs exactly one of {names} and value")
             if self.sampling_config is not None:
                 raise ValueError(f"input `{self.name}` must not have a sampling_config")
         return self

@@ -7,6 +7,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Iterator,
     Mapping,
     MutableMapping,
 )
@@ -229,20 +230,32 @@ async def until_done(
     raise Unavailable("the stream ended before its final event")
 
 
-async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:
-    """Events of the part of the SSE format that servers of JSON use: `event`, `data` and comment
-    lines, ended by LF or CRLF."""
-    name, data = "message", b""
-    pending = b""
-    async for chunk in chunks:
-        *lines, pending = (pending + chunk).split(b"\n")
-        if len(pending) > _MAX_SSE_EVENT:
+class EventParser:
+    """Reads the part of the SSE format that servers of JSON use: `event`, `data` and comment lines,
+    ended by LF or CRLF."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._name, self._data = "message", b""
+
+    def feed(self, chunk: bytes) -> Iterator[tuple[str, bytes]]:
+        """Yield the events, (name, data), that the next bytes complete."""
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        if len(self._pending) > _MAX_SSE_EVENT:
             raise InternalError("an event of the stream is too large")
         for line in lines:
             if line.startswith(b"data:"):
-                data += line[5:].removesuffix(b"\r")
+                self._data += line[5:].removesuffix(b"\r")
             elif line.startswith(b"event:"):
-                name = line[6:].strip().decode()
-            elif data and line in (b"", b"\r"):
-                yield name, data
-                name, data = "message", b""
+                self._name = line[6:].strip().decode()
+            elif self._data and line in (b"", b"\r"):
+                yield self._name, self._data
+                self._name, self._data = "message", b""
+
+
+async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:
+    """Yield the events in these chunks of a stream, as they come."""
+    parser = EventParser()
+    async for chunk in chunks:
+        for event in parser.feed(chunk):
+            yield event

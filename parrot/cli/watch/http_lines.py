@@ -7,6 +7,9 @@ from contextlib import closing
 from http import HTTPStatus
 from typing import Any
 
+from parrot.protocol.errors import InternalError
+from parrot.protocol.transport import EventParser
+
 _CONNECT_S, _ANSWER_S = 5.0, 600.0
 _MAX_BODY = 2**26
 
@@ -39,13 +42,13 @@ class Server:
 
     def events(self, method: str, path: str, body: Any = None) -> Iterator[str]:
         """The data of server-sent events as they come. Raises `RequestFailed`."""
+        parser = EventParser()
         with closing(self._connection()) as connection:
             try:
                 for line in self._answer(connection, method, path, body):
-                    field, _, data = line.decode().rstrip("\r\n").partition(": ")
-                    if field == "data":
-                        yield data
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                    for _, data in parser.feed(line):
+                        yield data.decode().strip()
+            except (OSError, http.client.HTTPException, ValueError, InternalError) as error:
                 raise RequestFailed(f"the answer of {self._address} broke off: {error}") from None
 
     @property
@@ -69,7 +72,10 @@ class Server:
             connection.request(method, path, raw, headers)
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(f"nobody answers at {self._address}: {error}") from None
+            raise RequestFailed(
+                f"nobody answers at {self._address}: {error}. `parrot up MODEL` starts a server; "
+                "--core names another address"
+            ) from None
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise RequestFailed(_reason(answer.read(_MAX_BODY), answer.status), answer.status)
         return answer

@@ -1,18 +1,14 @@
 """The views of the page, as an operator or the holder of an API key has them."""
 
 import json
-import os
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from parrot.cli.run import host_and_port
+from parrot.cli.run import host_and_port, operator_token
 from parrot.cli.watch.http_lines import RequestFailed, Server
-from parrot.protocol.gate.cluster_token import kept_token
-from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.page.visitors import page_key
-from parrot.utils.config import parse_config
 
 Row = dict[str, Any]
 Rows = dict[str, Row]
@@ -26,7 +22,7 @@ class PageFeed:
         self._core = core
         self._server = Server(*host_and_port(core))
         if not self._is_let_in():
-            self._enter(_operator_key(config_path) if api_key is None else api_key)
+            self._enter(page_key(operator_token(config_path)) if api_key is None else api_key)
 
     def rows(self, view: str) -> Iterator[Rows]:
         """All rows of a view, now and after each change, for ever. Raises `RequestFailed`."""
@@ -57,7 +53,7 @@ class PageFeed:
                     f"{self._core} is no ServeCore, or one without its page (`page`: false); the "
                     "page's views are what this command shows"
                 ) from None
-            raise _with_advice(error) from None
+            raise
         return True
 
     def _enter(self, key: str) -> None:
@@ -70,15 +66,3 @@ class PageFeed:
                 error.status,
             ) from None
         self._server.headers["Cookie"] = headers.get("Set-Cookie", "").partition(";")[0]
-
-
-def _operator_key(config_path: Path | None) -> str:
-    settings = core_settings(config_path, {}, os.environ)
-    config = parse_config(CoreConfig, settings.payload, settings.blamed)
-    return page_key(config.cluster_token or kept_token(config.state_dir))
-
-
-def _with_advice(error: RequestFailed) -> RequestFailed:
-    return RequestFailed(
-        f"{error}. `parrot up MODEL` starts a ServeCore; --core names another address", error.status
-    )
