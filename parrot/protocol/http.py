@@ -76,7 +76,7 @@ class HttpClient:
 
     async def text(self, path: str, *, limit: int, timeout_s: float) -> str:
         """The first `limit` bytes of what is at `path`. Raises as `request` does."""
-        async with self._exchange("GET", path, None, None, None, total_s=timeout_s) as response:
+        async with self._exchange("GET", path, {}, total_s=timeout_s) as response:
             if response.status >= 400:
                 await self._decode(response)
             raw = bytearray()
