@@ -39,15 +39,15 @@ class Endings:
 
     def find(
         self, keys: Sequence[bytes], text: str, is_live: Callable[[int], bool]
-    ) -> Ending | None:
-        """Where the longest known beginning of `text` ended, if its session is live; `keys` are its
-        history keys."""
-        for key in reversed(keys):
-            ending = self._endings.get(key)
+    ) -> tuple[Ending, int] | None:
+        """Where the longest known beginning of `text` ended, if its session is live, and after how
+        many messages; `keys` are its history keys."""
+        for num_messages in range(len(keys) - 1, -1, -1):
+            ending = self._endings.get(keys[num_messages])
             if ending is None or not is_live(ending.session_id):
                 continue
             if _digest(text[: ending.length]) == ending.digest:
-                return ending
+                return ending, num_messages
         return None
 
 

@@ -96,14 +96,15 @@ class Turns:
             make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
         keys = history_keys(request)
         prompt = _prompt(request, text)
-        ending = self._endings.find(keys, text, self._sessions.is_live)
-        fill = shown.pieces(0 if ending is None else ending.length)
+        known = self._endings.find(keys, text, self._sessions.is_live)
+        ending, num_known = (None, 0) if known is None else known
+        fill = shown.pieces(0 if ending is None else ending.length, num_known)
         if request.tokens is not None:
             fill = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
         usage = usage_of(fill, len(request.samplings), request.prediction)
         if ending is None:
-            known = self._doctor.program_of(request.tenant, prompt)
-            session = self._sessions.with_room(request.tenant, request.program, usage, known)
+            quoted = self._doctor.program_of(request.tenant, prompt)
+            session = self._sessions.with_room(request.tenant, request.program, usage, quoted)
         else:
             session = self._sessions.use(ending.session_id)
             session.account.require(**usage)

@@ -45,15 +45,21 @@ def transcript_of(
     """The prompt of plain text, or of messages that the chat template renders with `options`.
     Raises `UnsupportedField` if the model has no chat template, and `InvalidRequest`."""
     if isinstance(prompt, str):
-        return Transcript(prompt, [(end, PieceKind.CONSTANT) for end in _part_ends(prompt)])
+        ends = [(end, PieceKind.CONSTANT) for end in _part_ends(prompt)]
+        return Transcript(prompt, lambda *_: ends)
     if tokenizer is None:
         return render_transcript(PLAIN_CHAT, prompt)
     if tokenizer.chat is None:
         raise UnsupportedField(f"model `{model}` has no chat template", param="model")
     special = tokenizer.encoder.special_texts
-    if not tokenizer.chat.takes_system_anywhere:
-        prompt = with_system_first(prompt)
-    return render_transcript(tokenizer.chat, prompt, special_texts=special, **options)
+    shown = prompt if tokenizer.chat.takes_system_anywhere else with_system_first(prompt)
+    return render_transcript(
+        tokenizer.chat,
+        shown,
+        special_texts=special,
+        are_as_sent=len(shown) == len(prompt),
+        **options,
+    )
 
 
 def _part_ends(text: str) -> Iterator[int]:

@@ -9,7 +9,8 @@ is ever read as markup."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,21 +24,29 @@ Message = Mapping[str, Any]
 """A message as chat templates take it: `role`, `content`, and perhaps `tool_calls`, `name`, ..."""
 
 
-class Transcript(NamedTuple):
-    """A prompt, and where each of its pieces ends."""
+class Transcript:
+    """A prompt. `find_ends` tells where its pieces end, as `pieces` is asked for them."""
 
-    text: str
-    ends: Sequence[tuple[int, PieceKind]]
+    def __init__(self, text: str, find_ends: "FindEnds") -> None:
+        self.text = text
+        self._find_ends = find_ends
 
-    def pieces(self, start: int = 0) -> list[TextPiece]:
-        """Those behind the first `start` characters: of a long conversation only the last few are
-        made."""
+    def pieces(self, start: int = 0, num_known: int = 0) -> list[TextPiece]:
+        """Those behind the first `start` characters; if `num_known`, these are an earlier
+        transcript of the first `num_known` messages but one, and then that one, an answer, as it
+        was generated. What is known already is not looked at again."""
         found = []
-        for end, kind in self.ends:
+        for end, kind in self._find_ends(start, num_known):
             if end > start or not end:
                 found.append(TextPiece(self.text[start:end], kind))
                 start = end
         return found
+
+
+Ends = list[tuple[int, PieceKind]]
+"""Where pieces end, and what they are."""
+
+FindEnds = Callable[[int, int], Ends]
 
 
 def with_system_first(messages: Sequence[Message]) -> list[Message]:
@@ -79,10 +88,12 @@ def render_transcript(
     messages: Sequence[Message],
     *,
     special_texts: frozenset[str] = frozenset(),
+    are_as_sent: bool = True,
     **options: Any,
 ) -> Transcript:
     """The prompt behind which the next answer is generated. `options` are the template's further
     variables: `tools` and the like. `special_texts` are the texts of the model's special tokens.
+    Unless the messages `are_as_sent`, one for one, it does not matter how many are known.
 
     A template may change messages. It may strip or quote one, or show the last part of it only;
     what it does beyond that makes the rest of the prompt one piece of markup, since then no piece
@@ -91,26 +102,52 @@ def render_transcript(
     Raises `InvalidRequest` if the template refuses the messages, or if a text of the request that
     cannot be told from markup has a special token's text in it."""
     whole = template.render(messages, **options)
+
+    def find_ends(start: int, num_known: int) -> Ends:
+        marked = _mark(template, messages, options)
+        found = (
+            _split_end(whole, marked, messages, start, num_known)
+            if num_known and are_as_sent
+            else None
+        )
+        first = num_known - 1  # the answer, which may be another one than was generated
+        if found is None:
+            found, first = _split(whole, marked, messages), 0
+        ends, told_apart = found
+        if not ends or ends[-1][0] < len(whole):
+            ends.append((len(whole), PieceKind.CONSTANT))
+        _require_plain(messages, first, told_apart, options, special_texts)
+        return ends
+
+    return Transcript(whole, find_ends)
+
+
+class _Marked(NamedTuple):
+    """The prompt with marks in the places of texts: the markup around them, of which there is one
+    more, and the indices of their messages."""
+
+    gaps: Sequence[str]
+    shown: Sequence[int]
+
+
+def _mark(
+    template: ChatTemplate, messages: Sequence[Message], options: Mapping[str, Any]
+) -> _Marked:
     mark = sentinel()
     marked = template.render(
         [{**m, "content": f"{mark}{i}m"} if _text(m) else m for i, m in enumerate(messages)],
         **options,
     )
-    ends, told_apart = _split(whole, re.split(f"{mark}([0-9]+)m", marked), messages)
-    if not ends or ends[-1][0] < len(whole):
-        ends.append((len(whole), PieceKind.CONSTANT))
-    _require_plain(messages, told_apart, options, special_texts)
-    return Transcript(whole, ends)
+    first, *behind = marked.split(mark)
+    parts = [part.partition("m") for part in behind]
+    return _Marked([first, *[gap for _, _, gap in parts]], [int(index) for index, _, _ in parts])
 
 
-def _split(
-    whole: str, marked: Sequence[str], messages: Sequence[Message]
-) -> tuple[list[tuple[int, PieceKind]], set[int]]:
+def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[Ends, set[int]]:
     """The ends of the pieces up to the last message that can be told from markup, and the indices
-    of those that can. `marked` is markup, a message's index, markup, another's index, ..., markup.
-    """
-    gaps, shown = marked[::2], [int(index) for index in marked[1::2]]
-    ends: list[tuple[int, PieceKind]] = []
+    of those that can."""
+    gaps, shown = marked
+    ends: Ends = []
     told_apart: set[int] = set()
     if len(set(shown)) < len(shown):
         return ends, told_apart  # the template shows a message twice
@@ -124,10 +161,43 @@ def _split(
         if before:
             ends.append((start, PieceKind.CONSTANT))
         if text:
-            is_answer = messages[i].get("role") == "assistant"
-            ends.append((end, PieceKind.OUTPUT if is_answer else PieceKind.VALUE))
+            ends.append((end, _kind(messages[i])))
         told_apart.add(i)
     return ends, told_apart
+
+
+def _split_end(
+    whole: str, marked: _Marked, messages: Sequence[Message], begin: int, num_known: int
+) -> tuple[Ends, set[int]] | None:
+    """Do the same for what stands behind `begin`, which is the place of all messages but the first
+    `num_known`, from its end on. None if not every one of them can be told from markup."""
+    gaps, shown = marked
+    first = bisect_left(shown, num_known)
+    stop = len(whole) - len(gaps[-1])
+    is_in_order = list(shown) == sorted(set(shown))
+    if not (is_in_order and gaps[-1] and whole.endswith(gaps[-1])) or first == len(shown):
+        return None
+    ends: Ends = [(len(whole), PieceKind.CONSTANT)]
+    for at in range(len(shown) - 1, first - 1, -1):
+        message, before = messages[shown[at]], gaps[at]
+        for form in _forms(_text(message)):
+            start, gap = stop - len(form), before
+            if at == first and 0 <= start - begin <= len(gap):
+                gap = gap[len(gap) - (start - begin) :]  # it may begin before `begin`
+            if start - len(gap) >= begin and whole.endswith(gap + form, begin, stop):
+                break
+        else:
+            return None
+        if form:
+            ends.append((stop, _kind(message)))
+        if gap:
+            ends.append((start, PieceKind.CONSTANT))
+        stop = start - len(gap)
+    return (ends[::-1], set(shown[first:])) if stop == begin else None
+
+
+def _kind(message: Message) -> PieceKind:
+    return PieceKind.OUTPUT if message.get("role") == "assistant" else PieceKind.VALUE
 
 
 def _shown(whole: str, start: int, text: str, gap: str, *, is_last: bool) -> str | None:
@@ -157,14 +227,16 @@ def _text(message: Message) -> str:
 
 def _require_plain(
     messages: Sequence[Message],
+    first: int,
     told_apart: set[int],
     options: Mapping[str, Any],
     special_texts: frozenset[str],
 ) -> None:
-    """Check the texts of the request that the template put into its markup."""
+    """Check the texts of the request that the template put into its markup, those of messages from
+    `first` on."""
     untold = [
         {k: v for k, v in message.items() if k != "content" or i not in told_apart}
-        for i, message in enumerate(messages)
+        for i, message in enumerate(messages[first:], first)
     ]
     # JSON writes each character by itself, so a text in a text is one in the JSON of both, too.
     if special_texts and _special(special_texts).search(orjson.dumps([options, untold])):

@@ -1,5 +1,6 @@
 """A conversation's prompt is what transformers makes of it, and no text in it acts as markup."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -132,6 +133,43 @@ def test_pieces_are_what_transformers_renders(
         behind = transcript.pieces(start)
         assert "".join(piece.text for piece in behind) == transcript.text[start:]
         assert [piece.kind for piece in behind] == [p.kind for p in pieces][-len(behind) :]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"at": "x"}}}
+QUESTIONS = st.builds(lambda text: [user(text)], TEXTS)
+CALLS = st.builds(
+    lambda text, result: [
+        {"role": "assistant", "content": text, "tool_calls": [CALL]},
+        {"role": "tool", "content": result},
+    ],
+    TEXTS,
+    TEXTS,
+)
+ANSWERS = st.builds(lambda text: [{"role": "assistant", "content": text}, user("x")], TEXTS)
+
+
+@given(
+    name=st.sampled_from(sorted(ALL_TEMPLATES)),
+    question=QUESTIONS,
+    turns=st.lists(ANSWERS | CALLS, min_size=1, max_size=5),
+    cut=st.integers(-3, 3),
+)
+def test_pieces_behind_a_known_turn_are_those_of_all(
+    name: str, question: list[dict[str, Any]], turns: list[list[dict[str, Any]]], cut: int
+) -> None:
+    """Wherever the turn ended: it may have been generated otherwise than the template shows it."""
+    messages = [*question, *chain.from_iterable(turns)]
+    template = ChatTemplate(ALL_TEMPLATES[name], BOS, EOS)
+    try:
+        transcript = render_transcript(template, messages)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in answers:
+            before = template.render(messages[:i])
+            end = len(before) + len(messages[i]["content"]) + cut
+            if transcript.text.startswith(before) and len(before) <= end <= len(transcript.text):
+                assert transcript.pieces(end, i + 1) == transcript.pieces(end), (i, end)
+    except InvalidRequest:
+        return  # the template takes no calls
 
 
 @given(name=st.sampled_from(sorted(ALL_TEMPLATES)), text=TEXTS, answer=TEXTS)
