@@ -18,7 +18,7 @@ after one over their sum.
     anybody else                in a while, the later the longer nobody came"""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,7 @@ from parrot.serve.prompts.segments import (
     extend_key,
     fill_segments,
     link_of,
+    merged,
     preceding,
 )
 
@@ -40,6 +41,7 @@ Forecast = Callable[[], float]
 """When a completion that waits will have its inputs, on the clock's scale; infinite if nobody
 knows."""
 
+GROUPED = 16  # links
 _SOON_S = 0.5  # what is due or overdue is expected within this
 _OPEN_END_S = 60.0  # what waits for the program itself, of which nothing is known
 _UNUSED_S = 600.0  # a context that nobody is known to want
@@ -150,6 +152,7 @@ class ReadyPrefixes:
         self._expectations = expectations
         self._waiting: dict[Completion, ReadyPrefix] = {}
         self._links: WeakKeyDictionary[Completion, Link] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[Completion, Link] = WeakKeyDictionary()  # by their last
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -202,14 +205,39 @@ class ReadyPrefixes:
         end = self._hasher.root(options.tenant, options.chat)
         segments: list[Segment] = []
         keys: list[bytes] = []
-        for previous in preceding(completion):
-            link = self._links.get(previous)
-            if link is None:
-                link = self._links[previous] = link_of(previous, end)
+        for link in self._chain(preceding(completion), end):
             segments += link.segments
             keys += link.keys
-            end = link.keys[-1]
-        return ReadyPrefix(segments, keys, end, forecast)
+        return ReadyPrefix(segments, keys, keys[-1] if keys else end, forecast)
+
+    def _chain(self, completions: Sequence[Completion], end: bytes) -> Iterator[Link]:
+        """The links behind the prefix key `end`, with the old ones of a long conversation in
+        groups: hundreds would be looked at for each of its turns."""
+        may_group = not any(completion.options.chat for completion in completions)
+        at = 0
+        while at < len(completions):
+            stop = at + 1
+            if may_group and at % GROUPED == 1 and at + 2 * GROUPED <= len(completions):
+                stop = at + GROUPED
+            link = self._link(completions[at:stop], end)
+            yield link
+            at, end = stop, link.keys[-1]
+
+    def _link(self, completions: Sequence[Completion], end: bytes) -> Link:
+        """One link, or a group of them as one."""
+        is_group = len(completions) > 1
+        known = self._groups if is_group else self._links
+        link = known.get(completions[-1])
+        if link is None:
+            if is_group:
+                links: list[Link] = []
+                for completion in completions:
+                    links.append(self._link([completion], links[-1].keys[-1] if links else end))
+                link = merged(links)
+            else:
+                link = link_of(completions[0], end)
+            known[completions[-1]] = link
+        return link
 
 
 def _at_once() -> float:

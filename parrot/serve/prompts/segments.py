@@ -13,7 +13,7 @@ model is not part of a key: a key is only ever looked up together with an engine
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion, Piece, PieceKind, TextPiece
@@ -72,11 +72,20 @@ def link_of(completion: Completion, key: bytes) -> Link:
     ]
     keys = [key := extend_key(key, segment) for segment in segments]
     if completion.previous is not None and not completion.options.chat and len(segments) > 2:
-        parts = tuple(segments[:-1])
-        num_chars = sum([part.num_chars for part in parts])
-        segments[:-1] = [Segment(PieceKind.VALUE, "", parts=parts, part_chars=num_chars)]
+        segments[:-1] = [_joined(segments[:-1])]
         keys[:-2] = []
     return Link(tuple(segments), tuple(keys))
+
+
+def merged(links: Sequence[Link]) -> Link:
+    """Links that follow each other as one segment."""
+    parts = [segment for link in links for segment in link.segments]
+    return Link((_joined(parts),), links[-1].keys[-1:])
+
+
+def _joined(parts: Sequence[Segment]) -> Segment:
+    num_chars = sum([part.num_chars for part in parts])
+    return Segment(PieceKind.VALUE, "", parts=tuple(parts), part_chars=num_chars)
 
 
 def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
