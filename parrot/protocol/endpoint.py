@@ -32,6 +32,7 @@ class PathParameters(BaseModel):
     request_id: int = 0
     var_id: str = ""
     model_id: str = ""
+    engine_id: int = 0
     response_id: str = ""
 
 

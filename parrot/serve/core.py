@@ -33,8 +33,9 @@ from parrot.utils.timers import TimerQueue
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
     `first_session_id` and up. `programs` has what the programs of live sessions may ask;
-    `sessions`, `fleet`, `decisions` and `contexts` are for whoever shows the service, who changes
-    nothing there, and `follow` has a running completion's text shown as it comes.
+    `sessions`, `fleet`, `decisions`, `contexts` and `accounts` are for whoever shows the service,
+    who changes nothing there; `follow` has a running completion's text shown as it comes, and
+    `drain` gives an engine no more calls, or calls again.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -57,8 +58,9 @@ class ServeCore:
         self.fleet = self._dispatcher.fleet
         self.decisions = self._dispatcher.decisions
         self.contexts = self._dispatcher.contexts
-        self.follow = self._dispatcher.follow
+        self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
         self._metrics = CoreMetrics(config)
+        self.accounts = self._metrics.accounts
         self._observers = Observers(observers)
         self._runner = TaskRunner(
             config,
@@ -203,7 +205,9 @@ class ServeCore:
             raise Unavailable("ServeCore is shutting down")
 
     def _expire(self, session: Session) -> None:
-        self._end(session, SessionGone(f"session {session.id} has expired"))
+        text = f"session {session.id} has expired"
+        self.fleet.events.session_expired(text, session.id, session.tenant)
+        self._end(session, SessionGone(text))
 
     def _end(self, session: Session, error: ParrotError) -> None:
         session.graph.close(error)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from axe_playwright_python.async_playwright import Axe
 
+from parrot.serve.execution.events import EventKind
 from tests.page.conftest import Visit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
@@ -215,16 +216,44 @@ async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> N
     await visit.wait_text(".node.done", "make_choice")
 
 
+async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
+    scope = await visit.site.session()
+    output = await visit.site.call(scope, "out")
+    events = visit.site.core.fleet.events
+    events.add(EventKind.ENGINE_JOINED, "tiny", engine_name="e0")
+    events.add(
+        EventKind.CALL_RETRIED,
+        ATTACKS[0],
+        engine_name="e0",
+        session_id=scope["session_id"],
+        var_id=output,
+        tenant="public",
+    )
+    await visit.open("events")
+    await visit.wait_text("td", "engine joined")
+    assert await visit.page.locator("tbody tr").first.locator(".words").inner_text() == ATTACKS[0]
+    await visit.page.click(f"td a >> text={scope['session_id']}")
+    await visit.wait_text("aside h2", "out")
+    read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
+    await visit.site.started(1)
+    visit.site.dispatcher.finish(visit.site.dispatcher.started[0], "done")
+    await read
+    await visit.page.click("nav >> text=Tenants")
+    await visit.wait_text(".hint", "Calls that have ended")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
     await visit.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     graph = await submit_map(visit, 3)
     output = graph["variables"]["joined0"]
     await visit.open()
-    views = ["", f"session/{graph['session_id']}/{output}", "placement", "playground"]
+    session = f"session/{graph['session_id']}/{output}"
+    views = ["", session, "placement", "tenants", "events", "playground"]
     for view in views:
         await visit.page.goto(f"{visit.url}/ui/#/{view}")
-        await visit.page.wait_for_selector("main h2" if view in ("", "placement") else "pre")
+        has_text = view in (session, "playground")
+        await visit.page.wait_for_selector("pre" if has_text else "main h2")
         result = await Axe().run(visit.page)
         serious = [
             (found["id"], [node["html"][:120] for node in found["nodes"]])
@@ -238,7 +267,8 @@ async def test_it_fits_a_phone(visit: Visit) -> None:
     await visit.page.set_viewport_size({"width": 375, "height": 720})
     graph = await submit_map(visit, 8)
     await visit.open()
-    for view in ("", f"session/{graph['session_id']}/{graph['variables']['s1']}", "playground"):
+    session = f"session/{graph['session_id']}/{graph['variables']['s1']}"
+    for view in ("", session, "tenants", "events", "playground"):
         await visit.page.goto(f"{visit.url}/ui/#/{view}")
         await visit.page.wait_for_selector("main h1, main h2")
         widths = await visit.page.evaluate("[document.body.scrollWidth, innerWidth]")

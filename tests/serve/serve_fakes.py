@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
@@ -15,6 +15,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.execution.events import EventLog
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import GraphIds, SessionGraph
@@ -32,6 +33,7 @@ from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.task import Decision
+from parrot.utils.clock import MonotonicClock
 from parrot.utils.ids import IdCounter
 from tests.support.manual_clock import ManualClock
 
@@ -207,6 +209,7 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self._views: list[EngineView] = []
+        self.events = EventLog(MonotonicClock())
 
     async def register(self, info: EngineInfo) -> int:
         view = EngineView(len(self._views), info, None, 0, 0, 0, 0.5, KvCounts())
@@ -246,6 +249,12 @@ class FakeDispatcher(FakeRunner):
         self.start(completion)
 
     def follow(self, completion: Completion) -> None: ...
+
+    @property
+    def drains(self) -> Self:
+        return self
+
+    def drain(self, engine_id: int, *, is_wanted: bool) -> None: ...
 
     def release_session(self, session_id: int) -> None:
         self.released.append(session_id)

@@ -2,10 +2,12 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { post, useVisitor } from "./api.js";
+import { Events } from "./events.jsx";
 import { Overview } from "./overview.jsx";
 import { Placement } from "./placement.jsx";
 import { Playground } from "./playground.jsx";
 import { SessionView } from "./session.jsx";
+import { Usage } from "./usage.jsx";
 import "./style.css";
 
 /** The parts of the address behind `#/`. */
@@ -35,12 +37,15 @@ function Page() {
           <a href="#/" aria-current={view === undefined ? "page" : undefined}>
             Overview
           </a>
-          <a href="#/placement" aria-current={view === "placement" ? "page" : undefined}>
-            Placement
-          </a>
-          <a href="#/playground" aria-current={view === "playground" ? "page" : undefined}>
-            Playground
-          </a>
+          {["Placement", "Tenants", "Events", "Playground"].map((name) => (
+            <a
+              key={name}
+              href={`#/${name.toLowerCase()}`}
+              aria-current={view === name.toLowerCase() ? "page" : undefined}
+            >
+              {name}
+            </a>
+          ))}
         </nav>
         <span class="visitor">
           {visitor.tenant === null ? "operator" : `tenant ${visitor.tenant}`}
@@ -54,10 +59,14 @@ function Page() {
           <SessionView key={args[0]} id={args[0]} shown={args[1]} />
         ) : view === "placement" ? (
           <Placement />
+        ) : view === "tenants" ? (
+          <Usage />
+        ) : view === "events" ? (
+          <Events />
         ) : view === "playground" ? (
           <Playground />
         ) : (
-          <Overview />
+          <Overview isOperator={visitor.tenant === null} />
         )}
       </main>
     </>

@@ -5,7 +5,7 @@ import { Age, Notice, count, seconds, share } from "./format.jsx";
 const rowsOf = (rows, kind) =>
   [...rows].filter(([key]) => key.startsWith(`${kind}:`)).map(([, row]) => row);
 
-export function Overview() {
+export function Overview({ isOperator }) {
   const feed = useFeed("overview");
   const service = feed.rows.get("service");
   const sessions = rowsOf(feed.rows, "session").sort((a, b) => b.created_at - a.created_at);
@@ -14,7 +14,7 @@ export function Overview() {
       <Notice feed={feed} />
       <section>
         <h2>Engines</h2>
-        <Engines engines={rowsOf(feed.rows, "engine")} />
+        <Engines engines={rowsOf(feed.rows, "engine")} isOperator={isOperator} />
         {service && (
           <p>
             {service.queued} {service.queued === 1 ? "call waits" : "calls wait"} for an engine.
@@ -29,7 +29,7 @@ export function Overview() {
   );
 }
 
-function Engines({ engines }) {
+function Engines({ engines, isOperator }) {
   if (!engines.length) return <p class="hint">No engine has registered yet.</p>;
   return (
     <div class="scroll" tabindex="0" role="region" aria-label="Engines">
@@ -37,6 +37,7 @@ function Engines({ engines }) {
         <thead>
           <tr>
             <th>Engine</th>
+            <th>State</th>
             <th>Model</th>
             <th class="number">Running</th>
             <th>KV</th>
@@ -48,12 +49,16 @@ function Engines({ engines }) {
             <th class="number" title="Prompt tokens computed although they were cached once">
               Recomputed
             </th>
+            {isOperator && <th aria-label="Actions" />}
           </tr>
         </thead>
         <tbody>
           {engines.map((engine) => (
             <tr key={engine.engine_id}>
               <td>{engine.engine_name}</td>
+              <td>
+                <EngineState engine={engine} />
+              </td>
               <td>{engine.model}</td>
               <td class="number">{engine.num_running}</td>
               <td>
@@ -65,11 +70,39 @@ function Engines({ engines }) {
               <td class="number">{engine.step_ms > 0 && seconds(engine.step_ms / 1000)}</td>
               <td class="number">{count(engine.hit_tokens)}</td>
               <td class="number">{count(engine.recomputed_tokens)}</td>
+              {isOperator && (
+                <td>
+                  <DrainButton engine={engine} />
+                </td>
+              )}
             </tr>
           ))}
         </tbody>
       </table>
     </div>
+  );
+}
+
+function EngineState({ engine }) {
+  if (!engine.is_draining) return <span class="state done">serving</span>;
+  return engine.num_running ? (
+    <span class="state queued">draining</span>
+  ) : (
+    <span class="state">drained</span>
+  );
+}
+
+function DrainButton({ engine }) {
+  const is_wanted = !engine.is_draining;
+  const title = is_wanted ? "Give it no more calls; those that run go on" : "Give it calls again";
+  return (
+    <button
+      class="quiet"
+      title={title}
+      onClick={() => post(`engines/${engine.engine_id}/drain`, { is_wanted })}
+    >
+      {is_wanted ? "Drain" : "Resume"}
+    </button>
   );
 }
 

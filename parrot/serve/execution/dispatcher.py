@@ -20,8 +20,8 @@ from parrot.protocol.errors import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.execution.availability import Drains, Grace
 from parrot.serve.execution.fleet import Connect, Engine, Fleet, http_connect
-from parrot.serve.execution.grace import Grace
 from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
@@ -91,9 +91,8 @@ class Dispatcher:
             self._on_done,
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
-        self.kv_counts, self.decisions = self._ledger.log.total, self._scheduler.decisions
-        self.contexts = self._ledger.owners.contexts
-        self.prefetch_counts = self._prefetch.counts
+        self.kv_counts, self.prefetch_counts = self._ledger.log.total, self._prefetch.counts
+        self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(config.global_scheduler, clock)
         self._grace = Grace(
             self._timers,
@@ -101,6 +100,7 @@ class Dispatcher:
             self._scheduler,
             lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )
+        self.drains = Drains(clock, self.fleet, self._scheduler, self._grace, self._wake)
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
         self._is_pump_due = False
 
@@ -243,6 +243,9 @@ class Dispatcher:
     def _on_change(self, run: Run) -> None:
         if run.state is RunState.QUEUED:
             self._grace.queued(run.models, self._clock.now())
+            if run.trouble:
+                self.fleet.events.call_retried(run.completion, run.trouble)
+                run.trouble = ""
         if run.state is not RunState.PLACED:  # which is the pump's own doing
             self._wake()
 
@@ -262,8 +265,7 @@ class Dispatcher:
         units = _CHARS_PER_TOKEN if is_text else 1
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
         self._ledger.add_engine(engine.id, capacity, info.block_size, on_host, has_server=is_text)
-        num_tokens = info.tokens_capacity + info.host_tokens_capacity
-        self._scheduler.admission.add_engine(engine.id, num_tokens, info.costs)
+        self.drains.add_places(engine)
         self._scheduler.engines.add(
             engine.id,
             info.model,

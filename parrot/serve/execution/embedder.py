@@ -100,12 +100,16 @@ class Embedder:
                 return answer
 
     def _choose(self, model: str, inputs: Sequence[Input], failed: Collection[int]) -> Engine:
-        """The engine with the least to do, of those that have not failed if there are any."""
+        """The engine with the least to do, if there are any of those that have not failed and do
+        not drain."""
+        fleet = self._fleet
         longest = max(len(given) if isinstance(given, list) else 0 for given in inputs)
         engines = [engine for engine in self._engines(model) if engine.max_len >= longest]
         if not engines:
-            raise self._fleet.unserved([model], param="model")
-        return min(engines, key=lambda one: (one.id in failed, self._fleet.load(one)))
+            raise fleet.unserved([model], param="model")
+        return min(
+            engines, key=lambda one: (one.id in failed, fleet.is_draining(one), fleet.load(one))
+        )
 
 
 async def _answer(engine: Engine, request: EmbedRequest) -> EmbedResponse:

@@ -30,6 +30,7 @@ from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.execution.events import EventKind, EventLog
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
@@ -85,6 +86,7 @@ class EngineView:
     num_tokens: int
     silent_s: float
     kv: KvCounts
+    is_draining: bool = False
 
 
 def _address(info: EngineInfo) -> Address:
@@ -143,7 +145,7 @@ class Fleet:
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
         self._pings, self._closing = TaskSet(), TaskSet()
-        self._frees = FreeSender(clock)
+        self._frees, self.events = FreeSender(clock), EventLog(clock)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(tuple(self._engines.values()))
@@ -174,6 +176,7 @@ class Fleet:
         self._watch(engine)
         self._on_joined(engine)
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
+        self.events.add(EventKind.ENGINE_JOINED, info.model, engine_name=info.engine_name)
         return engine.id
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
@@ -204,6 +207,7 @@ class Fleet:
         if not engine.is_alive:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
+        self.events.add(EventKind.ENGINE_LOST, reason, engine_name=engine.info.engine_name)
         engine.is_alive = False
         del self._engines[engine.id], self._by_address[_address(engine.info)]
         if engine.review is not None:
@@ -229,6 +233,11 @@ class Fleet:
         """The number of requests that it has."""
         return self._scheduler.engines.num_placed(engine.id) + len(engine.direct)
 
+    def is_draining(self, engine: Engine) -> bool:
+        """Whether it is to get no more requests."""
+        load = self._scheduler.engines.get(engine.id)
+        return load is not None and load.is_draining
+
     # What others may see
 
     def views(self) -> list[EngineView]:
@@ -242,6 +251,7 @@ class Fleet:
                 *self._ledger.usage(engine.id),
                 now - engine.last_seen,
                 self._ledger.log.engine(engine.id),
+                self.is_draining(engine),
             )
             for engine in self
         ]
@@ -272,7 +282,7 @@ class Fleet:
         """Why nothing with one of these models (empty: any) can run. If engines are there, and none
         ever had such a model, it is the request that is wrong, in its field `param`."""
         wanted = " or ".join(models) or "any model"
-        if self._engines and self._known_models.keys().isdisjoint(models):
+        if models and self._engines and self._known_models.keys().isdisjoint(models):
             served = ", ".join(sorted({engine.info.model for engine in self}))
             return NotFound(f"unknown model: {wanted}; there is {served}", param=param)
         return NoEngine(f"no live engine serves {wanted}")

@@ -184,7 +184,8 @@ class Prefetcher:
         if engine is None or not (num_missing := self._num_worthwhile(task, engine)):
             return
         is_sure = prefix.forecast() < inf
-        if is_sure and self._scheduler.engines.runs_session(engine.id, completion.session_id):
+        load = self._scheduler.engines.get(engine.id)
+        if is_sure and load is not None and load.runs_session(completion.session_id):
             return  # it would delay the very calls that this one waits for
         if ahead is None:
             budget = self._budget_when_sure if is_sure else self._budget

@@ -107,8 +107,9 @@ class Run(CompletionTask):
 
     `result_key`: equal for identical runs; None if it is not shared. `text` was delivered to the
     waiters so far, `ids` are its tokens by the tokenizer of `tokenizer_id`, and `num_streamed` its
-    tokens where ids are unknown. `num_lost` counts engines that died or failed with it, and
-    `num_refused` refusals for want of memory or of a context."""
+    tokens where ids are unknown. `num_lost` counts engines that died or failed with it,
+    `num_refused` refusals for want of memory or of a context, and `trouble` says why the last
+    attempt came to nothing."""
 
     waiters: list[Completion] = field(default_factory=list)
     result_key: bytes | None = None
@@ -121,6 +122,7 @@ class Run(CompletionTask):
     ids: list[int] = field(default_factory=list)
     tokenizer_id: str | None = None
     num_streamed: int = 0
+    trouble: str = ""
 
     @property
     def objective(self) -> Objective | None:
@@ -159,6 +161,11 @@ class Run(CompletionTask):
         is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
 
+    def lost_engine(self) -> None:
+        """The engine that ran it is gone."""
+        self.num_lost += 1
+        self.trouble = "the engine was lost"
+
     def append(self, text: str) -> None:
         """Some more of the output was generated."""
         self.text += text
@@ -176,6 +183,7 @@ def runs_again(run: Run, attempt: Attempt, error: ParrotError) -> bool:
     """Count the error against the run, which is given up after a few. False if it is now, or if
     running it again would not help."""
     engine = attempt.engine
+    run.trouble = error.message
     match error:
         case PromptTooLong() if not attempt.is_longest:
             run.wanted_len = max(run.wanted_len, engine.max_len + 1)

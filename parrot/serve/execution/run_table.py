@@ -170,7 +170,7 @@ class RunTable:
                 continue
             attempt.stop()
             attempt.context = None
-            run.num_lost += 1
+            run.lost_engine()
             if run.may_run_again:
                 self._set_state(run, RunState.QUEUED)
             else:

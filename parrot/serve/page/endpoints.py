@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from parrot.protocol.endpoint import Endpoint
-from parrot.protocol.errors import NotFound
+from parrot.protocol.errors import AuthenticationFailed, NotFound
 from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.protocol.server import json_response, parse_payload, read_json
@@ -41,6 +41,12 @@ class Since(BaseModel):
     """`since`: the version that the page has already; null: none."""
 
     since: str | None = None
+
+
+class Drain(BaseModel):
+    """`is_wanted`: no more calls for the engine; false: calls again."""
+
+    is_wanted: bool
 
 
 class VisitorView(BaseModel):
@@ -79,9 +85,14 @@ class Page:
             PageEndpoint(visitors, "GET", "me", self.me),
             PageEndpoint(visitors, "GET", "overview", self.overview, takes=Since),
             PageEndpoint(visitors, "GET", "placement", self.placement, takes=Since),
+            PageEndpoint(visitors, "GET", "usage", self.usage, takes=Since),
+            PageEndpoint(visitors, "GET", "events", self.events, takes=Since),
             PageEndpoint(visitors, "GET", "sessions/{session_id}", self.session, takes=Since),
             PageEndpoint(
                 visitors, "GET", "sessions/{session_id}/vars/{var_id}", self.variable, takes=Since
+            ),
+            PageEndpoint(
+                visitors, "POST", "engines/{engine_id}/drain", self.drain_engine, takes=Drain
             ),
             PageEndpoint(visitors, "POST", "sessions", self.begin_session),
             PageEndpoint(visitors, "POST", "sessions/{session_id}/end", self.end_session),
@@ -103,14 +114,21 @@ class Page:
         return _view(visitor)
 
     def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
-        return self._feed.changes(
-            ("overview", visitor), lambda: self._rows.overview(visitor), since
-        )
+        return self._view("overview", self._rows.overview, visitor, since)
 
     def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
-        return self._feed.changes(
-            ("placement", visitor), lambda: self._rows.placement(visitor), since
-        )
+        return self._view("placement", self._rows.placement, visitor, since)
+
+    def usage(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("usage", self._rows.usage, visitor, since)
+
+    def events(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("events", self._rows.events, visitor, since)
+
+    def _view(
+        self, name: str, read: Callable[[Visitor], Rows], visitor: Visitor, since: str | None
+    ) -> AsyncGenerator[bytes]:
+        return self._feed.changes((name, visitor), lambda: read(visitor), since)
 
     def session(
         self, visitor: Visitor, session_id: int, since: str | None
@@ -158,6 +176,12 @@ class Page:
     def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:
         session = self._seen(visitor, session_id)
         self._core.programs.cancel_call(session.id, session.auth, request_id)
+
+    def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:
+        """Raises `AuthenticationFailed` for whoever is not the operator."""
+        if visitor.tenant is not None:
+            raise AuthenticationFailed("engines are the operator's")
+        self._core.drain(engine_id, is_wanted=is_wanted)
 
     # Who is let in
 

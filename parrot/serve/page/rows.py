@@ -19,6 +19,7 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.page.log_rows import event_rows, usage_rows
 from parrot.serve.page.placement_rows import placement_rows
 from parrot.serve.page.topic import Rows
 from parrot.serve.page.visitors import Visitor
@@ -64,6 +65,14 @@ class PageRows:
     def placement(self, visitor: Visitor) -> Rows:
         """The last decisions of the scheduler, and the contexts on engines."""
         return placement_rows(self._core, visitor, self._epoch)
+
+    def usage(self, visitor: Visitor) -> Rows:
+        """The calls, tokens and costs of tenants, by function."""
+        return usage_rows(self._core, visitor)
+
+    def events(self, visitor: Visitor) -> Rows:
+        """What has happened to engines, calls and sessions."""
+        return event_rows(self._core, visitor, self._epoch)
 
     def session(self, session: Session) -> Rows:
         """A session's head, its calls, and its variables without their values."""
@@ -116,7 +125,7 @@ class PageRows:
 
 
 def _engine_row(engine: EngineView) -> Row:
-    row: Row = engine_view(engine).model_dump(mode="json")
+    row: Row = engine_view(engine).model_dump(mode="json") | {"is_draining": engine.is_draining}
     runtime = engine.runtime
     if runtime is not None:
         row |= {

@@ -80,6 +80,7 @@ class EngineLoad:
     max_len: int  # tokens of the longest sequence that the engine takes
     costs: StepCosts
     features: frozenset[str] | None = None  # what it can do; None: not known
+    is_draining: bool = False  # it gets no more tasks
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0
@@ -97,7 +98,7 @@ class EngineLoad:
 
     @property
     def is_open(self) -> bool:
-        return self.num_tasks < self.max_tasks
+        return self.num_tasks < self.max_tasks and not self.is_draining
 
     @property
     def step_s(self) -> float:
@@ -108,6 +109,10 @@ class EngineLoad:
         """Weighted seconds that a step costs a typical newcomer and the others there."""
         newcomer_s = self.costs.sequence_s + _TYPICAL_TOKENS * self.costs.token_s
         return self.step_s + self.weight * newcomer_s
+
+    def runs_session(self, session_id: int) -> bool:
+        """Whether the engine has a call of this session now."""
+        return any(task.completion.session_id == session_id for task in self.tasks)
 
     def set_costs(self, costs: StepCosts) -> None:
         self.costs = costs

@@ -38,7 +38,8 @@ class _Pool:
 
 
 class LoadIndex:
-    """Finds engines by id, by model, and by load. Owns the loads, and what steps cost."""
+    """Finds engines by id, by model, and by load. Owns the loads, and what steps cost. An engine
+    that drains is found by its id alone."""
 
     def __init__(self) -> None:
         self._loads: dict[int, EngineLoad] = {}
@@ -66,12 +67,7 @@ class LoadIndex:
         costs = self._costs.get(model, _USUAL_COSTS)
         load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs)
         self._loads[load.id] = load
-        self._step_s[load.id] = 0.0
-        for name in (_ANY_MODEL, load.model):
-            pool = self._pools.setdefault(name, _Pool())
-            pool.members[load.id] = load
-            pool.review()
-        self.changed(load)
+        self._enter_pools(load)
 
     def reported(
         self, engine_id: int, costs: StepCosts | None = None, features: Features = None
@@ -80,8 +76,8 @@ class LoadIndex:
         load = self._loads[engine_id]
         if features is not None and load.features != features:
             load.features = features
-            for name in (_ANY_MODEL, load.model):
-                self._pools[name].review()
+            for pool in self._pools_of(load):
+                pool.review()
         if costs is not None and load.costs != costs:
             self._costs[load.model] = costs
             load.set_costs(costs)
@@ -91,22 +87,46 @@ class LoadIndex:
         """Its tasks must have been ended or requeued."""
         load = self._loads.pop(engine_id)
         assert not load.tasks, load
-        del self._step_s[engine_id]
+        if not load.is_draining:
+            self._leave_pools(load)
+
+    def set_draining(self, load: EngineLoad, is_draining: bool) -> None:
+        """Give it no more tasks; those that it has go on. Or give it tasks again."""
+        if is_draining and not load.is_draining:
+            self._leave_pools(load)
+        was_draining, load.is_draining = load.is_draining, is_draining
+        if was_draining and not is_draining:
+            self._enter_pools(load)
+
+    def _enter_pools(self, load: EngineLoad) -> None:
+        self._step_s[load.id] = 0.0
+        for name in (_ANY_MODEL, load.model):
+            pool = self._pools.setdefault(name, _Pool())
+            pool.members[load.id] = load
+            pool.review()
+        self.changed(load)
+
+    def _leave_pools(self, load: EngineLoad) -> None:
+        del self._step_s[load.id]
         for name in (_ANY_MODEL, load.model):
             pool = self._pools[name]
-            del pool.members[engine_id]
-            pool.open.discard(engine_id)
+            del pool.members[load.id]
+            pool.open.discard(load.id)
             pool.review()
             pool.step_s = sum([other.step_s for other in pool.members.values()])
             if not pool.members:
                 del self._pools[name]
 
+    def _pools_of(self, load: EngineLoad) -> list[_Pool]:
+        return [] if load.is_draining else [self._pools[name] for name in (_ANY_MODEL, load.model)]
+
     def changed(self, load: EngineLoad) -> None:
         """Note that an engine's load or costs have changed."""
+        if load.is_draining:
+            return
         key, step_s = (load.rank, load.id), load.step_s
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
-        for name in (_ANY_MODEL, load.model):
-            pool = self._pools[name]
+        for pool in self._pools_of(load):
             pool.step_s += added_s
             if load.is_open:
                 pool.open.set(load.id, key)
@@ -121,13 +141,6 @@ class LoadIndex:
     def num_placed(self, engine_id: int) -> int:
         load = self._loads.get(engine_id)
         return 0 if load is None else load.num_tasks
-
-    def runs_session(self, engine_id: int, session_id: int) -> bool:
-        """Whether the engine has a call of this session now."""
-        load = self._loads.get(engine_id)
-        return load is not None and any(
-            task.completion.session_id == session_id for task in load.tasks
-        )
 
     # Those with one of some models
 

@@ -1,6 +1,6 @@
 """Counts of what ServeCore does. Cheap to update: plain numbers."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -21,7 +21,7 @@ from parrot.serve.telemetry.calls import (
     call_families,
     engine_call_families,
 )
-from parrot.serve.telemetry.costs import PriceTable
+from parrot.serve.telemetry.costs import Accounts, PriceTable
 from parrot.utils.metrics import LATENCY_S, Histogram, counter, histogram, render_metrics
 
 UNNAMED = "unnamed"
@@ -46,8 +46,8 @@ class CoreMetrics:
 
     def __init__(self, config: CoreConfig) -> None:
         max_names = config.max_metric_names
-        self._tenants = tenant_labels(config.api_keys)
         self.prices = PriceTable(config.prices)
+        self.accounts = Accounts(tenant_labels(config.api_keys), max_names)
         self._functions = SeriesByName(max_names, CallSeries)
         self._apps = SeriesByName(max_names, CallSeries)
         self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
@@ -56,8 +56,6 @@ class CoreMetrics:
         self._num_reused = 0
         self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
         self._breaks: Counter[tuple[str, ...]] = Counter()  # (reason)
-        self._tokens: Counter[tuple[str, ...]] = Counter()  # (tenant, direction)
-        self._costs: defaultdict[tuple[str, ...], float] = defaultdict(float)  # (tenant)
 
     def prefix_broken(self, reason: str) -> None:
         self._breaks[(reason,)] += 1
@@ -81,11 +79,7 @@ class CoreMetrics:
         self._functions.use(_function_of(task)).count(call)
         self._apps.use(app_of(session)).count(call)
         self._engine(task.stats).count(call)
-        label = session.tenant if session.tenant in self._tenants else OTHER
-        self._tokens[label, "prompt"] += call.num_prompt
-        self._tokens[label, "cached"] += call.num_cached
-        self._tokens[label, "generation"] += call.num_output
-        self._costs[(label,)] += call.cost
+        self.accounts.count(session.tenant, _function_of(task), call)
 
     def _engine(self, stats: RunStats) -> EngineSeries:
         key = (stats.engine_name or OTHER, stats.model or OTHER)
@@ -117,10 +111,7 @@ class CoreMetrics:
         yield counter("parrot_calls", "Tasks that ended.", self._tasks, "kind", "state")
         reused = {(): self._num_reused}
         yield counter("parrot_calls_reused", "Completions that took another's result.", reused)
-        tokens = "Tokens of completions; `cached` are of the prompts'."
-        yield counter("parrot_tenant_tokens", tokens, self._tokens, "tenant", "direction")
-        cost = "Price of the tokens, by `prices`."
-        yield counter("parrot_tenant_cost", cost, self._costs, "tenant")
+        yield from self.accounts.families()
         breaks = "Prompts that left their program's prefix."
         yield counter("parrot_prefix_breaks", breaks, self._breaks, "reason")
 

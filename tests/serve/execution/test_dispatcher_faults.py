@@ -72,7 +72,8 @@ MAX_LOST, MAX_REFUSED = 3, 5
 @dataclass
 class Life:
     """What befell a call from outside. `faults`: what engines answered it with, and `end` the
-    number of engines that had been lost, and of those that lived, when its output was settled."""
+    number of engines that had been lost, and of those that took calls, when its output was
+    settled."""
 
     num_lost_before: int
     faults: list[ParrotError] = field(default_factory=list)
@@ -160,10 +161,11 @@ class History:
         return self.num_joined - len(self.dispatcher.fleet.views())
 
     def note_end(self, life: Life) -> None:
-        life.end = (self.num_lost, len(self.dispatcher.fleet.views()))
+        serving = [view for view in self.dispatcher.fleet.views() if not view.is_draining]
+        life.end = (self.num_lost, len(serving))
 
     async def act(self) -> None:
-        match self.rng.randrange(11):
+        match self.rng.randrange(12):
             case 0:
                 await self.join()
             case 1 | 2 | 3:
@@ -187,6 +189,9 @@ class History:
                 engine.scripts = [self.script() for _ in range(3)]
             case 9 if self.completions:
                 self.dispatcher.follow(self.rng.choice(self.completions))
+            case 10 if self.dispatcher.fleet.views():
+                view = self.rng.choice(self.dispatcher.fleet.views())
+                self.dispatcher.drains.drain(view.id, is_wanted=self.rng.random() < 0.5)
             case _:
                 await self.clock.advance(self.rng.choice([0.0, 0.1, 5.0, 20.0]))
 

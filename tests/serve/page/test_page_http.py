@@ -244,3 +244,15 @@ def test_a_visit_ends() -> None:
     clock._now = VISIT_S + 1
     with pytest.raises(Exception, match="show the key"):
         visitors.of(cookie)
+
+
+async def test_engines_are_drained_by_the_operator_alone() -> None:
+    async with served(api_keys=("k1",)) as site:
+        path = "/ui/api/engines/0/drain"
+        assert (await site.send("POST", path, json={"is_wanted": True}))[0] == 401
+        await enter(site, "k1")
+        status, error = await site.send("POST", path, json={"is_wanted": True})
+        assert (status, error["error"]["message"]) == (401, "engines are the operator's")
+        await enter(site)
+        assert (await site.send("POST", path, json={}))[0] == 422
+        await site.post(path, {"is_wanted": True})

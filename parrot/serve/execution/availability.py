@@ -1,10 +1,15 @@
-"""Runs whose models nobody serves wait for an engine, but not for ever."""
+"""Whether anybody serves a run: engines that are to get no more calls, and how long a run waits
+for an engine with its models."""
 
 from collections.abc import Callable
 
+from parrot.protocol.errors import NotFound
+from parrot.serve.execution.events import EventKind
+from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import Run, RunState
 from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
 
 
@@ -58,3 +63,47 @@ class Grace:
                 self._give_up(run)
         if later:
             self._give(models, min(later))
+
+
+class Drains:
+    """Takes engines out of service and back. An engine that drains goes on with the calls that it
+    has; for others it is as if it were not there."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        grace: Grace,
+        wake: Callable[[], None],
+    ) -> None:
+        self._clock = clock
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._grace = grace
+        self._wake = wake
+
+    def drain(self, engine_id: int, *, is_wanted: bool) -> None:
+        """Not `is_wanted`: give it calls again. Raises `NotFound`."""
+        engine, load = self._fleet.get(engine_id), self._scheduler.engines.get(engine_id)
+        if engine is None or load is None:
+            raise NotFound(f"no live engine {engine_id}")
+        if load.is_draining == is_wanted:
+            return
+        self._scheduler.engines.set_draining(load, is_wanted)
+        if is_wanted:
+            self._scheduler.admission.remove_engine(engine_id)
+            self._grace.engine_lost(self._clock.now())
+        else:
+            self.add_places(engine)
+            self._grace.engine_joined()
+        kind = EventKind.ENGINE_DRAINS if is_wanted else EventKind.ENGINE_RESUMED
+        text = f"{load.num_tasks} {'call' if load.num_tasks == 1 else 'calls'} there"
+        self._fleet.events.add(kind, text, engine_name=engine.info.engine_name)
+        self._wake()
+
+    def add_places(self, engine: Engine) -> None:
+        """It may keep programs' KV from now on."""
+        info = engine.info
+        num_tokens = info.tokens_capacity + info.host_tokens_capacity
+        self._scheduler.admission.add_engine(engine.id, num_tokens, info.costs)

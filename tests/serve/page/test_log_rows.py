@@ -1,0 +1,64 @@
+"""The page's view of the past, with a real dispatcher: who used what, and what happened."""
+
+from parrot.protocol.errors import EngineFailed
+from parrot.serve.page.rows import PageRows
+from parrot.serve.page.visitors import Visitor
+from parrot.serve.sessions import tenant_of
+from tests.serve.execution.test_result_cache import World
+from tests.support.fake_engine import Script
+
+OPERATOR = Visitor(tenant=None, sees_values=True)
+
+
+async def test_usage_is_told_by_tenant_and_function() -> None:
+    world = World()
+    await world.join("e0")
+    program = world.program()
+    for question in ("one", "two"):
+        read = program.read(program.call(question, func_name="ask"))
+        await world.settle()
+        await read
+    (row,) = PageRows(world.core).usage(OPERATOR).values()
+    assert (row["tenant"], row["function"], row["calls"]) == ("public", "ask", 2)
+    assert row["prompt"] > 0
+    assert row["generation"] > 0
+    assert PageRows(world.core).usage(Visitor("somebody else", sees_values=True)) == {}
+    await world.core.close()
+
+
+async def test_events_name_engines_calls_and_sessions() -> None:
+    world = World()
+    await world.join("e0")
+    engine = world.engines["e0"]
+    engine.scripts = [Script(error=EngineFailed("a kernel failed"))]
+    program, other = world.program("mine"), world.program("other")
+    output = program.call("one", func_name="ask")
+    read = program.read(output)
+    await world.settle()
+    await read
+    lost = world.core.fleet.get(0)
+    assert lost is not None
+    world.core.fleet.lose(lost, "no heartbeat for 30 s")
+    other.end()
+    rows = PageRows(world.core).events(OPERATOR)
+    assert [row["kind"] for row in rows.values()] == [
+        "engine joined",
+        "call retried",
+        "engine lost",
+    ]
+    _, retried, gone = rows.values()
+    assert retried["text"] == "ask: a kernel failed"
+    assert (retried["engine"], retried["session"], retried["var"]) == ("e0", 0, output)
+    assert retried["is_live"]
+    assert gone["text"] == "no heartbeat for 30 s"
+
+    await world.clock.advance(100_000.0)
+    rows = PageRows(world.core).events(OPERATOR)
+    expired = list(rows.values())[-1]
+    assert (expired["kind"], expired["session"]) == ("session expired", 0)
+    assert not expired["is_live"]
+    own = PageRows(world.core).events(Visitor(tenant_of("mine", []), sees_values=True))
+    assert own == rows
+    others = PageRows(world.core).events(Visitor(tenant_of("other", []), sees_values=True))
+    assert {row["kind"] for row in others.values()} == {"engine joined", "engine lost"}
+    await world.core.close()
