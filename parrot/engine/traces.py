@@ -29,8 +29,8 @@ class EngineTracer:
         self._export.close()
 
     def ended(self, ended: Ended) -> None:
-        """Export the span of a request, if it has one above it."""
-        if (parent := ended.parent) is not None:
+        """Export the span of a request, if it has one above it that is exported."""
+        if (parent := ended.parent) is not None and parent.is_sampled:
             record = self._record(ended, parent)
             self._export.send(lambda: [record])
 

@@ -23,6 +23,7 @@ from parrot.protocol.transport import (
     own_error,
     parse_events,
 )
+from parrot.utils.traces.traceparent import TraceParent
 
 if TYPE_CHECKING:
     import aiohttp
@@ -113,6 +114,8 @@ class HttpClient:
         headers = {} if raw is None else {"Content-Type": "application/json"}
         if bearer is not None:
             headers["Authorization"] = f"Bearer {bearer}"
+        if (span := TraceParent.parse(options.get("traceparent"))) is not None:
+            headers["traceparent"] = str(span)
         try:
             async with self._client().request(
                 method,

@@ -25,6 +25,7 @@ from parrot.protocol.errors import (
     error_from_payload,
 )
 from parrot.utils.tasks import TaskSet
+from parrot.utils.traces.traceparent import TraceParent
 
 _MAX_SSE_EVENT = 64 * 2**20
 
@@ -42,11 +43,13 @@ IDLE_TIMEOUT_S = 60.0  # servers send a comment every 15 s
 
 
 class Options(TypedDict, total=False):
-    """`params`: the query. `body`: orjson-serialisable. `bearer`: instead of the client's token."""
+    """`params`: the query. `body`: orjson-serialisable. `bearer`: instead of the client's token.
+    `traceparent`: the span that the peer's own would be below; ignored if it is no such thing."""
 
     params: Mapping[str, str] | None
     body: Any
     bearer: str | None
+    traceparent: str
 
 
 class RequestOptions(Options, total=False):
@@ -156,6 +159,8 @@ def _called(
     headers = [(b"content-length", b"%d" % len(raw)), (b"content-type", b"application/json")]
     if (bearer := options.get("bearer")) is not None:
         headers.append((b"authorization", f"Bearer {bearer}".encode()))
+    if (span := TraceParent.parse(options.get("traceparent"))) is not None:
+        headers.append((b"traceparent", str(span).encode()))
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

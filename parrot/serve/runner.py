@@ -6,14 +6,13 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import NativeCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.graph.nodes import Completion, Task, task_span_id
+from parrot.serve.graph.nodes import Completion, Task, task_span
 from parrot.serve.native import NativeRunner, Sandbox, check_call
 from parrot.serve.observers import Observers
 from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.utils.clock import Clock
-from parrot.utils.traces.traceparent import TraceParent
 
 
 class TaskRunner:
@@ -59,16 +58,17 @@ class TaskRunner:
 
     def start(self, task: Task) -> None:
         if isinstance(task, Completion):
-            if self._is_traced:
-                self._trace(task)
+            self._trace(task)
             self._dispatcher.submit(task)
         else:
             self._native.start(task)
 
     def _trace(self, task: Completion) -> None:
-        session = self._find_session(task.session_id)
+        """Say which span its engine's is below: its own if it will have one, or its caller's."""
+        task.traceparent = task.options.traceparent
+        session = self._find_session(task.session_id) if self._is_traced else None
         if session is not None and (trace_id := session.graph.trace_id):
-            task.traceparent = str(TraceParent(trace_id, task_span_id(trace_id, task)))
+            task.traceparent = str(task_span(trace_id, task))
 
     def withdraw(self, task: Task) -> None:
         if isinstance(task, Completion):

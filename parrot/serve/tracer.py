@@ -4,6 +4,9 @@
         text_completion write                   a completion, linked to those whose output it takes
         execute_tool join                       a native function
 
+Calls that came with a trace of their own, as those of vendors' clients do, are below their caller's
+span instead.
+
 Spans are made when a session has ended, from what its graph knows then. Their ids follow from those
 of the trace and of the tasks, so engines can be told of a completion's span before there is one."""
 
@@ -12,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.graph.nodes import Completion, CompletionState, Task, task_span_id
+from parrot.serve.graph.nodes import Completion, CompletionState, Task, task_span
 from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import app_of
@@ -66,7 +69,7 @@ class Tracer(Observer):
         )
         for call in session.graph.calls.values():
             for task in call.tasks:
-                if task.times.activated is not None:
+                if task.times.activated is not None and task_span(trace_id, task).is_sampled:
                     yield self._record(task, own, ended)
 
     def _record(self, task: Task, session: TraceParent, ended: float) -> SpanRecord:
@@ -93,16 +96,13 @@ class Tracer(Observer):
         makers = dict.fromkeys(v.producer for v in task.inputs if v.producer is not None)
         return SpanRecord(
             f"{_operation(task)} {task.func_name}",
-            TraceParent(session.trace_id, task_span_id(session.trace_id, task)),
-            session,
+            task_span(session.trace_id, task),
+            TraceParent.parse(task.options.traceparent) or session,
             self._epoch + times.activated,
             self._epoch + max(finished, times.activated),
             _facts(task) | waits,
             events=[(name, None if at is None else self._epoch + at) for name, at in moments],
-            links=[
-                TraceParent(session.trace_id, task_span_id(session.trace_id, maker))
-                for maker in makers
-            ],
+            links=[task_span(session.trace_id, maker) for maker in makers],
             error=error.type if is_bad and error is not None else None,
         )
 

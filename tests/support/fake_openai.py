@@ -103,6 +103,7 @@ class FakeOpenAI:
         """Vectors that tell their inputs' lengths, the last one first."""
         body = await request.json()
         self.bodies.append(body)
+        self.headers.append(dict(request.headers))
         if self.faults:
             fault = self.faults.pop(0)
             return JSONResponse(fault.body, fault.status, headers=dict(fault.headers))

@@ -145,7 +145,7 @@ class OpenAIService:
 
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
-            answer = await self._upstream.embed(request.inputs)
+            answer = await self._upstream.embed(request.inputs, request.traceparent)
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(
             embeddings=[b64encode(vector).decode() for vector in vectors],
@@ -295,7 +295,11 @@ class OpenAIService:
         logprobs = AnswerLogprobs(request.sampling_config.logprobs)
         ask = self._upstream.stream if stream else self._upstream.complete
         question = Question(
-            context.text(), request.sampling_config, request.cache_salt, request.priority
+            context.text(),
+            request.sampling_config,
+            request.cache_salt,
+            request.priority,
+            traceparent=request.traceparent,
         )
         async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:

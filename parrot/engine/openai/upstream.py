@@ -196,6 +196,7 @@ class Upstream:
                     params=self._params,
                     body=self._body(question),
                     timeout_s=_ANSWER_TIMEOUT_S,
+                    traceparent=question.traceparent,
                 )
         answer = parse_answer(payload)
         if not answer.choices:
@@ -213,6 +214,7 @@ class Upstream:
                     params=self._params,
                     body=self._body(question, stream=True),
                     idle_timeout_s=_ANSWER_TIMEOUT_S,
+                    traceparent=question.traceparent,
                 )
                 event = await anext(events, None)
         has_ended = False
@@ -225,7 +227,7 @@ class Upstream:
             if event is None or not has_ended:
                 raise Unavailable("the stream of the server behind this engine was cut off")
 
-    async def embed(self, inputs: Sequence[list[int] | str]) -> Embeddings:
+    async def embed(self, inputs: Sequence[list[int] | str], traceparent: str = "") -> Embeddings:
         """Raises `UnsupportedField` if the server makes no embeddings."""
         body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
@@ -237,6 +239,7 @@ class Upstream:
                         params=self._params,
                         body=body,
                         timeout_s=_ANSWER_TIMEOUT_S,
+                        traceparent=traceparent,
                     )
                 except EngineFailed as error:
                     raise refused_embedding(error) from None

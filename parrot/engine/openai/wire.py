@@ -34,13 +34,15 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Question:
     """The question; KV may be shared among questions of the same `salt`, and one of a lower
-    `priority` goes first. `echoes`: the prompt is part of the answer."""
+    `priority` goes first. `echoes`: the prompt is part of the answer. `traceparent`: the span that
+    its own would be below."""
 
     prompt: str | list[int]
     sampling: SamplingConfig
     salt: str = ""
     priority: int = 0
     echoes: bool = False
+    traceparent: str = ""
 
 
 def request_body(

@@ -79,6 +79,7 @@ class Chains:
             cache_prefix=not isinstance(request.prompt, str),
             tenant=session.tenant,
             prediction=request.prediction,
+            traceparent=request.traceparent,
         )
         request_id, completions = session.graph.submit_prompt(
             Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)

@@ -44,7 +44,7 @@ class TurnRequest:
     may have special tokens in it; `tokens` are its tokens, where the text does not tell them. There
     is an answer for each of `samplings`. `program` names the program that asks. `calls`: what
     answers may call of the tools in `options`. `deadline`: in how many seconds the answers are
-    wanted. `prediction`: text that they may repeat."""
+    wanted. `prediction`: text that they may repeat. `traceparent`: the span of who asks."""
 
     tenant: str
     model: str
@@ -59,6 +59,7 @@ class TurnRequest:
     chain: Chain | None = None
     tokens: TokenizedText | None = None
     prediction: str = ""
+    traceparent: str = ""
 
     @property
     def may_reason(self) -> bool:

@@ -116,6 +116,7 @@ class Turns:
             tenant=request.tenant,
             remark="" if left is None else f"prefix: {left}",
             prediction=request.prediction,
+            traceparent=request.traceparent,
         )
         previous = None if ending is None else ending.completion
         request_id, completions = session.graph.submit_prompt(

@@ -37,17 +37,20 @@ class Embedder:
         self._asking = QueuedByTenant()
 
     async def embed(
-        self, tenant: str, model: str, inputs: Sequence[Input]
+        self, tenant: str, model: str, inputs: Sequence[Input], traceparent: str = ""
     ) -> tuple[list[str], int]:
         """The embedding of each input, as base64 of little-endian float32, and the tokens of all.
-        Raises `NotFound` for the model, `NoEngine`, `QueueFull`, `PromptTooLong` naming the input,
-        and what the engine raises."""
+        `traceparent`: the span of who asks. Raises `NotFound` for the model, `NoEngine`,
+        `QueueFull`, `PromptTooLong` naming the input, and what the engine raises."""
         embeddings: list[str] = []
         num_tokens = 0
         async with self._place(tenant):
             self._check_lengths(model, inputs)
             for batch in _batches(inputs):
-                answer = await self._ask(tenant, model, batch)
+                request = EmbedRequest.model_construct(
+                    priority=_PRIORITY, cache_salt=tenant, traceparent=traceparent, inputs=batch
+                )
+                answer = await self._ask(model, request)
                 embeddings += answer.embeddings
                 num_tokens += answer.prompt_tokens
         return embeddings, num_tokens
@@ -79,14 +82,11 @@ class Embedder:
     def _engines(self, model: str) -> list[Engine]:
         return [engine for engine in self._fleet if engine.info.model == model]
 
-    async def _ask(self, tenant: str, model: str, inputs: Sequence[Input]) -> EmbedResponse:
+    async def _ask(self, model: str, request: EmbedRequest) -> EmbedResponse:
         """Ask one engine after the other, as runs go on elsewhere."""
-        request = EmbedRequest.model_construct(
-            priority=_PRIORITY, cache_salt=tenant, inputs=list(inputs)
-        )
         failed: list[int] = []
         while True:
-            engine = self._choose(model, inputs, failed)
+            engine = self._choose(model, request.inputs, failed)
             try:
                 answer = await _answer(engine, request)
             except ParrotError as error:

@@ -20,7 +20,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
-from parrot.utils.traces.traceparent import span_id_of
+from parrot.utils.traces.traceparent import TraceParent, span_id_of
 
 
 class PieceKind(Enum):
@@ -136,6 +136,7 @@ class CallOptions:
     reuse: bool = True  # identical deterministic calls may share a run
     remark: str = ""  # for people who look at the session
     prediction: str = ""  # text that the outputs may repeat
+    traceparent: str = ""  # the span of who asked for this call; empty: that of the session
 
 
 @dataclass(slots=True, eq=False)
@@ -261,9 +262,11 @@ class NativeCall(Node):
 Task = Completion | NativeCall
 
 
-def task_span_id(trace_id: str, task: Task) -> str:
-    """The id of the task's span in a trace."""
-    return span_id_of(trace_id, task.session_id, task.id)
+def task_span(trace_id: str, task: Task) -> TraceParent:
+    """The task's span, in its caller's trace, or else in this one, which is the session's."""
+    caller = TraceParent.parse(task.options.traceparent) or TraceParent(trace_id, "")
+    span_id = span_id_of(caller.trace_id, task.session_id, task.id)
+    return caller._replace(span_id=span_id)
 
 
 def unnamed(request_id: int) -> str:

@@ -13,6 +13,7 @@ from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import (
     FEATURES,
     Capabilities,
+    EmbedRequest,
     FillPiece,
     GenerateRequest,
     RuntimeInfo,
@@ -147,6 +148,20 @@ async def test_a_server_that_is_away_is_known_later(start: Start) -> None:
     found = service.runtime_info().capabilities
     assert found is not None
     assert found.server == "vllm"
+
+
+async def test_the_servers_span_is_below_the_callers(start: Start) -> None:
+    span = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    fake = FakeOpenAI()
+    service = await start(fake)
+    for given, sent in ((span, span), ("no span\r\nx: y", None), ("", None)):
+        request = ask().model_copy(update={"traceparent": given})
+        await service.generate(request)
+        async for _ in service.generate_stream(request):
+            pass
+        await service.read(EmbedRequest(inputs=["a"], traceparent=given))
+        assert [headers.get("traceparent") for headers in fake.headers] == [sent] * 3
+        fake.headers.clear()
 
 
 def test_a_feature_that_does_not_exist_is_refused() -> None:

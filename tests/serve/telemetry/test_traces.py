@@ -152,6 +152,37 @@ async def test_a_caller_that_does_not_sample_is_obeyed(caller: str) -> None:
     assert not traced.spans
 
 
+@pytest.mark.parametrize("is_sampled", [True, False])
+async def test_calls_of_vendors_clients_are_below_their_callers_spans(is_sampled: bool) -> None:
+    """In traces of their own, though they belong to one program, and so to one session."""
+    clock, traced = MonotonicClock(), Traced()
+    core = ServeCore(traced.core_config, clock=clock, observers=[Tracer(traced.export, clock)])
+    callers = [f"00-{n:032x}-{'cd' * 8}-0{is_sampled:d}" for n in (1, 2)]
+    async with over_http(core, EngineTracer(traced.export, "e", "m")) as client:
+        for caller in callers:
+            request = {"model": "m", "prompt": f"After {caller}", "max_tokens": 3}
+            await client._http.request(
+                "POST",
+                "/v1/completions",
+                body=request | {"prompt_cache_key": "p"},
+                traceparent=caller,
+            )
+        (session,) = core.sessions
+        core.delete_session(session.id, session.auth)
+    await asyncio.to_thread(traced.export.close)
+    names = sorted(span.name for span in traced.spans)
+    calls = ["generate m"] * 2 + ["text_completion completion"] * 2
+    assert names == sorted([*(calls if is_sampled else ()), "invoke_workflow p"])
+    for span in traced.spans:
+        if span.name.startswith("text_completion"):
+            assert parent_id(span) == int("cd" * 8, 16)
+        if span.name == "generate m":
+            (above,) = (
+                s for s in traced.spans if s.context and s.context.span_id == parent_id(span)
+            )
+            assert above.context.trace_id == span.context.trace_id
+
+
 async def test_without_an_address_engines_are_told_nothing() -> None:
     traced = Traced(otlp_endpoint=None)
     await traced.run(CALLER)

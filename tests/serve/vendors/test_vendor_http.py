@@ -177,3 +177,25 @@ async def test_wrong_requests_for_tokens(
     assert (found, is_openai(answer)) == (status, True)
     found, answer = await site.send("/detokenize", {"model": MODEL, "tokens": [2**31 - 1]})
     assert (found, answer) == (200, {"prompt": ""})
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (OPENAI, {"messages": [{"role": "user", "content": "Hi"}]}),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/embeddings", {"input": "Hi"}),
+    ],
+)
+async def test_engines_are_told_of_the_callers_span(
+    site: Site, path: str, fields: dict[str, Any]
+) -> None:
+    """Each of its own, though they belong to one program, and though nothing is exported."""
+    spans = [f"00-{'ab' * 16}-{n:016x}-0{n % 2}" for n in (1, 2)]
+    for span in (*spans, "nonsense", None):
+        headers = {"x-parrot-program": "p"} | ({"traceparent": span} if span else {})
+        await site.post(path, {"model": MODEL} | fields, headers=headers)
+    requests = site.engine.requests or site.engine.embedded
+    assert [request.traceparent for request in requests] == [*spans, "", ""]

@@ -65,6 +65,7 @@ class ChatCompletions:
                 samplings=request.samplings(max_tokens, request.num_logprobs),
                 options=template_options(request),
                 program=program_of(request, caller),
+                traceparent=caller.traceparent,
                 criteria=request.wanted,
                 deadline=request.deadline,
                 calls=rules_of(request),

@@ -136,6 +136,7 @@ class Completions:
                     tokens=tokens,
                     samplings=samplings,
                     program=program_of(request, caller),
+                    traceparent=caller.traceparent,
                     func_name="completion",
                     criteria=request.wanted,
                     deadline=request.deadline,

@@ -75,7 +75,9 @@ class Embeddings:
             raise UnsupportedField("embeddings have no other `dimensions`", param="dimensions")
         model = self._core.config.model_aliases.get(request.model, request.model)
         inputs = await self._inputs(model, request.input)
-        embeddings, num_tokens = await self._embedder.embed(caller.tenant, model, inputs)
+        embeddings, num_tokens = await self._embedder.embed(
+            caller.tenant, model, inputs, caller.traceparent
+        )
         return await _written(request, embeddings, num_tokens)
 
     async def _inputs(self, model: str, given: Any) -> list[Input]:

@@ -26,6 +26,7 @@ from parrot.protocol.server import (
 )
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
+from parrot.utils.traces.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,13 @@ ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
 
 class Caller(NamedTuple):
     """Who asks. `program`: what a header calls it, if one does. `headers` of the answer may be
-    added to."""
+    added to. `traceparent`: the caller's span; empty: none."""
 
     tenant: str
     program: str | None
     request_id: str
     headers: dict[str, str]
+    traceparent: str = ""
 
     def tell(self, turn: Turn) -> None:
         """Say in a header what the turn's prompt shares with the one before it."""
@@ -120,7 +122,9 @@ class VendorEndpoint(Endpoint):
 
     async def _ask(self, request: Request, request_id: str) -> Response:
         key = bearer_token(request) or request.headers.get("x-api-key")
-        caller = Caller(self._core.tenant(key), _program(request), request_id, {})
+        tenant, span = self._core.tenant(key), request.headers.get("traceparent")
+        traceparent = str(TraceParent.parse(span) or "")
+        caller = Caller(tenant, _program(request), request_id, {}, traceparent)
         result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))

@@ -67,6 +67,7 @@ class Messages:
                 samplings=[request.sampling()],
                 options=template_options(request),
                 program=caller.program or user,
+                traceparent=caller.traceparent,
                 criteria=request.wanted,
                 deadline=request.deadline,
                 calls=rules_of(request),

@@ -66,6 +66,7 @@ class Responses:
                 options=request.template_options(),
                 calls=request.call_rules(),
                 program=program_of(request, caller),
+                traceparent=caller.traceparent,
                 criteria=request.wanted,
                 deadline=request.deadline,
                 chain=request.chain(),
