@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import ParrotError
