@@ -1,20 +1,22 @@
 """Reading a GGUF file: metadata, and tensors under their Hugging Face names.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package dequantizes;
-its reader makes an object of each of the tokenizer's 100,000 strings, which takes seconds, so the
-header is parsed here."""
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package
+makes an object of each of the tokenizer's 100,000 strings, which takes seconds, so the header is
+parsed here."""
 
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
+from parrot.engine.models.ggml_blocks import CutOff, FourBit, dequantise, four_bit
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError
 
@@ -31,7 +33,26 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-_SUFFIXES = (".weight", ".bias")
+# Names of Hugging Face's modules, of a model and of one of its layers, and those of llama.cpp.
+_MODULES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_LAYER_MODULES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = "model.layers."
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -84,18 +105,13 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # Private to this process: torch makes tensors of writable memory only.
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self.metadata, self._tensors, self._data_start = self._read_header()
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (struct.error, KeyError, ValueError) as error:
             raise ConfigError(f"{path}: not a usable GGUF file: {error}") from None
-
-    @cached_property
-    def _names(self) -> Any:
-        """llama.cpp's names of tensors by those of Hugging Face."""
-        architecture = gguf.MODEL_ARCH[self.metadata["general.architecture"].upper()]
-        return gguf.get_tensor_name_map(architecture, self.config["num_hidden_layers"])
 
     @cached_property
     def config(self) -> HFConfig:
@@ -111,16 +127,27 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: the GGUF metadata has no {error.args[0]!r}") from None
 
     def __contains__(self, name: str) -> bool:
-        return self._names.get_name(name, _SUFFIXES) in self._tensors
+        return _ggml_name(name) in self._tensors
 
     def get(self, name: str, device: torch.device) -> torch.Tensor:
         """A tensor on a device, in float32, in the layout of Hugging Face checkpoints."""
-        tensor = self._dequantize(self._names.get_name(name, _SUFFIXES)).to(device)
+        return self._ordered(name, self._dequantise(_ggml_name(name)).to(device))
+
+    def four_bit(self, name: str) -> FourBit | None:
+        """A matrix as the file keeps it, in the layout of Hugging Face checkpoints, if its numbers
+        have four bits."""
+        own_name = _ggml_name(name)
+        info = self._tensors[own_name]
+        with self._reading(own_name):
+            matrix = four_bit(self._data_of(info), info.kind, info.shape)
+        return None if matrix is None else matrix.map(partial(self._ordered, name))
+
+    def _ordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         module = name.split(".")[-2]
         if self.metadata["general.architecture"] == "llama" and module in heads:
-            return _unpermute(tensor, self.config[heads[module]])
-        return tensor
+            return _unpermute(rows, self.config[heads[module]])
+        return rows
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, _TensorInfo], int]:
         if self._data[: len(_MAGIC)] != _MAGIC:
@@ -163,7 +190,7 @@ class GGUFFile:
         get = self.metadata.get
         theta = get(f"{architecture}.rope.freq_base", 10000.0)
         if _ROPE_FACTORS in self._tensors:  # how llama.cpp keeps Llama 3.1's scaling
-            factors = self._dequantize(_ROPE_FACTORS).tolist()
+            factors = self._dequantise(_ROPE_FACTORS).tolist()
             return {"rope_theta": theta, "rope_type": "factors", "factors": factors}
         kind = get(f"{architecture}.rope.scaling.type", "none")
         if kind == "none":
@@ -171,28 +198,35 @@ class GGUFFile:
         factor = get(f"{architecture}.rope.scaling.factor", 1.0)
         return {"rope_theta": theta, "rope_type": kind, "factor": factor}
 
-    def _dequantize(self, name: str) -> torch.Tensor:
+    def _dequantise(self, name: str) -> torch.Tensor:
         info = self._tensors[name]
-        kind = gguf.GGMLQuantizationType(info.kind)
-        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        *outer, inner = info.shape
-        row_bytes = inner // per_block * block_bytes
-        count = int(np.prod(outer, dtype=np.int64)) * row_bytes
-        if self._data_start + info.offset + count > len(self._data):
-            raise ConfigError(f"{self.path}: tensor {name!r} is cut off; the file is incomplete")
-        raw = np.frombuffer(self._data, np.uint8, count, self._data_start + info.offset)
-        raw = raw.reshape(*outer, row_bytes)
-        if kind == gguf.GGMLQuantizationType.F32:  # mapped read-only, and maybe not aligned
-            return torch.from_numpy(raw.view("<f4").reshape(info.shape).copy())
-        if kind == gguf.GGMLQuantizationType.F16:
-            return torch.from_numpy(raw.view("<f2").astype(np.float32).reshape(info.shape))
+        with self._reading(name):
+            return dequantise(self._data_of(info), info.kind, info.shape)
+
+    def _data_of(self, info: _TensorInfo) -> memoryview:
+        return memoryview(self._data)[self._data_start + info.offset :]
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
         try:
-            values = gguf.dequantize(raw, kind)
-        except NotImplementedError:
+            yield
+        except CutOff:
             raise ConfigError(
-                f"{self.path}: {name!r} has type {kind.name}, which cannot be dequantized"
+                f"{self.path}: tensor {name!r} is cut off; the file is incomplete"
             ) from None
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{self.path}: {name!r} has type {error}, which cannot be dequantized"
+            ) from None
+
+
+def _ggml_name(name: str) -> str:
+    """llama.cpp's name of a tensor, by that of Hugging Face."""
+    module, _, parameter = name.rpartition(".")
+    if not module.startswith(_LAYER):
+        return f"{_MODULES[module]}.{parameter}"
+    index, _, part = module.removeprefix(_LAYER).partition(".")
+    return f"blk.{index}.{_LAYER_MODULES[part]}.{parameter}"
 
 
 def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -14,6 +14,8 @@ read what is not written do without that, and want the heads of a block side by 
 shape.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,7 +100,7 @@ class KVCache:
     def _allocate(self, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         layout, middle = self.layout, (self.layout.num_kv_heads, self.num_blocks)
         shape = (layout.num_layers, 2, *(reversed(middle) if self._paged else middle), *block)
-        memory = torch.zeros(shape, dtype=dtype, device=self._device)
+        memory = _zeros(shape, dtype, self._device)
         return memory.transpose(2, 3) if self._paged else memory
 
     @property
@@ -140,6 +142,16 @@ class KVCache:
             blocks = torch.from_numpy(fresh_blocks).long().to(self.pool.device)
             for tensor in self.block_tensors:
                 tensor.index_fill_(3, blocks, 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU in pages that the kernel provides, zero, when they are first written: filling the
+    whole pool takes a second, and memory that may never be needed."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def runner_info(

@@ -1,0 +1,119 @@
+"""Blocks of quantised numbers as GGUF files keep them, and the numbers they stand for.
+
+    Q4_0  scale f16, 16 bytes            number = scale * (four bits - 8)
+    Q4_1  scale f16, least f16, 16 bytes number = scale * four bits + least
+    Q8_0  scale f16, 32 bytes            number = scale * signed byte
+
+A block is 32 numbers of a row. Byte j of four-bit numbers holds number j (low half) and j + 16.
+Other kinds are left to the `gguf` package, whose numpy takes four to six times as long."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 32
+
+
+class CutOff(Exception):
+    """The data end before the tensor does."""
+
+
+_F32, _F16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 2, 3, 8
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """A matrix whose number [r, c] is codes[r, c] * scales[r, c / 32] + least[r, c / 32].
+
+    `codes` uint8 [rows, columns], all below 16; `scales` and `least` float32 [rows, columns / 32].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    least: torch.Tensor
+
+    def numbers(self) -> torch.Tensor:
+        """Float32 [rows, columns], exactly as ggml computes them."""
+        rows, columns = self.codes.shape
+        numbers = self.codes.float().view(rows, -1, BLOCK)
+        numbers.mul_(self.scales.unsqueeze(-1)).add_(self.least.unsqueeze(-1))
+        return numbers.view(rows, columns)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FourBit":
+        """The matrix with its rows changed, as `change` does it to a tensor [rows, any]."""
+        return FourBit(change(self.codes), change(self.scales), change(self.least))
+
+
+def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | None:
+    """The matrix in `data` if it is one of four-bit numbers. Raises `CutOff`.
+
+    `data` is what follows the tensor's offset in the file; it may be longer than the tensor."""
+    if kind not in (_Q4_0, _Q4_1) or len(shape) != 2:
+        return None
+    num_scales = kind - _Q4_0 + 1
+    blocks = _blocks(data, shape, 2 * num_scales + BLOCK // 2)
+    scales = _halves(blocks[:, : 2 * num_scales]).view(shape[0], -1, num_scales)
+    scale = scales[:, :, 0].contiguous()
+    least = scale * -8 if kind == _Q4_0 else scales[:, :, 1].contiguous()
+    pairs = blocks[:, 2 * num_scales :].contiguous()
+    codes = torch.stack((pairs.bitwise_and(15), pairs.bitwise_right_shift(4)), 1)
+    return FourBit(codes.view(shape), scale, least)
+
+
+def dequantise(data: memoryview, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor in `data`, float32. Raises `NotImplementedError` for kinds that nobody reads, and
+    `CutOff`."""
+    if kind == _F32:
+        return _whole(data, shape, 4, torch.float32)
+    if kind == _F16:
+        return _whole(data, shape, 2, torch.float16).float()
+    if kind == _Q8_0:
+        blocks = _blocks(data, shape, 2 + BLOCK)
+        numbers = blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
+        return numbers.view(shape)
+    if (matrix := four_bit(data, kind, shape)) is not None:
+        return matrix.numbers()
+    return _by_gguf(data, kind, shape)
+
+
+def _bytes(data: memoryview, size: int) -> torch.Tensor:
+    if size > len(data):
+        raise CutOff
+    return torch.frombuffer(data, dtype=torch.uint8, count=size)
+
+
+def _whole(
+    data: memoryview, shape: tuple[int, ...], item_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A copy: the file is mapped, and the tensor in it maybe not aligned."""
+    return _bytes(data, math.prod(shape) * item_size).clone().view(dtype).view(shape)
+
+
+def _blocks(data: memoryview, shape: tuple[int, ...], block_bytes: int) -> torch.Tensor:
+    """Bytes [blocks, block_bytes]."""
+    num_blocks = math.prod(shape) // BLOCK
+    return _bytes(data, num_blocks * block_bytes).view(num_blocks, block_bytes)
+
+
+def _halves(columns: torch.Tensor) -> torch.Tensor:
+    return columns.contiguous().view(torch.float16).float()
+
+
+def _by_gguf(data: memoryview, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
+    import gguf  # a fifth of a second, and rarely needed
+    import numpy as np
+
+    if kind not in set(gguf.GGMLQuantizationType):
+        raise NotImplementedError(str(kind))
+    known = gguf.GGMLQuantizationType(kind)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[known]
+    *outer, inner = shape
+    row_bytes = inner // per_block * block_bytes
+    raw = _bytes(data, math.prod(outer) * row_bytes).numpy().reshape(*outer, row_bytes)
+    try:
+        numbers = gguf.dequantize(raw, known)
+    except NotImplementedError:
+        raise NotImplementedError(known.name) from None
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32))
