@@ -44,9 +44,12 @@ def create_service(config: AnyEngineConfig) -> EngineService:
 def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
     began = time.monotonic()
     logger.info("loading %s (device %s, dtype %s)", config.model, config.device, config.dtype)
-    runner, language = _load_model(config)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: collections during steps need not look at it
+    gc.disable()  # nearly all that importing and loading make stays; looking for garbage among it
+    try:
+        runner, language = _load_model(config)
+    finally:
+        gc.freeze()  # takes a fifth of the time, and collections during steps need not do it either
+        gc.enable()
     info = runner.info
     logger.info(
         "loaded %s in %.1f s: %.0f MiB of weights, %.0f MiB of KV for %d tokens",

@@ -245,8 +245,11 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)
-    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+    num_threads = torch.get_num_threads()
+    loaders = max(1, min(4, os.cpu_count() or 1))
+    with ThreadPoolExecutor(loaders, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         decoder = Decoder(checkpoint.spec, take, dtype, device, pool.map)
+    torch.set_num_threads(num_threads)  # it is also what later threads begin with
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder
 

@@ -14,7 +14,6 @@ from parrot.engine.attention.work_list import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
     RunnerInfo,
-    SequenceStep,
     StepPlan,
     StepResult,
     Transfer,
@@ -100,16 +99,6 @@ class ModelRunner:
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
         return self._copies.landed(wait=wait)
-
-    def warm_up(self) -> None:
-        """Run small steps, so that the first request does not wait for what torch prepares once.
-
-        The pool is as it was afterwards."""
-        for num_tokens in (min(16, self._info.block_size), 1):
-            step = SequenceStep(0, [0] * num_tokens, 0, [0], None)
-            self.run(StepPlan((step,)))
-        for tensor in self._cache.block_tensors:
-            tensor[:, :, :, 0] = 0
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).long().to(self._model.device)

@@ -68,6 +68,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     runner: ModelRunner | CudaRunner
     if use_triton:
         runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size)
+        runner.warm_up()
     else:
         runner = ModelRunner(
             model,
@@ -79,7 +80,6 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             quantised=quantised,
             num_host_blocks=num_host_blocks,
         )
-    runner.warm_up()
     logger.info(
         "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
         "up to %d tokens",
