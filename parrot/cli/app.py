@@ -238,7 +238,7 @@ def doctor(
 @app.command()
 def demo(
     file: Annotated[
-        Path | None, typer.Argument(help="A UTF-8 text; default: Parrot's architecture page.")
+        Path | None, typer.Argument(help="A UTF-8 text; default: one about bees.")
     ] = None,
     max_parts: Annotated[
         int,

@@ -1,55 +1,49 @@
 """`parrot demo`: a real application on a real model, from start to finish, on this machine."""
 
-import importlib
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
-from parrot import P
-from parrot.cli.calls import calls_table, watching
 from parrot.cli.console import OUT, fail, orderly_exit
-from parrot.cli.graph_picture import can_draw, draw_session
-from parrot.cli.launch import running
+from parrot.cli.servers import showing_progress, started
 from parrot.cluster import Cluster
-from parrot.frontend.pfunc.function import SemanticFunction
-from parrot.protocol.errors import ParrotError
-from parrot.protocol.public import SessionInfo
 
-_DEFAULT_DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
+if TYPE_CHECKING:
+    from parrot import P
+    from parrot.protocol.public import SessionInfo
+
+_TEXT = Path(__file__).with_name("demo_text.txt")
 _ENGINE = {"engine_type": "builtin", "model": "embedded", "device": "cpu"}
 _CORE = {"engine_heartbeat_timeout": 10.0}
-WORDS_PER_PART = 180
-_PARTS_AT_ONCE = 8
-_PART_TOKENS, _FINAL_TOKENS = 48, 128
 
 
 def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
     """Ends by `SystemExit` unless all went well."""
     begin = time.perf_counter()
-    document = file or _DEFAULT_DOCUMENT
-    parts = split_text(read_document(document))
-    chosen = parts[:max_parts] if max_parts > 0 else parts
+    document = file or _TEXT
+    text = read_document(document)
     with _using(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-    with orderly_exit():
-        # Its first import on a machine takes seconds; the engine is loading anyway.
-        if can_draw():
-            _in_background(importlib.import_module, "matplotlib.figure")
-        cluster = Cluster(_CORE, [_ENGINE])
-        with running(cluster):
-            of = "" if len(chosen) == len(parts) else f" of {len(parts)}"
-            OUT.print(
-                f"Summarizing [bold]{document.name}[/]: {len(chosen)}{of} parts, then all together"
-            )
-            try:
-                info, seconds = _summarize(cluster, chosen, begin)
-            except ParrotError as error:
-                dead = cluster.dead()
-                fail(str(error) if dead is None else dead.death_message())
+    with orderly_exit(), started(cluster := Cluster(_CORE, [_ENGINE])):
+        # This process has much to import, too; the others do so at the same time.
+        from parrot.cli.calls import calls_table
+        from parrot.cli.demo_program import split_text
+        from parrot.protocol.errors import ParrotError
+
+        parts = split_text(text)
+        chosen = parts[:max_parts] if max_parts > 0 else parts
+        of = "" if len(chosen) == len(parts) else f" of {len(parts)}"
+        OUT.print(f"Reading [bold]{document.name}[/]: {len(chosen)}{of} parts, then a summary")
+        try:
+            info, seconds = _summarize(cluster, chosen, begin)
+        except ParrotError as error:
+            dead = cluster.dead()
+            fail(str(error) if dead is None else dead.death_message())
         OUT.print(calls_table(info, seconds))
         _draw(info, f"Map-reduce summary of {document.name}, {seconds:.1f} s", output_dir)
 
@@ -75,35 +69,55 @@ def read_document(path: Path) -> str:
     return text
 
 
-def _in_background(function: Callable[..., object], *args: object) -> None:
-    threading.Thread(target=function, args=args, daemon=True).start()
+def _summarize(cluster: Cluster, parts: list[str], begin: float) -> "tuple[SessionInfo, float]":
+    """The executed graph, and the seconds from the first call to the last word. The calls wait for
+    the engine at ServeCore."""
+    from parrot import P
+    from parrot.cli.demo_program import summarize
 
-
-def _cancel_when_a_server_dies(cluster: Cluster, final: P.SemanticVariable) -> None:
-    """Without its only engine ServeCore would wait a while for another."""
-    if cluster.wait_death() is not None:
-        with suppress(ParrotError):
-            final.cancel()
-
-
-def _summarize(cluster: Cluster, parts: list[str], begin: float) -> tuple[SessionInfo, float]:
-    """The executed graph, and the seconds from the first call to the last word."""
+    with showing_progress(cluster):
+        cluster.wait_ready(())
     vm = P.VirtualMachine(cluster.core_url)
     with vm.running_scope():
         submitted = time.perf_counter()
-        final = summarize(parts)
-        _in_background(_cancel_when_a_server_dies, cluster, final)
-        pieces = final.stream(criteria=P.PerformanceCriteria.LATENCY)
-        with watching(vm.session_info, OUT):
+        facts, final = summarize(parts)
+        Thread(
+            target=_cancel_when_a_server_dies, args=(cluster, [*facts, final]), daemon=True
+        ).start()
+        with showing_progress(cluster):
+            pieces = facts[0].stream()
             first = next(pieces, "")
-        OUT.print(f"\n[dim]first word {time.perf_counter() - begin:.1f} s after the start[/]")
-        for piece in chain([first.lstrip()], pieces, ["\n\n"]):
-            sys.stdout.write(piece)  # rich would hold it back to the end of its line
-            sys.stdout.flush()
+        OUT.print(f"[dim]first word {time.perf_counter() - begin:.1f} s after the start[/]\n")
+        _write("1. ", chain([first], pieces))
+        for number, fact in enumerate(facts[1:], 2):
+            _write(f"{number}. ", fact.stream())
+        _write("\n", final.stream())
+        OUT.print()
         return vm.session_info(), time.perf_counter() - submitted
 
 
-def _draw(info: SessionInfo, title: str, output_dir: Path) -> None:
+def _write(head: str, pieces: Iterable[str]) -> None:
+    """A line, as it comes; rich would hold it back to its end."""
+    sys.stdout.write(head)
+    for number, piece in enumerate(pieces):
+        sys.stdout.write(piece if number else piece.lstrip())
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _cancel_when_a_server_dies(cluster: Cluster, wanted: "list[P.SemanticVariable]") -> None:
+    """Without its only engine ServeCore would wait a while for another."""
+    from parrot.protocol.errors import ParrotError
+
+    if cluster.wait_death() is not None:
+        for variable in wanted:
+            with suppress(ParrotError):
+                variable.cancel()
+
+
+def _draw(info: "SessionInfo", title: str, output_dir: Path) -> None:
+    from parrot.cli.graph_picture import can_draw, draw_session
+
     if not can_draw():
         OUT.print("No picture of the graph: matplotlib is not installed, see INSTALL.md")
         return
@@ -111,43 +125,3 @@ def _draw(info: SessionInfo, title: str, output_dir: Path) -> None:
     with _using(output_dir):
         draw_session(info, title, paths)
     OUT.print("The executed graph: " + " and ".join(map(str, paths)))
-
-
-# The program: summarize the parts of a text, then the summaries, until one is left.
-
-
-def split_text(text: str, words_per_part: int = WORDS_PER_PART) -> list[str]:
-    """Parts of at most so many words, of nearly equal length; whitespace becomes single blanks."""
-    words = text.split()
-    num_parts = -(-len(words) // words_per_part)
-    bounds = [len(words) * i // num_parts for i in range(num_parts + 1)] if words else []
-    return [" ".join(words[a:b]) for a, b in pairwise(bounds)]
-
-
-def summarize(parts: Sequence[str | P.SemanticVariable]) -> P.SemanticVariable:
-    """Submit all calls at once; nothing runs before someone reads the variable returned."""
-    assert parts
-    summaries = [summarize_part(part) for part in parts]
-    while len(summaries) > _PARTS_AT_ONCE:
-        starts = range(0, len(summaries), _PARTS_AT_ONCE)
-        summaries = [_combine(summaries[start : start + _PARTS_AT_ONCE]) for start in starts]
-    final: P.SemanticVariable = _combine_all(summaries)
-    return final
-
-
-def _prompt(name: str, body: str, max_tokens: int) -> SemanticFunction:
-    """A chat whose answer is the output. Greedy, so that each run gives the same text; without the
-    penalty a model of this size repeats itself."""
-    sampling = P.SamplingConfig(temperature=0, max_gen_length=max_tokens, repetition_penalty=1.1)
-    text = P.Parameter("text", P.ParamType.INPUT_LOC)
-    summary = P.Parameter("summary", P.ParamType.OUTPUT_LOC, sampling)
-    body += "{{text}}{{summary}}"
-    return P.chat_template.transform(SemanticFunction(name, [text, summary], body, sep="\n- "))
-
-
-_ASK = "Summarize this part of a document in one short sentence.\n\n"
-_ASK_FOR_ALL = "Write a summary of the document from these notes.\n\n- "
-
-summarize_part = _prompt("summarize_part", _ASK, _PART_TOKENS)
-_combine = _prompt("combine", _ASK_FOR_ALL, _PART_TOKENS)
-_combine_all = _prompt("combine", _ASK_FOR_ALL, _FINAL_TOKENS)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail, orderly_exit
-from parrot.cli.launch import running
+from parrot.cli.servers import running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
 from parrot.protocol.gate.cluster_token import kept_token

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from parrot.cli.cluster_configs import Config
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
-from parrot.cli.launch import running
+from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A map-reduce summary of FILE (default: a document of this repository) on this machine's CPU:
+# A map-reduce summary of FILE (default: a short text about bees) on this machine's CPU:
 # installs what is missing, starts ServeCore and one engine with the embedded model, shows what
 # happens, writes the executed graph to demo_output/, and stops everything.
 #

@@ -96,7 +96,7 @@ def start_demo(
     env: dict[str, str], folder: Path, instance: dict[str, float], **engine: object
 ) -> Command:
     document = folder / "document.txt"
-    document.write_text("All parrots talk. " * 150)
+    document.write_text("All parrots talk. " * 120)
     config = {"engine_type": "sim", "model": "sim", "instance": instance, **engine}
     return Command(["-c", DEMO.format(engine=config), str(document), str(folder / "out")], env)
 
@@ -104,9 +104,9 @@ def start_demo(
 def test_demo_shows_everything_and_leaves_nothing(mark: dict[str, str], tmp_path: Path) -> None:
     demo = start_demo(mark, tmp_path, FAST)
     assert demo.end() == 0, demo.output
-    assert "Summarizing document.txt: 3 parts, then all together" in demo.output
-    assert re.search(r"first word [\d.]+ s after the start\n\S", demo.output)
-    assert len(re.findall(r"│ summarize_part \d+ +│ engine-0 │", demo.output)) == 3
+    assert "Reading document.txt: 3 parts, then a summary" in demo.output
+    assert re.search(r"first word [\d.]+ s after the start\n\n1\. \S", demo.output)
+    assert len(re.findall(r"│ main_fact \d+ +│ engine-0 │", demo.output)) == 3
     assert "4 calls, whole job" in demo.output
     assert (tmp_path / "out" / "graph.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "graph.svg").read_text().startswith("<?xml")
@@ -115,7 +115,7 @@ def test_demo_shows_everything_and_leaves_nothing(mark: dict[str, str], tmp_path
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_demo_is_interrupted(mark: dict[str, str], tmp_path: Path, signum: signal.Signals) -> None:
     demo = start_demo(mark, tmp_path, SLOW)
-    demo.read_until("Summarizing")
+    demo.read_until("Reading")
     demo.popen.send_signal(signum)
     assert demo.end() == 128 + signum
     assert "Traceback" not in demo.output
@@ -123,14 +123,14 @@ def test_demo_is_interrupted(mark: dict[str, str], tmp_path: Path, signum: signa
 
 def test_demo_is_killed(mark: dict[str, str], tmp_path: Path) -> None:
     demo = start_demo(mark, tmp_path, SLOW)
-    demo.read_until("Summarizing")
+    demo.read_until("Reading")
     demo.popen.kill()
     assert demo.end() == -signal.SIGKILL
 
 
 def test_demo_loses_its_engine(mark: dict[str, str], tmp_path: Path) -> None:
     demo = start_demo(mark, tmp_path, SLOW)
-    demo.read_until("Summarizing")
+    demo.read_until("Reading")
     (pid,) = pids_of("parrot.engine.http_server", mark)
     os.kill(pid, signal.SIGKILL)
     assert demo.end() == 1

@@ -2,17 +2,15 @@
 
 import io
 import re
-import threading
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from parrot.cli.calls import calls_table, queue_seconds, run_seconds, watching
+from parrot.cli.calls import calls_table, queue_seconds, run_seconds
 from parrot.cli.graph_picture import call_label, draw_session
 from parrot.cli.run import engine_table
-from parrot.protocol.errors import Unavailable
 from parrot.protocol.public import CompletionInfo, EngineStatus, GraphEdge, SessionInfo
 
 
@@ -117,43 +115,6 @@ def test_odd_sessions_are_drawn_too(tmp_path: Path, info: SessionInfo) -> None:
 def test_labels_are_short() -> None:
     assert call_label(call(0, func_name="", output="x")) == "call → x"
     assert len(call_label(call(0, func_name="f" * 200))) == 36
-
-
-def test_watch_prints_each_finished_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [
-        session(call(0, state="running", finished_s=None), call(1, finished_s=None)),
-        session(call(0), call(1, state="running", finished_s=None)),
-        session(call(0), call(1)),
-    ]
-    monkeypatch.setattr("parrot.cli.calls._REFRESH_S", 0.001)
-    reads, all_read = iter(states), threading.Event()
-
-    def read() -> SessionInfo:
-        info = next(reads, states[-1])
-        if info is states[-1]:
-            all_read.set()
-        return info
-
-    console = Console(file=io.StringIO(), width=80)
-    with watching(read, console):
-        assert all_read.wait(10)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert lines == ["✓  summarize 0  30 tokens in 2.2 s", "✓  summarize 1  30 tokens in 3.2 s"]
-
-
-def test_watch_on_a_terminal_and_with_a_dead_server() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with watching(lambda: MAP_REDUCE, console):
-        pass
-    assert isinstance(console.file, io.StringIO)
-    assert "combine 3" in console.file.getvalue()
-
-    def dead() -> SessionInfo:
-        raise Unavailable("gone")
-
-    with watching(dead, console):
-        pass
 
 
 def test_engine_table() -> None:

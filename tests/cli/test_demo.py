@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.cli import graph_picture
-from parrot.cli.demo import WORDS_PER_PART, _draw, read_document, split_text, summarize_part
+from parrot.cli.demo import _TEXT, _draw, read_document
+from parrot.cli.demo_program import WORDS_PER_PART, main_fact, split_text
 from parrot.protocol.public import SessionInfo
 
 WORDS = st.lists(st.text(st.characters(categories=["L", "N"]), min_size=1), max_size=60)
@@ -24,6 +25,12 @@ def test_parts_hold_all_words_in_order_and_are_even(words: list[str], limit: int
     assert not lengths or max(lengths) - min(lengths) <= 1
 
 
+def test_paragraphs_are_parts_unless_one_is_too_long() -> None:
+    assert split_text("a b\n\n\n c\nd \n\n", 2) == ["a b", "c d"]
+    assert split_text("a b c\n\nd", 2) == ["a b", "c d"]
+    assert len(split_text(read_document(_TEXT))) == 4
+
+
 def test_without_matplotlib_there_is_no_picture_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,8 +43,8 @@ def test_without_matplotlib_there_is_no_picture_and_no_traceback(
 
 def test_a_part_and_its_prompt_fit_a_small_model() -> None:
     assert WORDS_PER_PART * 3 < 2048
-    assert summarize_part.to_template_str().endswith("{{text}}{{summary}}")
-    assert summarize_part.metadata.chat
+    assert main_fact.to_template_str().endswith("{{text}}{{summary}}")
+    assert main_fact.metadata.chat
 
 
 @pytest.mark.parametrize(

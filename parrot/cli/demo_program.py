@@ -1,0 +1,56 @@
+"""The demo's program: find the main fact in each part of a text, then sum them up until one text is
+left."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from parrot import P
+from parrot.frontend.pfunc.function import SemanticFunction
+
+WORDS_PER_PART = 120
+_PARTS_AT_ONCE = 8
+_PART_TOKENS, _FINAL_TOKENS = 48, 128
+
+
+def split_text(text: str, words_per_part: int = WORDS_PER_PART) -> list[str]:
+    """The text's paragraphs if none is longer than a part, else parts of at most so many words, of
+    nearly equal length. Whitespace becomes single blanks."""
+    paragraphs = [words for part in text.split("\n\n") if (words := part.split())]
+    if all(len(words) <= words_per_part for words in paragraphs):
+        return [" ".join(words) for words in paragraphs]
+    words = text.split()
+    num_parts = -(-len(words) // words_per_part)
+    bounds = [len(words) * i // num_parts for i in range(num_parts + 1)]
+    return [" ".join(words[a:b]) for a, b in pairwise(bounds)]
+
+
+def summarize(
+    parts: Sequence[str | P.SemanticVariable],
+) -> tuple[list[P.SemanticVariable], P.SemanticVariable]:
+    """The facts, and their summary. Submits all calls at once; nothing runs before someone reads a
+    variable."""
+    assert parts
+    facts = [main_fact(part) for part in parts]
+    summaries = facts
+    while len(summaries) > _PARTS_AT_ONCE:
+        starts = range(0, len(summaries), _PARTS_AT_ONCE)
+        summaries = [_combine(summaries[start : start + _PARTS_AT_ONCE]) for start in starts]
+    return facts, _combine_all(summaries)
+
+
+def _prompt(name: str, body: str, max_tokens: int) -> SemanticFunction:
+    """A chat whose answer is the output. Greedy, so that each run gives the same text; without the
+    penalty a model of this size repeats itself."""
+    sampling = P.SamplingConfig(temperature=0, max_gen_length=max_tokens, repetition_penalty=1.05)
+    text = P.Parameter("text", P.ParamType.INPUT_LOC)
+    summary = P.Parameter("summary", P.ParamType.OUTPUT_LOC, sampling)
+    body += "{{text}}{{summary}}"
+    return P.chat_template.transform(SemanticFunction(name, [text, summary], body, sep="\n- "))
+
+
+_ASK = "What is the main fact in this text? Answer in one short sentence.\n\n"
+_ASK_FOR_ALL = "Here are notes on a text. Write a summary of the text in three sentences.\n\n- "
+
+main_fact = _prompt("main_fact", _ASK, _PART_TOKENS)
+_combine = _prompt("combine", _ASK_FOR_ALL, _PART_TOKENS)
+_combine_all = _prompt("combine", _ASK_FOR_ALL, _FINAL_TOKENS)

@@ -1,0 +1,53 @@
+"""What commands do with the servers that they start: run them, and show what they do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.markup import escape
+from rich.table import Table
+
+from parrot.cli.console import ERR, fail
+from parrot.cluster import Cluster, ClusterError
+
+
+@contextmanager
+def running(cluster: Cluster) -> Iterator[None]:
+    """Enter when all is ready; leaving stops all. Ends the command when the cluster fails."""
+    with started(cluster):
+        with showing_progress(cluster):
+            cluster.wait_ready()
+        yield
+
+
+@contextmanager
+def started(cluster: Cluster) -> Iterator[None]:
+    """Enter as soon as the processes are; leaving stops all. Ends the command when the cluster
+    fails."""
+    try:
+        cluster.start()
+        yield
+    except ClusterError as error:
+        fail(str(error))
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def showing_progress(cluster: Cluster) -> Iterator[None]:
+    """On a terminal, show meanwhile what each process does."""
+    with ERR.status(_Progress(cluster)):
+        yield
+
+
+class _Progress:
+    """The last line of the log of each process, read anew at each refresh of the screen."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name in self._cluster.configs:
+            lines = self._cluster.process(name).log_tail(1)
+            table.add_row(f"[bold]{escape(name)}[/]", f"[dim]{escape(lines)}[/]")
+        return table
