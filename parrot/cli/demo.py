@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _TEXT = Path(__file__).with_name("demo_text.txt")
 _ENGINE = {"engine_type": "builtin", "model": "embedded", "device": "cpu"}
-_CORE = {"engine_heartbeat_timeout": 10.0}
+# Calls wait for an engine that loads; whoever waits hears of one that has died.
+_CORE = {"engine_heartbeat_timeout": 10.0, "no_engine_timeout": 300.0}
 
 
 def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:

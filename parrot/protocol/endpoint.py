@@ -6,14 +6,14 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
-from parrot.protocol.public import EmptyResponse, ErrorResponse
+from parrot.protocol.public import Answer, EmptyResponse
 from parrot.protocol.server import (
     EventStream,
     bearer_token,
@@ -138,6 +138,18 @@ class Endpoint:
             return Response(result, media_type=self.media_type)
         assert isinstance(result, AsyncIterator), result
         return EventStream(result)
+
+
+class ErrorDetail(Answer):
+    type: str = Field(description="the error's class, see the error table")
+    message: str
+    param: str | None = Field(None, description="the field or parameter that is to blame")
+
+
+class ErrorResponse(Answer):
+    """The body of every answer with a status of 400 or above."""
+
+    error: ErrorDetail
 
 
 _ERRORS = {

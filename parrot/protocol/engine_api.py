@@ -20,7 +20,7 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 class InternalPayload(BaseModel):
     """A newer peer may send more fields than this side knows; they are ignored."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 class EngineType(StrEnum):

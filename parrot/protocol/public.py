@@ -20,7 +20,13 @@ Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 class Payload(BaseModel):
     """Base of requests: unknown fields are refused by name."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+class Answer(BaseModel):
+    """Base of answers. Validators are built when they are first used: no process uses all."""
+
+    model_config = ConfigDict(defer_build=True)
 
 
 class SessionCreateRequest(Payload):
@@ -32,7 +38,7 @@ class SessionCreateRequest(Payload):
     traceparent: str | None = Field(None, max_length=256, description="W3C: the caller's span.")
 
 
-class SessionCreateResponse(BaseModel):
+class SessionCreateResponse(Answer):
     session_id: int
     session_auth: str
 
@@ -124,14 +130,14 @@ class NativeCallRequest(NativeFields, CallScope):
     pass
 
 
-class ParameterInfo(BaseModel):
+class ParameterInfo(Answer):
     parameter_name: str
     is_output: bool
     var_name: str
     var_id: str
 
 
-class CallResponse(BaseModel):
+class CallResponse(Answer):
     request_id: int
     param_info: list[ParameterInfo]
 
@@ -141,7 +147,7 @@ class VarCreateRequest(SessionScoped):
     content: Content | None = None
 
 
-class VarCreateResponse(BaseModel):
+class VarCreateResponse(Answer):
     var_id: str
 
 
@@ -159,7 +165,7 @@ class VarGetRequest(ReadOptions):
     pass
 
 
-class TokenUsage(BaseModel):
+class TokenUsage(Answer):
     """Tokens of the one run that generated a text."""
 
     prompt_tokens: int
@@ -169,7 +175,7 @@ class TokenUsage(BaseModel):
     accepted_tokens: int = Field(0, description="of the drafted: they became output")
 
 
-class VarGetResponse(BaseModel):
+class VarGetResponse(Answer):
     content: str
     finish_reason: Literal["stop", "length"] | None = Field(
         None, description="`length`: cut at `max_gen_length`, or for want of room; null: given."
@@ -201,11 +207,11 @@ class VarValue(VarGetResponse):
     var_id: str
 
 
-class FirstVarsResponse(BaseModel):
+class FirstVarsResponse(Answer):
     values: list[VarValue] = Field(description="`k` of them, in the order in which they were ready")
 
 
-class VarInfo(BaseModel):
+class VarInfo(Answer):
     var_id: str
     var_name: str
     state: Literal["empty", "ready", "failed"]
@@ -214,27 +220,15 @@ class VarInfo(BaseModel):
     error: dict[str, Any] | None = None
 
 
-class VarListResponse(BaseModel):
+class VarListResponse(Answer):
     vars: list[VarInfo]
 
 
-class EmptyResponse(BaseModel):
+class EmptyResponse(Answer):
     pass
 
 
-class ErrorDetail(BaseModel):
-    type: str = Field(description="the error's class, see the error table")
-    message: str
-    param: str | None = Field(None, description="the field or parameter that is to blame")
-
-
-class ErrorResponse(BaseModel):
-    """The body of every answer with a status of 400 or above."""
-
-    error: ErrorDetail
-
-
-class CompletionInfo(BaseModel):
+class CompletionInfo(Answer):
     """One row of the executed graph. Times are seconds since the session began; `null`: not yet."""
 
     kind: Literal["semantic", "native"] = "semantic"
@@ -265,7 +259,7 @@ class CompletionInfo(BaseModel):
     finished_s: float | None = None
 
 
-class GraphEdge(BaseModel):
+class GraphEdge(Answer):
     source: str = Field(description="output_var_id of the producing completion or native call")
     target: str = Field(description="output_var_id of the consumer")
     variable: str
@@ -279,7 +273,7 @@ class FunctionCosts(TokenUsage):
     cost: float
 
 
-class SessionInfo(BaseModel):
+class SessionInfo(Answer):
     session_id: int
     state: Literal["active"]
     apps: list[str] = []
@@ -291,7 +285,7 @@ class SessionInfo(BaseModel):
     costs: list[FunctionCosts] = []
 
 
-class SessionCounts(BaseModel):
+class SessionCounts(Answer):
     """The sums over the calls of a session until now."""
 
     turns: int = Field(description="requests that made calls")
@@ -324,14 +318,14 @@ class SessionListRequest(BaseModel):
     before: int | None = Field(None, description="only sessions that began before this one: its id")
 
 
-class SessionListResponse(BaseModel):
+class SessionListResponse(Answer):
     """The newest first."""
 
     sessions: list[SessionSummary]
     has_more: bool
 
 
-class ModelCard(BaseModel):
+class ModelCard(Answer):
     """A model, with the fields that OpenAI's and Anthropic's clients read. `created`: when it was
     first served here, in Unix time."""
 
@@ -351,12 +345,12 @@ class ModelCard(BaseModel):
         return datetime.fromtimestamp(self.created, UTC)
 
 
-class ModelName(BaseModel):
+class ModelName(Answer):
     model_name: str
     tokenizer_name: str
 
 
-class ModelsResponse(BaseModel):
+class ModelsResponse(Answer):
     object: Literal["list"] = "list"
     data: list[ModelCard]
     models: list[ModelName]
@@ -371,7 +365,7 @@ class ModelsResponse(BaseModel):
         return self.data[-1].id if self.data else None
 
 
-class EngineStatus(BaseModel):
+class EngineStatus(Answer):
     """A live engine as ServeCore sees it; one that is lost is forgotten."""
 
     engine_id: int
@@ -388,14 +382,14 @@ class EngineStatus(BaseModel):
     evicted_tokens: int = Field(0, description="tokens of contexts that were freed to make room")
 
 
-class ReadyResponse(BaseModel):
+class ReadyResponse(Answer):
     """Answer of `/ready` when a live engine is registered; else it is the error `no_engine`."""
 
     num_queued: int = 0
     engines: list[EngineStatus]
 
 
-class StreamDelta(BaseModel):
+class StreamDelta(Answer):
     """Data of an SSE event named `delta`."""
 
     text: str

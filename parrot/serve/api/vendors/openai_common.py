@@ -32,7 +32,7 @@ Ignored = Any
 class Bounded(BaseModel):
     """Base of objects with any fields, but not with a million, which would take seconds."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", defer_build=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -45,7 +45,7 @@ class Bounded(BaseModel):
 class Wire(Bounded):
     """Base of what clients send: fields that are not known are refused by name."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class TextPart(Wire):
