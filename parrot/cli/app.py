@@ -251,7 +251,7 @@ def demo(
     ] = Path("demo_output"),
 ) -> None:
     """Summarize a text by map and reduce on this machine, and show what happens."""
-    from parrot.cli.demo import run_demo
+    from parrot.cli.demo.command import run_demo
 
     run_demo(file, max_parts, output_dir)
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 DEMO = """
 import sys
 from pathlib import Path
-import parrot.cli.demo as demo
+import parrot.cli.demo.command as demo
 demo._ENGINE = {engine!r}
 demo.run_demo(Path(sys.argv[1]), 3, Path(sys.argv[2]))
 """

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.cli import graph_picture
-from parrot.cli.demo import _TEXT, _draw, read_document
-from parrot.cli.demo_program import WORDS_PER_PART, main_fact, split_text
+from parrot.cli.demo.command import _TEXT, _draw, read_document
+from parrot.cli.demo.program import WORDS_PER_PART, main_fact, split_text
 from parrot.protocol.public import SessionInfo
 
 WORDS = st.lists(st.text(st.characters(categories=["L", "N"]), min_size=1), max_size=60)

@@ -1,4 +1,4 @@
-"""`parrot demo`: a real application on a real model, from start to finish, on this machine."""
+"""Start the servers, run the program, and show what happens."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parrot import P
     from parrot.protocol.public import SessionInfo
 
-_TEXT = Path(__file__).with_name("demo_text.txt")
+_TEXT = Path(__file__).with_name("bees.txt")
 _ENGINE = {"engine_type": "builtin", "model": "embedded", "device": "cpu"}
 # Calls wait for an engine that loads; whoever waits hears of one that has died.
 _CORE = {"engine_heartbeat_timeout": 10.0, "no_engine_timeout": 300.0}
@@ -33,7 +33,7 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
     with orderly_exit(), started(cluster := Cluster(_CORE, [_ENGINE])):
         # This process has much to import, too; the others do so at the same time.
         from parrot.cli.calls import calls_table
-        from parrot.cli.demo_program import split_text
+        from parrot.cli.demo.program import split_text
         from parrot.protocol.errors import ParrotError
 
         parts = split_text(text)
@@ -74,7 +74,7 @@ def _summarize(cluster: Cluster, parts: list[str], begin: float) -> "tuple[Sessi
     """The executed graph, and the seconds from the first call to the last word. The calls wait for
     the engine at ServeCore."""
     from parrot import P
-    from parrot.cli.demo_program import summarize
+    from parrot.cli.demo.program import summarize
 
     with showing_progress(cluster):
         cluster.wait_ready(())
