@@ -1,0 +1,18 @@
+"""A few rounds of the soak of the page: `python -m benchmark.serve.soak_page` makes hours of it."""
+
+import shutil
+
+import pytest
+
+from benchmark.serve.soak_page import ENGINE, run_soak
+from parrot.cluster import Cluster
+
+
+async def test_no_update_is_lost_while_connections_break_and_engines_drain() -> None:
+    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with Cluster(engines=[ENGINE] * 2) as cluster:
+        found = await run_soak(cluster, minutes=0.1)
+    assert found["rounds"] >= 2
+    assert found["connections_cut"] > 0
+    assert found["errors"] == []
