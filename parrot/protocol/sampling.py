@@ -139,9 +139,10 @@ class Logprobs:
     There is a row for each token, of `width` entries: the token itself, then the most likely ones
     in its place, the most likely first. `ids` are numbers of tokens, -1 where a server told of
     fewer, and `values` their log probabilities. Both are flat. `tokens` is the table that the
-    numbers are of; None: that of the engine's tokenizer."""
+    numbers are of; None: that of the engine's tokenizer. `ending`: the rows of what ended an output
+    and is no part of its text, where they are known."""
 
-    __slots__ = ("ids", "tokens", "values", "width")
+    __slots__ = ("ending", "ids", "tokens", "values", "width")
 
     def __init__(
         self,
@@ -154,6 +155,7 @@ class Logprobs:
         self.ids = array("i", ids)
         self.values = array("f", values)
         self.tokens = tokens
+        self.ending: Logprobs | None = None
 
     def __len__(self) -> int:
         return len(self.ids) // self.width

@@ -25,6 +25,8 @@ from parrot.protocol.engine_api import (
     GenerateRequest,
     GenerateResponse,
     RuntimeInfo,
+    ScoreRequest,
+    ScoreResponse,
     StreamChunk,
     TokenizerResponse,
     Usage,
@@ -68,6 +70,7 @@ class FakeEngine(EngineClient):
     scripts: list[Script] = field(default_factory=list)
     requests: list[GenerateRequest] = field(default_factory=list)
     embedded: list[EmbedRequest] = field(default_factory=list)
+    scored: list[ScoreRequest] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     free_batches: int = 0
@@ -122,6 +125,29 @@ class FakeEngine(EngineClient):
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
         """Vectors that tell their inputs' lengths."""
         self.embedded.append(request)
+        await self._begin_reading()
+        lengths = [len(given) for given in request.inputs]
+        vectors = [pack("<3f", n, 0.5, -1.0) for n in lengths]
+        embeddings = [b64encode(vector).decode() for vector in vectors]
+        return EmbedResponse(embeddings=embeddings, prompt_tokens=sum(lengths))
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        """Made up as for outputs."""
+        self.scored.append(request)
+        await self._begin_reading()
+        answer = ScoreResponse(logprobs=[])
+        for given in request.inputs:
+            text = given if isinstance(given, str) else ""
+            ids = [] if isinstance(given, str) else given
+            found = made_up(request.num_top, ids, text, self._codec)
+            answer.prompt_tokens += len(found)
+            first = Logprobs(found.width, tokens=found.tokens)
+            first.add([found.ids[0], *[-1] * request.num_top], [0.0] * found.width)
+            first.extend(found.part(1))
+            answer.logprobs.append(first)
+        return answer
+
+    async def _begin_reading(self) -> None:
         script = self.scripts.pop(0) if self.scripts else self.script
         try:
             if script.error is not None:
@@ -131,10 +157,6 @@ class FakeEngine(EngineClient):
             self.num_aborted += 1
             self.aborted.set()
             raise
-        lengths = [len(given) for given in request.inputs]
-        vectors = [pack("<3f", n, 0.5, -1.0) for n in lengths]
-        embeddings = [b64encode(vector).decode() for vector in vectors]
-        return EmbedResponse(embeddings=embeddings, prompt_tokens=sum(lengths))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         async for event in self.generate_stream(request):
@@ -245,8 +267,11 @@ def scores(
     """Made up of the tokens' bytes (0 of a token that is more): the likely ones are that byte and
     those after it, and a byte's number is (minus) its remainder by 8."""
     num_top = request.sampling_config.logprobs
-    if num_top is None:
-        return None
+    return None if num_top is None else made_up(num_top, ids, text, codec)
+
+
+def made_up(num_top: int, ids: Sequence[int], text: str, codec: Tokenizer | None) -> Logprobs:
+    """Numbers that only tell of the tokens; `ids` of an engine of text are none."""
     id_of = [i if codec is None else codec.token_to_id(s) for i, s in enumerate(byte_symbols())]
     byte_of = {number: byte for byte, number in enumerate(id_of)}
     table = [bytes([byte]) for byte in range(256)] if codec is None else None

@@ -17,13 +17,16 @@ def stop_ids_of(sampling: SamplingConfig, tokenizer: ModelTokenizer) -> frozense
 def joined_logprobs(
     before: Logprobs | None, attempt: Attempt, response: GenerateResponse
 ) -> Logprobs | None:
-    """Those of earlier attempts, and those of the tokens of the response's text: not of what ended
-    it."""
-    found = response.logprobs
-    if found is not None and attempt.tokenizer is not None:
-        num_shown = _num_shown(attempt.sampling, attempt.tokenizer, response)
-        found = found.part(0, num_shown)
-    return appended(before, found, attempt.tokenizer)
+    """Those of earlier attempts, and those of the tokens of the response's text; what ended it is
+    their `ending`."""
+    found, tokenizer = response.logprobs, attempt.tokenizer
+    if found is None or tokenizer is None:
+        return appended(before, found, tokenizer)
+    num_shown = _num_shown(attempt.sampling, tokenizer, response)
+    joined = appended(before, found.part(0, num_shown), tokenizer)
+    if joined is not None:
+        joined.ending = appended(None, found.part(num_shown), tokenizer)
+    return joined
 
 
 def appended(

@@ -71,7 +71,6 @@ async def test_many_prompts_with_choices_and_their_echo(site: Site) -> None:
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"best_of": 3, "prompt_cache_key": "x", "parrot": {"defer": True}}, "best_of"),
         ({"logprobs": 9}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
     ],
 )
 async def test_what_is_not_supported_is_named(

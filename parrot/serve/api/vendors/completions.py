@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -11,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.public import MAX_TEXT, VarGetResponse
+from parrot.protocol.sampling import Logprobs
 from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
@@ -26,10 +28,13 @@ from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, CompletionLogprobs
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
+from parrot.serve.execution.direct import DirectRequests
 from parrot.serve.prompts.conversation import TokenPrompt
+from parrot.serve.scored_tokens import Scored
 from parrot.utils.ids import new_token
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_MAX_SCORED = 2**18  # tokens of prompts in an answer
 MAX_PROMPTS = 128
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Ids = Annotated[
@@ -45,6 +50,8 @@ def _prompt_kind(value: Any) -> str:
     return "tokens" if isinstance(first, int) else "lists" if isinstance(first, list) else "texts"
 
 
+Prompt = list[int] | str
+
 _Prompt = Annotated[
     Annotated[_Text, Tag("text")]
     | Annotated[list[_Text], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -56,6 +63,7 @@ _Prompt = Annotated[
 
 class CompletionRequest(GenerationFields):
     prompt: _Prompt
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -69,6 +77,11 @@ class CompletionRequest(GenerationFields):
     def num_made(self) -> int:
         """How many answers are made of a prompt, of which the best are choices."""
         return max(self.best_of or 1, self.num_choices)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether engines are asked how likely the prompt is: also to read it if that is all."""
+        return bool(self.echo) and (self.logprobs is not None or self.max_tokens == 0)
 
 
 class CompletionChoice(VendorAnswer):
@@ -86,41 +99,85 @@ class TextCompletion(VendorAnswer):
     usage: Json | None
 
 
+@dataclass(slots=True)
+class _Echo:
+    """What an answer shows of its prompt. `scored`: how likely its tokens are."""
+
+    text: str = ""
+    scored: Logprobs | None = None
+
+    async def logprobs(self) -> CompletionLogprobs:
+        """Those of an answer, of which the prompt's come first."""
+        if self.scored is None:
+            return CompletionLogprobs(offset=len(self.text))
+        logprobs = CompletionLogprobs(offset=0)
+        await logprobs.add_prompt(self.scored, self.text)
+        return logprobs
+
+
 class Completions:
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Turns, direct: DirectRequests) -> None:
         self._turns = turns
+        self._direct = direct
 
     def create(
         self, request: CompletionRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Events]:
         prompts = _prompts(request)
         texts: list[TokenPrompt] = [(prompt, None) for prompt in prompts if isinstance(prompt, str)]
-        if len(texts) == len(prompts):
+        if len(texts) == len(prompts) and not request.scores_prompt:
             answers = self._submit(request, caller, texts)
             if request.is_deferred:
                 return answers.deferred()
             return answers.chunks() if request.stream else answers.whole()
-        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if request.stream:
-            return self._chunks_behind(request, caller, ids)
-        return self._whole_behind(request, caller, ids)
+            return self._chunks_behind(request, caller, prompts)
+        return self._whole_behind(request, caller, prompts)
 
     async def _whole_behind(
-        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Sequence[int]]
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
     ) -> bytes:
-        found = [await self._turns.prompt_of(request.model, ids) for ids in prompts]
-        return await self._submit(request, caller, found).whole()
+        return await (await self._submit_behind(request, caller, prompts)).whole()
 
     async def _chunks_behind(
-        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Sequence[int]]
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[Events]:
-        found = [await self._turns.prompt_of(request.model, ids) for ids in prompts]
-        async with aclosing(self._submit(request, caller, found).chunks()) as chunks:
+        answers = await self._submit_behind(request, caller, prompts)
+        async with aclosing(answers.chunks()) as chunks:
             async for chunk in chunks:
                 yield chunk
 
+    async def _submit_behind(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
+    ) -> "_Answers":
+        """Submit it behind what takes a while: the text of tokens, and how likely prompts are."""
+        found: list[TokenPrompt] = [
+            (prompt, None)
+            if isinstance(prompt, str)
+            else await self._turns.prompt_of(request.model, prompt)
+            for prompt in prompts
+        ]
+        if not request.scores_prompt:
+            return self._submit(request, caller, found)
+        num_top, limit = request.logprobs or 0, _MAX_SCORED // request.num_choices
+        scored, num_tokens = await self._direct.score(
+            caller.tenant, request.model, prompts, num_top, limit, caller.traceparent
+        )
+        pairs = zip(found, scored, strict=True)
+        if request.logprobs is None:
+            echoes = [_Echo(text) for text, _ in found]
+        else:
+            echoes = [_Echo(text, one) for (text, _), one in pairs]
+        if request.max_tokens == 0:
+            return _Answers([], request, echoes, num_tokens)
+        return self._submit(request, caller, found, echoes)
+
     def _submit(
-        self, request: CompletionRequest, caller: Caller, prompts: Sequence[TokenPrompt]
+        self,
+        request: CompletionRequest,
+        caller: Caller,
+        prompts: Sequence[TokenPrompt],
+        echoes: Sequence[_Echo] | None = None,
     ) -> "_Answers":
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
         is_ranked = request.num_made > request.num_choices
@@ -149,15 +206,24 @@ class Completions:
             for turn in turns:
                 turn.cancel()
             raise
-        echoes = [text if request.echo else "" for text, _ in prompts]
+        if echoes is None:
+            echoes = [_Echo(text if request.echo else "") for text, _ in prompts]
         return _Answers(turns, request, echoes)
 
 
 class _Answers:
+    """The answers to some prompts. Without `turns` nothing is generated: they are the `echoes` of
+    the prompts, of so many tokens in all."""
+
     def __init__(
-        self, turns: Sequence[Turn], request: CompletionRequest, echoes: Sequence[str]
+        self,
+        turns: Sequence[Turn],
+        request: CompletionRequest,
+        echoes: Sequence[_Echo],
+        num_tokens: int = 0,
     ) -> None:
         self._turns = turns
+        self._num_tokens = num_tokens
         self._request = request
         self._num_choices = request.num_choices
         self._echoes = echoes
@@ -176,18 +242,35 @@ class _Answers:
         return orjson.dumps(self._frame | {"choices": choices, "usage": None})
 
     async def whole(self) -> bytes:
+        if not self._turns:
+            choices = [choice async for choice in self._echoed()]
+            return orjson.dumps(self._frame | {"choices": choices, "usage": self._echo_usage()})
         answers = await read_all(self._turns)
         num_made = self._request.num_made
-        choices: list[Json] = []
+        choices = []
         for turn_index, turn in enumerate(self._turns):
             for made in self._best(turn):
                 i, answer = len(choices), answers[turn_index * num_made + made]
-                scored = await AnswerLogprobs(turn, made).rest() if self._is_scored else []
-                logprobs = await self._logprobs(i).part(scored) if self._is_scored else None
-                text = self._echo(i) + answer.content
+                echo, logprobs = self._echo(i), None
+                if self._is_scored:
+                    taken = AnswerLogprobs(turn, made)
+                    scored = await taken.rest(with_ending=echo.scored is not None)
+                    logprobs = await (await echo.logprobs()).part(scored)
+                text = echo.text + answer.content
                 choices.append(_choice(i, text, logprobs, answer.finish_reason))
         usage = usage_of(answers, num_made)
         return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
+
+    async def _echoed(self) -> AsyncGenerator[Json]:
+        """The choices of which nothing is generated."""
+        for i in range(len(self._echoes) * self._num_choices):
+            echo = self._echo(i)
+            logprobs = await (await echo.logprobs()).part([]) if self._is_scored else None
+            yield _choice(i, echo.text, logprobs, "length")
+
+    def _echo_usage(self) -> Json:
+        count = self._num_tokens
+        return {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
 
     def _best(self, turn: Turn) -> list[int]:
         """The answers that are choices: those whose tokens were the likeliest on average, the best
@@ -198,60 +281,75 @@ class _Answers:
         return sorted(made, key=lambda i: -_mean_logprob(turn, i))[: self._num_choices]
 
     async def chunks(self) -> AsyncGenerator[Events]:
-        options, frame = self._request.stream_options, self._frame
+        frame = self._frame
+        if not self._turns:
+            async for choice in self._echoed():
+                yield [(None, frame | {"choices": [choice]})]
+            yield self._stream_end(self._echo_usage())
+            return
         last: list[Event] = []
         answers: dict[int, VarGetResponse] = {}
-        begun: set[int] = set()
+        begun: dict[int, CompletionLogprobs] = {}
         num_choices = len(self._turns) * self._num_choices
         taken = [self._answer_logprobs(i) for i in range(num_choices)]
-        logprobs = [self._logprobs(i) for i in range(num_choices)]
         try:
             async with aclosing(stream_all(self._turns)) as deltas:
                 async for i, delta in deltas:
-                    echo = "" if i in begun else self._echo(i)
-                    begun.add(i)
+                    echo, is_first = self._echo(i), i not in begun
+                    if is_first:
+                        begun[i] = await echo.logprobs()
+                    echoes_scores = echo.scored is not None
+                    text, finish_reason = echo.text if is_first else "", None
+                    scored: list[Scored] = []
                     if isinstance(delta, VarGetResponse):
                         answers[i] = delta
-                        scored = await taken[i].rest() if self._is_scored else []
-                        text, finish_reason = echo, delta.finish_reason
+                        finish_reason = delta.finish_reason
+                        if self._is_scored:
+                            scored = await taken[i].rest(with_ending=echoes_scores)
                     else:
-                        scored = await taken[i].take(delta) if self._is_scored else []
-                        text, finish_reason = echo + delta, None
-                    part = await logprobs[i].part(scored) if scored else None
+                        text += delta
+                        if self._is_scored:
+                            scored = await taken[i].take(delta)
+                    has_part = scored or (is_first and echoes_scores)
+                    part = await begun[i].part(scored) if has_part else None
                     last = [(None, frame | {"choices": [_choice(i, text, part, finish_reason)]})]
                     if len(answers) < num_choices:
                         yield last
-            if options is not None and options.include_usage:
-                usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
-                last.append((None, frame | {"choices": [], "usage": usage}))
-            yield [*last, (None, "[DONE]")]
+            usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
+            yield [*last, *self._stream_end(usage)]
         except ParrotError as error:
             if not begun:
                 raise
             yield [(None, openai_error(error)[1]), (None, "[DONE]")]
 
-    def _echo(self, index: int) -> str:
+    def _stream_end(self, usage: Json | None) -> list[Event]:
+        options = self._request.stream_options
+        if options is None or not options.include_usage:
+            return [(None, "[DONE]")]
+        return [(None, self._frame | {"choices": [], "usage": usage}), (None, "[DONE]")]
+
+    def _echo(self, index: int) -> _Echo:
         return self._echoes[index // self._num_choices]
 
     def _answer_logprobs(self, index: int) -> AnswerLogprobs:
         turn, choice = divmod(index, self._num_choices)
         return AnswerLogprobs(self._turns[turn], choice)
 
-    def _logprobs(self, index: int) -> CompletionLogprobs:
-        return CompletionLogprobs(offset=len(self._echo(index)))
 
-
-def _prompts(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
+def _prompts(request: CompletionRequest) -> Sequence[Prompt]:
     """The prompts of the request."""
-    if request.logprobs is not None and request.echo:
-        text = "log probabilities of an echoed prompt are not supported"
+    if request.max_tokens == 0 and not request.echo:
+        text = "nothing is wanted: `max_tokens` may be 0 with `echo` only"
+        raise InvalidRequest(text, param="max_tokens")
+    if request.scores_prompt and request.chain() is not None:
+        text = "the prompt of a chained call is not echoed with log probabilities"
         raise UnsupportedField(text, param="echo")
     if request.suffix:
         raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
     _check_best_of(request)
     given: Any = request.prompt
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    prompts: list[str | list[int]] = [given] if is_one else given
+    prompts: list[Prompt] = [given] if is_one else given
     if not all(prompts) or not prompts:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if request.parrot is not None:

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag
 
-from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.public import MAX_TEXT
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import Ignored, Wire
-from parrot.serve.core import ServeCore
-from parrot.serve.execution.embedder import Embedder, Input
+from parrot.serve.execution.direct import DirectRequests
 
 MAX_INPUTS = 2048  # OpenAI's
 
@@ -64,37 +63,20 @@ class EmbeddingList(VendorAnswer):
 
 
 class Embeddings:
-    def __init__(self, core: ServeCore) -> None:
-        self._core = core
-        limit = core.config.global_scheduler.max_queue_size
-        self._embedder = Embedder(core.fleet, core.require_room, limit)
+    def __init__(self, direct: DirectRequests) -> None:
+        self._direct = direct
 
     async def create(self, request: EmbeddingRequest, caller: Caller) -> bytes:
         """Vectors of length 1, in the order of the inputs."""
         if request.dimensions is not None:
             raise UnsupportedField("embeddings have no other `dimensions`", param="dimensions")
-        model = self._core.config.model_aliases.get(request.model, request.model)
-        inputs = await self._inputs(model, request.input)
-        embeddings, num_tokens = await self._embedder.embed(
-            caller.tenant, model, inputs, caller.traceparent
-        )
-        return await _written(request, embeddings, num_tokens)
-
-    async def _inputs(self, model: str, given: Any) -> list[Input]:
-        """Each text as its tokens, unless only the engines know these."""
+        given: Any = request.input
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
-        has_tokenizer = self._core.fleet.tokenizer(model) is not None
-        inputs: list[Input] = []
-        for index, one in enumerate(given):
-            if not one:
-                raise InvalidRequest(f"input {index} is empty", param="input")
-            if isinstance(one, str) and has_tokenizer:
-                inputs.append(await self._core.turns.tokens(model, one, {}))
-                await asyncio.sleep(0)  # others may go on
-            else:
-                inputs.append(one)
-        return inputs
+        embeddings, num_tokens = await self._direct.embed(
+            caller.tenant, request.model, given, caller.traceparent
+        )
+        return await _written(request, embeddings, num_tokens)
 
 
 async def _written(request: EmbeddingRequest, embeddings: Sequence[str], num_tokens: int) -> bytes:

@@ -23,6 +23,7 @@ from parrot.serve.api.vendors.responses.fields import (
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.tokenize import DetokenizedText, Tokenize, Tokens
 from parrot.serve.core import ServeCore
+from parrot.serve.execution.direct import DirectRequests
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
 _PARROT_PATHS = ("/v1/session", "/v1/semantic_", "/v1/py_native_call", "/v1/request/")
@@ -39,8 +40,8 @@ def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any
 
 
 def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
-    chat = ChatCompletions(core.turns)
-    completions = Completions(core.turns)
+    direct = DirectRequests(core.fleet, core.require_room, core.config)
+    completions = Completions(core.turns, direct)
     messages = Messages(core.turns)
     return [
         VendorEndpoint(
@@ -48,7 +49,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             openai_error,
             "POST",
             "/v1/chat/completions",
-            chat.create,
+            ChatCompletions(core.turns).create,
             "OpenAI's chat completions",
             ChatCompletion,
             may_stream=True,
@@ -91,7 +92,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             openai_error,
             "POST",
             "/v1/embeddings",
-            Embeddings(core).create,
+            Embeddings(direct).create,
             "OpenAI's embeddings",
             EmbeddingList,
             errors=_ERRORS,

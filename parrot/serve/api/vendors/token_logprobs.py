@@ -12,11 +12,14 @@ from typing import Any
 
 import orjson
 
+from parrot.protocol.sampling import Logprobs
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.scored_tokens import SLICE, Scored, scored_tokens
 
 Json = dict[str, Any]
 Entry = orjson.Fragment
+
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class AnswerLogprobs:
@@ -64,12 +67,15 @@ class AnswerLogprobs:
         pieces[-1] = (data[start:].decode(), pieces[-1][1])
         return pieces
 
-    async def rest(self) -> list[Scored]:
-        """Those that have not been taken, of an answer that has ended."""
+    async def rest(self, *, with_ending: bool = False) -> list[Scored]:
+        """Those that have not been taken, of an answer that has ended; also of what ended it."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []
-        return [scored async for scored in scored_tokens(found, self._num_taken)]
+        rest = [scored async for scored in scored_tokens(found, self._num_taken)]
+        if with_ending and found.ending is not None:
+            rest += [scored async for scored in scored_tokens(found.ending)]
+        return rest
 
 
 async def entries_of(scored: Sequence[Scored]) -> list[Entry]:
@@ -83,27 +89,57 @@ async def entries_of(scored: Sequence[Scored]) -> list[Entry]:
 
 
 class CompletionLogprobs:
-    """The tokens of one text, in the format of completions, part by part."""
+    """The tokens of one text, in the format of completions, part by part. Each part is written as
+    it is made, since that of a long prompt has megabytes."""
 
     def __init__(self, offset: int) -> None:
         """`offset`: characters before the first token."""
         self._offset = offset
         self._held = b""  # the beginning of a character
+        self._is_unknown = False
+        self._written: list[list[bytes]] = [[] for _ in _COLUMNS]
+
+    async def add_prompt(self, found: Logprobs, text: str) -> None:
+        """The tokens of a prompt, for the next part. Nothing is known of the first. Tokens may
+        begin with what `text` does not: a BOS token, a space."""
+        some: list[Scored] = []
+        self._is_unknown = True
+        async for scored in scored_tokens(found):
+            some.append(scored)
+            if len(some) == 2 and not self._written[0]:
+                begin = (some[0].token + some[1].token).decode(errors="ignore")
+                self._offset -= next(n for n in range(len(begin) + 1) if text.startswith(begin[n:]))
+            if len(some) == SLICE:
+                self._add(some)
+                some = []
+        self._add(some)
 
     async def part(self, scored: Sequence[Scored]) -> Json:
-        """The next tokens."""
-        part: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for number, one in enumerate(scored, 1):
-            if number % SLICE == 0:
+        """The next tokens, behind what was added."""
+        for first in range(0, len(scored), SLICE):
+            if first:
                 await asyncio.sleep(0)
-            likely = {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
-            part["tokens"].append(_name(one.token))
-            part["token_logprobs"].append(one.logprob)
-            part["top_logprobs"].append(likely)
-            part["text_offset"].append(self._offset)
-            text, self._held = _whole_characters(self._held + one.token)
-            self._offset += len(text)
-        return part
+            self._add(scored[first : first + SLICE])
+        written, self._written = self._written, [[] for _ in _COLUMNS]
+        return {
+            name: orjson.Fragment(b"[" + b",".join(pieces) + b"]")
+            for name, pieces in zip(_COLUMNS, written, strict=True)
+        }
+
+    def _add(self, scored: Sequence[Scored]) -> None:
+        rows = [self._row(one) for one in scored]
+        for pieces, column in zip(self._written, zip(*rows, strict=True), strict=False):
+            pieces.append(orjson.dumps(column)[1:-1])
+
+    def _row(self, one: Scored) -> tuple[Any, ...]:
+        offset = max(0, self._offset)
+        text, self._held = _whole_characters(self._held + one.token)
+        self._offset += len(text)
+        if self._is_unknown:
+            self._is_unknown = False
+            return _name(one.token), None, None, offset
+        likely = {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
+        return _name(one.token), one.logprob, likely, offset
 
 
 def _shown(scored: Scored) -> Entry:
