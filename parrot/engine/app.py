@@ -2,11 +2,10 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import Any
 
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
@@ -15,7 +14,7 @@ from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
-from parrot.protocol.endpoint import Endpoint, describe
+from parrot.protocol.endpoint import Endpoint, install_description
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -34,7 +33,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
-from parrot.protocol.server import App, create_base_app, require_cluster_token
+from parrot.protocol.server import create_base_app, require_cluster_token
 from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
@@ -48,13 +47,13 @@ def create_app(
     config: EngineConfig,
     incarnation: str = "",
     tracer: EngineTracer | None = None,
-) -> App:
+) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
     config's, which ends with the app. Raises `ConfigError` if what that needs is missing."""
     own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
 
     @asynccontextmanager
-    async def lifespan(app: App) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         if own is not None:
             own.close()
@@ -78,7 +77,7 @@ def create_app(
         *_facts(service, incarnation, metrics),
     ]
     app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
-    app.describe = partial(describe, endpoints)
+    install_description(app, endpoints)
     if config.cluster_token is not None:
         app.add_middleware(TokenGuard, token=config.cluster_token)
     return app

@@ -6,10 +6,9 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
@@ -86,6 +85,8 @@ class Endpoint:
         self._body = body
 
     def route(self) -> Route:
+        """A plain route: FastAPI's, which resolve dependencies, cost more than all of ServeCore's
+        own work on a call."""
         route = Route(self.path, self._answer, methods=[self.method])
         if self.takes is not None:
             route.methods = {self.method}  # without HEAD, which would be a read
@@ -171,8 +172,20 @@ _ERRORS = {
 Json = dict[str, Any]
 
 
-def describe(endpoints: Sequence[Endpoint]) -> Json:
-    """The `paths` and `components` of their OpenAPI description."""
+def install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
+    """Add to what `/openapi.json` and `/docs` show; made when one of them is first asked for."""
+    described_by_fastapi = app.openapi
+
+    def openapi() -> Json:
+        schema = described_by_fastapi()
+        if "components" not in schema:  # it is kept, so this completes it in place
+            schema |= _describe(endpoints)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe(endpoints: Sequence[Endpoint]) -> Json:
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorResponse, "validation")]
     models += [(e.takes, "validation") for e in endpoints if e.takes is not None]
     models += [(answer, "validation") for e in endpoints if (answer := _answer(e)) is not None]

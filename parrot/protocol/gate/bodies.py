@@ -91,9 +91,9 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
 
 
 class BodyLimit:
-    """Refuses bodies over the limit. A body of declared length is read and dropped first, within
-    bounds: a client that is still sending would see a reset, not the answer. A body of undeclared
-    length is counted."""
+    """Refuses bodies over the limit with our own error (FastAPI's `max_body_size` answers in plain
+    text). A body of declared length is read and dropped first, within bounds: a client that is
+    still sending would see a reset, not the answer. A body of undeclared length is counted."""
 
     _MAX_DISCARDED = 256 * 2**20
 

@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from parrot.protocol.endpoint import describe
-from parrot.protocol.server import App, create_base_app
+from parrot.protocol.endpoint import install_description
+from parrot.protocol.server import create_base_app
 from parrot.serve.api.routes import endpoints
 from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses
@@ -16,11 +16,11 @@ from parrot.serve.core import ServeCore
 from parrot.serve.page.endpoints import Page
 
 
-def create_app(core: ServeCore) -> App:
+def create_app(core: ServeCore) -> FastAPI:
     """The app of one ServeCore, which it closes when it ends."""
 
     @asynccontextmanager
-    async def lifespan(app: App) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
@@ -49,5 +49,5 @@ def create_app(core: ServeCore) -> App:
     served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
     shown = Page(core).routes() if core.config.page else []
     app.router.routes[:0] = [*(endpoint.route() for endpoint in served), *shown]  # come first
-    app.describe = partial(describe, served)
+    install_description(app, served)
     return app

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from fastapi import Request
 from pydantic import BaseModel
-from starlette.requests import Request
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import NotFound

@@ -9,10 +9,9 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import orjson
+from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.endpoint import Endpoint

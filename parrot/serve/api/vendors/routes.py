@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import Request
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import ParrotError
