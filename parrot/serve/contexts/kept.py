@@ -51,7 +51,8 @@ class Kept:
             self._remove(link)
             self._sizes[link] = size = self._size(link)
             self._used += size
-        self._tips[context] = None
+        if not self._tips_below(context):
+            self._tips[context] = None
 
     def freed(self, context: Context) -> None:
         """The ledger has freed it. What was never computed takes no room."""
@@ -100,6 +101,7 @@ class Kept:
     def check_integrity(self, live: Collection[Context]) -> None:
         assert self._used == sum(self._sizes.values()), (self._used, self._sizes)
         assert self._tips.keys() <= self._sizes.keys(), self._tips
+        assert all(self._tips_below(tip) == [tip] for tip in self._tips), self._tips
         assert self._gone <= self._sizes.keys(), self._gone
         assert self._gone == self._sizes.keys() - set(live), self._gone
 

@@ -117,6 +117,18 @@ def test_prompts_that_run_are_kept_until_they_have_ended() -> None:
     assert there(book, *"ab") == []
 
 
+def test_a_prompt_that_is_used_again_below_its_fork_is_no_second_one() -> None:
+    book, _ = make(max_prompts=1)
+    first = book.add("a", 100)
+    book.pin(first)
+    run(book, "aa", 10, first)
+    book.settle(first, 120, None, None)
+    book.unpin(first)
+    assert there(book, "a", "aa") == ["a", "aa"]
+    run(book, "b", 10)
+    assert there(book, "a", "aa", "b") == ["b"]
+
+
 def test_what_is_long_unused_is_no_loss() -> None:
     book, kept = make(max_size=100)
     run(book, "a", 100)
