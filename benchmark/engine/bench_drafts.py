@@ -7,19 +7,21 @@
 With random weights nothing would ever be accepted, so the targets are forced: the model computes
 all that it would, and then the token that is chosen is the next one of a given text. `edit`: the
 prompt is a file before a commit and the text is the file after it. `new`: the text is another file.
-Measured is the time from the last prompt's end to the first output's, while all sequences run.
+Measured is the time from the prompts' end to that of the first output, while all sequences run.
 
 `refine_loop` and `multi_agent` are the calls of the applications of these names, whole: a text that
 is edited eight times, and 16 files that are written, then reviewed and revised three times. The
 versions of a file are those of a pair, in turns; designs and reviews are new text. Measured are
-seconds.
+seconds, of all calls and of those that revise.
+
+`--simulate` foretells all of it in virtual time, without a device (drafting/device.py): what pays
+is decided by the engine's own code, and steps take what they were measured to take.
 """
 
 import argparse
-import time
+import gc
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,42 +29,25 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmark.engine.drafting.device import SimulatedDevice
+from benchmark.engine.drafting.texts import APPLICATIONS, Round, Targets, Task, tasks_of
 from benchmark.engine.edit_pairs import EditPair, read_pairs
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import RunnerInfo, SampleSpec, StepPlan, StepResult, sample_specs
+from parrot.engine.core.plan import RunnerInfo, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.device import Landing
 from parrot.engine.runner.load import load_runner
-from parrot.engine.runner.sampling import results
 from parrot.engine.runner.step_computer import PlannedStep
+from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
-from parrot.utils.clock import MonotonicClock
-
-ANY_TOKEN = 7
-EDITS, REQUEST = 8, 30  # of the loop, and tokens of a request
-FILES, REVISIONS, REVIEW, NAME = 16, 3, 150, 20  # of the agents; tokens of a review and of a name
-
-
-@dataclass
-class Targets:
-    """What each output is to be, by the seed of its request; `starts`: the lengths of the
-    prompts."""
-
-    texts: dict[int, Sequence[int]] = field(default_factory=dict)
-    starts: dict[int, int] = field(default_factory=dict)
-
-    def token(self, spec: SampleSpec | None) -> int:
-        if spec is None or spec.seed not in self.texts:
-            return ANY_TOKEN
-        text, place = self.texts[spec.seed], spec.position - self.starts[spec.seed]
-        return text[place] if place < len(text) else ANY_TOKEN
+from parrot.utils.clock import Clock, MonotonicClock
 
 
 class ForcedRunner:
@@ -79,8 +64,7 @@ class ForcedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self._runner.run(plan)
-        specs = [spec for sequence in plan.sequences for spec in sample_specs(sequence)]
-        return results(specs, [self._targets.token(spec) for spec in specs])
+        return self._targets.result(plan)
 
 
 class ForcingLanding:
@@ -105,77 +89,23 @@ def force(runner: CudaRunner, targets: Targets) -> None:
     runner.computer.launch = forced  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True)
-class Task:
-    """`versions`: the text before the edit, and after it."""
-
-    prompt: list[int]
-    target: list[int]
-    versions: tuple[list[int], list[int]] = ([], [])
-
-
-def tasks_of(
-    pairs: Sequence[EditPair], case: str, count: int, length: int, tokenizer: Tokenizer
-) -> list[Task]:
-    """Pairs come again where there are too few; targets have at most `length` tokens."""
-    tasks = []
-    for i in range(count):
-        pair = pairs[i % len(pairs)]
-        after = pair.after
-        if case == "new":
-            others = [other for other in pairs if other.path != pair.path]
-            after = others[(i * 7) % len(others)].after
-        prompt = f"{pair.subject}\n\nThe file {pair.path}:\n{pair.before}\nThe new file {i}:\n"
-        ids = tokenizer.encode(after).ids[:length]
-        before = tokenizer.encode(pair.before).ids[:length]
-        tasks.append(Task(tokenizer.encode(prompt).ids, ids, (before, ids)))
-    return tasks
-
-
-Rounds = list[list[Task]]  # the calls of a round begin when all of the one before have ended
-
-
-def refine_loop(pairs: Sequence[EditPair], length: int, tokenizer: Tokenizer) -> Rounds:
-    edits = tasks_of(pairs, "edit", 1, length, tokenizer)[0]
-    version, other = edits.versions
-    rounds = []
-    for number in range(EDITS):
-        request = [200 + number] * REQUEST
-        rounds.append([Task([*version, *request], other)])
-        version, other = other, version
-    return rounds
-
-
-def multi_agent(pairs: Sequence[EditPair], length: int, tokenizer: Tokenizer) -> Rounds:
-    edits = tasks_of(pairs, "edit", FILES, length, tokenizer)
-    news = [task.target for task in tasks_of(pairs[::-1], "new", FILES, length, tokenizer)]
-    files = [task.versions for task in edits]
-    design = news[0]
-    names = [[300 + i] * NAME for i in range(FILES)]
-    rounds = [[Task([7] * REQUEST, design)]]
-    rounds.append(
-        [Task([*design, *name], own) for name, (own, _) in zip(names, files, strict=True)]
-    )
-    for _ in range(REVISIONS):
-        code = [token for own, _ in files for token in own]
-        reviews = [new[:REVIEW] for new in news]
-        rounds.append([Task([*code, *n], r) for n, r in zip(names, reviews, strict=True)])
-        rounds.append(
-            [
-                Task([*code, *review, *name], other)
-                for name, review, (_, other) in zip(names, reviews, files, strict=True)
-            ]
-        )
-        files = [(other, own) for own, other in files]
-    return rounds
-
-
-APPLICATIONS = {"refine_loop": refine_loop, "multi_agent": multi_agent}
-
-
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.targets = Targets()
+        self.tokenizer = _tokenizer(args.tokenizer)
+        self.num_requests = 0
+        self.clock: Clock = MonotonicClock()
+        if args.simulate:
+            self.config = BuiltinConfig(model=args.model)
+            self.runner: Any = SimulatedDevice(self.targets)
+            self.clock = self.runner.clock
+            self.language = Language.of(byte_tokenizer_response())
+        else:
+            self._load()
+
+    def _load(self) -> None:
+        args = self.args
         is_shape = args.model in KNOWN_SHAPES
         self.config = BuiltinConfig.model_validate(
             {
@@ -187,23 +117,31 @@ class Bench:
         )
         runner, tokenizer = load_runner(self.config)
         self.language = Language.of(tokenizer)
-        self.targets = Targets()
-        self.runner: Any = runner
+        self.runner = runner
+        gc.collect()
+        gc.freeze()  # as an engine does
         if isinstance(runner, CudaRunner):
             runner.warm_up()
             force(runner, self.targets)
         else:
             self.runner = ForcedRunner(runner, self.targets)
-        self.tokenizer = _tokenizer(args.tokenizer)
-        self.num_requests = 0
 
     def _core(self, max_draft: int) -> EngineCore:
         limits = self.config.scheduler.model_copy(update={"max_draft_tokens": max_draft})
         config = self.config.model_copy(update={"scheduler": limits})
-        return EngineCore(config, self.runner, self.language, MonotonicClock())
+        return EngineCore(config, self.runner, self.language, self.clock)
 
-    def _submit(self, core: EngineCore, tasks: Sequence[Task]) -> list[list[Any]]:
-        """What comes of each."""
+    def _submit(
+        self, core: EngineCore, tasks: Sequence[Task], *, are_filled: bool = False
+    ) -> list[list[Any]]:
+        """What comes of each. `are_filled`: of all but a token of each prompt, the KV is computed
+        before any output begins."""
+        if are_filled:
+            for key, task in enumerate(tasks, self.num_requests + 1):
+                fill = EngineRequest(-key, (Piece(key, array("i", task.prompt[:-1])),))
+                core.requests.submit(fill, lambda _: None)
+            while core.has_work:
+                _step(core)
         outcomes: list[list[Any]] = [[] for _ in tasks]
         for task, outcome in zip(tasks, outcomes, strict=True):
             self.num_requests += 1
@@ -216,7 +154,8 @@ class Bench:
                 max_gen_length=len(task.target),
                 ignore_tokenizer_eos=True,
             )
-            piece = Piece(key, array("i", task.prompt))
+            prompt = task.prompt[-1:] if are_filled else task.prompt
+            piece = Piece(key, array("i", prompt))
             core.requests.submit(
                 EngineRequest(key, (piece,), sampling=sampling, stream=True), outcome.append
             )
@@ -226,15 +165,13 @@ class Bench:
         """One run; times in milliseconds."""
         core = self._core(max_draft)
         first = self.num_requests
-        outcomes = self._submit(core, tasks)
-        began, num_before, num_steps = 0.0, 0, 0
-        while core.has_work and not any(_response(outcome) for outcome in outcomes):
+        outcomes = self._submit(core, tasks, are_filled=True)
+        num_steps, began = 0, self.clock.now()
+        while not any(_response(outcome) for outcome in outcomes):
             _step(core)
             num_steps += 1
-            if not began and all(outcomes):
-                began, num_before, num_steps = time.perf_counter(), _num_tokens(outcomes), 0
-        seconds = time.perf_counter() - began
-        num_tokens = _num_tokens(outcomes) - num_before
+        seconds = self.clock.now() - began
+        num_tokens = _num_tokens(outcomes)
         while core.has_work:
             _step(core)
         usages = [_response(outcome).usage for outcome in outcomes]
@@ -248,24 +185,36 @@ class Bench:
             "tokens": sum(usage.output_tokens for usage in usages),
         }
 
-    def _seconds(self, rounds: Rounds, max_draft: int) -> float:
+    def _seconds(self, rounds: Sequence[Round], max_draft: int) -> dict[str, float]:
+        """Those of the rounds of each name."""
         core = self._core(max_draft)
-        began = time.perf_counter()
-        for tasks in rounds:
+        seconds = dict.fromkeys([name for name, _ in rounds], 0.0)
+        for name, tasks in rounds:
+            began = self.clock.now()
             self._submit(core, tasks)
             while core.has_work:
                 _step(core)
-        return time.perf_counter() - began
+            seconds[name] += self.clock.now() - began
+        return seconds
 
     def application(self, pairs: Sequence[EditPair], name: str) -> dict[str, Any]:
         rounds = APPLICATIONS[name](pairs, self.args.length, self.tokenizer)
-        found: dict[int, list[float]] = {0: [], self.args.max_draft: []}
+        found: dict[int, list[dict[str, float]]] = {0: [], self.args.max_draft: []}
         for _ in range(self.args.repeats):
             for max_draft, runs in found.items():
                 runs.append(self._seconds(rounds, max_draft))
-        off, on = (median(runs) for runs in found.values())
-        num_calls = sum(map(len, rounds))
-        return {"case": name, "calls": num_calls, "off_s": off, "on_s": on, "speedup": off / on}
+        off, on = (median(sum(run.values()) for run in runs) for runs in found.values())
+        revising = [median(run["revise"] for run in runs) for runs in found.values()]
+        return {
+            "case": name,
+            "calls": sum(len(tasks) for _, tasks in rounds),
+            "off_s": off,
+            "on_s": on,
+            "speedup": off / on,
+            "revise_off_s": revising[0],
+            "revise_on_s": revising[1],
+            "revise_speedup": revising[0] / revising[1],
+        }
 
     def row(self, pairs: Sequence[EditPair], case: str, batch: int) -> dict[str, Any]:
         tasks = tasks_of(pairs, case, batch, self.args.length, self.tokenizer)
@@ -322,6 +271,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, help="a tokenizer.json; default: the embedded model's"
     )
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--simulate", action="store_true", help="in virtual time, without a device")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--cases", nargs="*", choices=["edit", "new"], default=["edit", "new"])
     parser.add_argument(

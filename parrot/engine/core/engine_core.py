@@ -59,6 +59,7 @@ class _Flight:
 
     launched: LaunchedStep
     step: Step
+    launched_at: float
 
 
 class EngineCore:
@@ -86,7 +87,7 @@ class EngineCore:
             self._found.use_host(self._runner, self._costs.prefill_s)
         self.host_tokens_capacity = self._found.host_tokens_capacity
         self._scheduler = LocalScheduler(config, self._tree, self._found)
-        self._drafter = make_drafter(config.scheduler, info.draft_sizes)
+        self._drafter = make_drafter(config.scheduler, info.draft_sizes, clock)
         self._totals = StepTotals()
         limits = RequestLimits(self.max_context_len, info.vocab_size)
         self.requests = RequestTable(
@@ -118,19 +119,22 @@ class EngineCore:
             return self._step_behind(running)
         if self._land(running, None):
             self._step_behind(None)
-            if self._drafter is not None and self._flight is not None:
-                self._drafter.costs.turned(self._clock.now() - self._last_step_ended)
+            self._count_turn(0.0)
         return True
 
     def _step_behind(self, running: _Flight | None) -> bool:
         """Make a step behind the one that is running, if one is."""
+        began = self._clock.now()
         planned = self.plan({} if running is not None else self._drafts())
         launched = None if planned is None else self._launch(planned, running)
-        if running is not None and not self._land(running, planned):
-            return True
+        launched_at = self._clock.now()
+        if running is not None:
+            if not self._land(running, planned):
+                return True
+            self._count_turn(launched_at - began)
         if planned is not None and launched is not None:
             self._enter(planned, {})
-            self._flight = _Flight(launched, planned)
+            self._flight = _Flight(launched, planned, launched_at)
         elif planned is not None:
             self._run_planned(planned)
         return planned is not None or running is not None or self._found.wait()
@@ -142,10 +146,15 @@ class EngineCore:
         if result is None:
             self._give_up([flight.step] if planned is None else [flight.step, planned])
             return False
-        self._take_tokens(flight.step, result)
+        self._take_tokens(flight.step, result, flight.launched_at)
         return True
 
     # -- drafts ------------------------------------------------------------------------------
+
+    def _count_turn(self, seconds_before: float) -> None:
+        """The host has worked since the last step's end, and this long before it, for a step."""
+        if self._drafter is not None:
+            self._drafter.costs.turned(seconds_before + self._clock.now() - self._last_step_ended)
 
     def _lands_first(self, flight: _Flight) -> bool:
         """Whether the next step can only be planned, or is better planned, when the tokens of this
@@ -260,8 +269,12 @@ class EngineCore:
             elif not context.num_missing:
                 self.requests.finish(job)
 
-    def _take_tokens(self, step: Step, result: StepResult) -> None:
+    def _take_tokens(self, step: Step, result: StepResult, launched_at: float = 0.0) -> None:
         now = self._clock.now()
+        if self._drafter is not None:
+            began = max(step.planned_at, launched_at, self._last_step_ended)
+            num_others = step.num_fill_tokens + step.num_background_tokens
+            self._drafter.costs.stepped(now - began, len(step.jobs), step.num_drafts, num_others)
         self._count_step(step, now - max(step.planned_at, self._last_step_ended))
         self._last_step_ended = now
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
@@ -276,7 +289,7 @@ class EngineCore:
                 self.requests.fail_job(job, result.errors[job.job_id])
             elif job.job_id in result.tokens:
                 tokens = (result.tokens[job.job_id], *result.further.get(job.job_id, ()))
-                if job.drafts is not None:
+                if job.drafts is not None and sequence.num_drafts:
                     job.drafts.count(sequence.num_drafts, len(tokens) - 1)
                 self._take_tokens_of(job, tokens, result.scores.get(job.job_id), now)
             else:
@@ -326,10 +339,6 @@ class EngineCore:
         self._costs.count(step.plan.sequences, num_prompt_tokens + step.num_drafts, elapsed_s)
         self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.stepped(step, elapsed_s)
-        if self._drafter is not None:
-            self._drafter.costs.stepped(
-                elapsed_s, len(step.jobs), step.num_drafts, num_prompt_tokens
-            )
 
     def _take_tokens_of(
         self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float
@@ -351,7 +360,7 @@ class EngineCore:
         if request.prompt_done_at is None:
             request.prompt_done_at = now
             if self._drafter is not None:
-                job.begin_drafts()
+                job.begin_drafts(self._drafter.acceptance)
         if generation.is_streamed and (chunk := generation.take_chunk()) is not None:
             self.requests.give(request, chunk)
         if generation.finish_reason is not None:

@@ -20,6 +20,7 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.drafts.finder import DraftFinder
 from parrot.engine.drafts.output_drafts import OutputDrafts
+from parrot.engine.drafts.pace import Acceptance
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (
     NO_PARENT,
@@ -365,8 +366,9 @@ class Job:
             drafts,
         )
 
-    def begin_drafts(self) -> None:
-        """Its output may be drafted from now on, unless its request says otherwise."""
+    def begin_drafts(self, shared: Acceptance) -> None:
+        """Its output may be drafted from now on, unless its request says otherwise. `shared`: of
+        all of this engine."""
         sources, generation = self.request.wanted.drafts, self.generation
         if generation is None or generation.logprobs is not None:
             return
@@ -378,4 +380,5 @@ class Job:
             generation.output_ids,
             generation.max_tokens,
             generation.constraint,
+            Acceptance(shared),
         )

@@ -1,12 +1,12 @@
 """Which outputs of a step get drafts, and how long they are."""
 
-import time
 from collections.abc import Sequence
 
 from parrot.engine.config import SchedulerConfig
 from parrot.engine.drafts.output_drafts import OutputDrafts
-from parrot.engine.drafts.pace import DraftCosts, share_out
+from parrot.engine.drafts.pace import Acceptance, DraftCosts, share_out
 from parrot.protocol.engine_api import StepCosts
+from parrot.utils.clock import Clock
 
 _FIRST_TURNAROUND_S = 0.3e-3
 _LOOK_SHARE = 0.25  # of a step's time
@@ -16,12 +16,15 @@ class Drafter:
     """Decides by what steps take: without drafts, for each token of a draft, and more where they
     have to wait for the tokens of the step before.
 
-    max_draft  tokens of one output's draft
-    sizes      see `DraftCosts`"""
+    max_draft   tokens of one output's draft
+    sizes       see `DraftCosts`
+    acceptance  of all outputs, with which each begins"""
 
-    def __init__(self, max_draft: int, sizes: Sequence[int]) -> None:
+    def __init__(self, max_draft: int, sizes: Sequence[int], clock: Clock) -> None:
         usual = StepCosts()
+        self._clock = clock
         self._max_draft = max_draft
+        self.acceptance = Acceptance()
         self._next_look = 0
         self.costs = DraftCosts(sizes, usual.step_s, _FIRST_TURNAROUND_S)
         self.costs.token_s = usual.prefill_s
@@ -31,11 +34,11 @@ class Drafter:
         the others first."""
         if not outputs or len(outputs) >= self.costs.sizes[-1]:
             return
-        deadline = time.perf_counter() + _LOOK_SHARE * self.costs.plain_s
+        deadline = self._clock.now() + _LOOK_SHARE * self.costs.plain_s
         first = self._next_look % len(outputs)
         for index in (*range(first, len(outputs)), *range(first)):
             outputs[index].look(self._max_draft + 1)
-            if time.perf_counter() > deadline:
+            if self._clock.now() > deadline:
                 self._next_look = index + 1
                 return
 
@@ -43,15 +46,16 @@ class Drafter:
         self, outputs: Sequence[OutputDrafts], num_sequences: int, *, num_pending: int = 0
     ) -> list[int]:
         """The tokens to draft of each output; all 0 if that does not pay. `num_pending`: tokens on
-        their way for each of them."""
+        their way for each of them, in a step behind which another could be launched ahead."""
         candidates = [output.candidate(num_pending) for output in outputs]
         if not any(c.length for c in candidates):
             return [0] * len(candidates)
-        return share_out(candidates, num_sequences, self.costs)
+        # The host is waited for behind this step, and before it, if that could be spared.
+        return share_out(candidates, num_sequences, self.costs, 1 + num_pending)
 
 
-def make_drafter(limits: SchedulerConfig, sizes: Sequence[int]) -> Drafter | None:
+def make_drafter(limits: SchedulerConfig, sizes: Sequence[int], clock: Clock) -> Drafter | None:
     """None if there are to be no drafts. `sizes`: those of the runner."""
     within = [size for size in sizes if size <= limits.max_batch_size]
     wanted = within and limits.max_draft_tokens > 0
-    return Drafter(limits.max_draft_tokens, within) if wanted else None
+    return Drafter(limits.max_draft_tokens, within, clock) if wanted else None

@@ -3,10 +3,12 @@
 The newest tokens are looked for in these texts. Once they are found, a cursor follows as long as
 the output repeats the text, which costs next to nothing; when it does not, it is looked for again,
 first just behind where the cursor was: edited text goes on there. Looking is a few passes of numpy
-over the text, some 20 us for 2,000 tokens and 0.1 ms for 94,000, so nothing is indexed."""
+over the text, some 20 us for 2,000 tokens and 0.1 ms for 94,000, so nothing is indexed; where the
+text is new, only some of its places are looked for."""
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,17 @@ _MIN_MATCH = 3
 _MAX_MATCH = 8
 _NEAR = 48  # tokens behind a lost cursor where fewer tokens are a match
 _MIN_NEAR_MATCH = 2
+_PATIENCE = 16  # places that are looked for in vain; then every `_STRIDE`-th is
+_STRIDE = 4
+
+
+class Followed(NamedTuple):
+    """`num_right` tokens came as the text has them behind a match of `length` tokens; then one that
+    did not, if `is_lost`."""
+
+    length: int
+    num_right: int
+    is_lost: bool
 
 
 class DraftFinder:
@@ -30,21 +43,29 @@ class DraftFinder:
         self._in_context = in_context
         self._num_seen = 0  # tokens of the context that are followed
         self._cursor: int | None = None  # in the texts, then the context: what may come next
+        self.match_length = 0  # tokens before the cursor that are the newest ones, as far as known
         self._lost_at: int | None = None
         self._num_since_lost = 0
+        self._num_in_vain = 0
 
-    def follow(self, context_ids: "array[int]") -> None:
-        """Take in what the context has grown by since the last time."""
+    def follow(self, context_ids: "array[int]") -> Followed | None:
+        """Take in what the context has grown by since the last time. None if there was no text that
+        it might have repeated."""
         num_seen, self._num_seen = self._num_seen, len(context_ids)
-        for place in range(num_seen, len(context_ids)):
-            if (cursor := self._cursor) is None:
-                break
-            if self._token_at(cursor, context_ids) == context_ids[place]:
-                self._cursor = cursor + 1
-            else:
-                self._lost_at, self._num_since_lost, self._cursor = cursor, 0, None
-        if self._cursor is None and len(context_ids) > num_seen:
+        if num_seen == len(context_ids):
+            return None
+        if (cursor := self._cursor) is None:
             self._look(context_ids)
+            return None
+        length, num_right = self.match_length, 0
+        for token in context_ids[num_seen:]:
+            if self._token_at(cursor + num_right, context_ids) != token:
+                self._lost_at, self._num_since_lost, self._cursor = cursor + num_right, 0, None
+                self._look(context_ids)
+                return Followed(length, num_right, True)
+            num_right += 1
+        self._cursor, self.match_length = cursor + num_right, length + num_right
+        return Followed(length, num_right, False)
 
     def ahead(self, context_ids: "array[int]", limit: int) -> list[int]:
         """At most `limit` tokens that may come next, if `follow` has seen all of the context."""
@@ -64,8 +85,11 @@ class DraftFinder:
         return int(self._texts[cursor]) if place < 0 else context_ids[place]
 
     def _look(self, context_ids: "array[int]") -> None:
-        newest = context_ids[-_MAX_MATCH:].tolist()
         near = self._lost_at
+        self._num_in_vain += 1
+        if near is None and self._num_in_vain > _PATIENCE and self._num_in_vain % _STRIDE:
+            return
+        newest = context_ids[-_MAX_MATCH:].tolist()
         if near is not None:
             self._num_since_lost += 1
             if self._num_since_lost > _NEAR:
@@ -81,8 +105,8 @@ class DraftFinder:
                 found = _Match(own.place + shift, own.length)
         is_near = near is not None and near <= found.place < near + _NEAR
         if found.length >= (_MIN_NEAR_MATCH if is_near else _MIN_MATCH):
-            self._cursor = found.place
-            self._lost_at = None
+            self._cursor, self.match_length = found.place, found.length
+            self._lost_at, self._num_in_vain = None, 0
 
 
 class _Match:

@@ -21,23 +21,26 @@ class OutputDrafts:
         output_ids: Sequence[int],
         max_output: int,
         constraint: Constraint | None,
+        acceptance: Acceptance,
     ) -> None:
         self._finder = finder
         self._context_ids = context_ids
         self._output_ids = output_ids
         self._max_output = max_output
         self._constraint = constraint
-        self._acceptance = Acceptance()
+        self._acceptance = acceptance
         self._ahead: list[int] = []
+        self._place = -1  # in the output, behind which they are
         self._is_forced = False
         self.num_drafted = 0
         self.num_accepted = 0
 
     def look(self, limit: int) -> None:
         """Look for at most `limit` tokens behind the newest one."""
-        place = len(self._output_ids)
+        place = self._place = len(self._output_ids)
         limit = min(limit, self._max_output - place - 1)
-        self._finder.follow(self._context_ids)
+        if (followed := self._finder.follow(self._context_ids)) is not None:
+            self._acceptance.count(*followed)
         forced = [] if self._constraint is None else self._constraint.forced(place)
         self._is_forced = bool(forced)
         self._ahead = forced[:limit] if forced else self._finder.ahead(self._context_ids, limit)
@@ -45,9 +48,14 @@ class OutputDrafts:
             self._ahead = self._ahead[: self._constraint.num_valid(place, self._ahead)]
 
     def candidate(self, num_pending: int = 0) -> Candidate:
-        """What was found, if the first `num_pending` of its tokens are not to be drafted, but known
-        by then."""
-        rate = _FORCED_RATE if self._is_forced else self._acceptance.rate
+        """What was found behind the newest token, if the first `num_pending` of its tokens are not
+        to be drafted, but known by then."""
+        if self._place != len(self._output_ids):
+            return Candidate(0, 0.0)
+        if self._is_forced:
+            rate = _FORCED_RATE
+        else:
+            rate = self._acceptance.rate(self._finder.match_length + num_pending)
         return Candidate(max(0, len(self._ahead) - num_pending), rate)
 
     def take(self, length: int) -> tuple[int, ...]:
@@ -55,11 +63,6 @@ class OutputDrafts:
         return tuple(self._ahead[:length])
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """A step has come out, with this draft or without one."""
-        if not num_drafted:
-            self._acceptance.skip(1)
-            return
+        """A step has come out with this draft."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        if not self._is_forced:
-            self._acceptance.count(num_drafted, num_accepted)

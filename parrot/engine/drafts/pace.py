@@ -2,39 +2,55 @@
 step costs with them."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-_MEMORY = 0.97  # of a token or a rejection, for each that comes after it
-_FIRST_HITS, _FIRST_MISSES = 1.0, 1.0
-_FORGETTING = 0.996  # of misses, for each token that is generated without a draft
-_MIN_GAIN = 1.03  # what it must bring at least: its costs are estimates
+_LENGTHS = (8, 16)  # tokens of matches; from each on they are told apart
+_FIRST_RATES = (0.5, 0.7, 0.97)
+_FIRST_WEIGHT = 4.0  # tokens that what a sequence begins with counts as
+_MEMORY, _SHARED_MEMORY = 0.97, 0.998  # of a token, for each that comes after it
+_MIN_GAIN = 1.1  # what it must bring at least: its costs are estimates
 _SMOOTHING = 0.1
-_SLOW_SMOOTHING = 0.02
+_FIRST_ADDED = 0.1  # of a step without drafts, at least, until it is measured
+_COST_MEMORY = 2000  # steps after which half of what was measured is forgotten
 
 
 class Acceptance:
-    """How likely the next token of a sequence's drafts is right. Misses are forgotten in time, so
-    that a sequence whose drafts did not pay tries again, ever more seldom if they still do not."""
+    """How likely the next token of a text that was found is right, by the length of the match
+    before it. All tokens that come tell, drafted or not, so that trying costs nothing.
 
-    def __init__(self) -> None:
-        self._hits = _FIRST_HITS
-        self._misses = _FIRST_MISSES
+    A sequence begins with what all of an engine have come to, its `shared` one, and tells it what
+    it learns."""
 
-    @property
-    def rate(self) -> float:
-        return self._hits / (self._hits + self._misses)
+    def __init__(self, shared: "Acceptance | None" = None) -> None:
+        self._shared = shared
+        self._memory = _SHARED_MEMORY if shared is None else _MEMORY
+        rates = _FIRST_RATES if shared is None else [shared.rate(n) for n in (0, *_LENGTHS)]
+        self._hits = [_FIRST_WEIGHT * rate for rate in rates]
+        self._misses = [_FIRST_WEIGHT * (1 - rate) for rate in rates]
 
-    def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Take in what became of a draft."""
-        fade = _MEMORY ** (num_accepted + 1)
-        self._hits = fade * self._hits + num_accepted
-        self._misses = fade * self._misses + (num_accepted < num_drafted)
+    def rate(self, length: int) -> float:
+        """`length`: of the match, in tokens."""
+        kind = bisect_right(_LENGTHS, length)
+        return self._hits[kind] / (self._hits[kind] + self._misses[kind])
 
-    def skip(self, num_tokens: int) -> None:
-        """These were generated without a draft."""
-        self._misses = max(_FIRST_MISSES, self._misses * _FORGETTING**num_tokens)
+    def count(self, length: int, num_right: int, is_lost: bool) -> None:
+        """Take in what came behind a match."""
+        end = length + num_right
+        for kind, (first, last) in enumerate(pairwise((0, *_LENGTHS, end + 1))):
+            if (num := min(end, last) - max(length, first)) > 0:
+                self._count(kind, num, 0)
+        if is_lost:
+            self._count(bisect_right(_LENGTHS, end), 0, 1)
+        if self._shared is not None:
+            self._shared.count(length, num_right, is_lost)
+
+    def _count(self, kind: int, num_right: int, num_wrong: int) -> None:
+        fade = self._memory ** (num_right + num_wrong)
+        self._hits[kind] = fade * self._hits[kind] + num_right
+        self._misses[kind] = fade * self._misses[kind] + num_wrong
 
 
 class DraftCosts:
@@ -42,43 +58,61 @@ class DraftCosts:
 
     `sizes`: numbers of tokens, ascending; steps with drafts up to one of them cost about the same,
     and have no more than the last. What a size costs is measured once it has been used; before, a
-    draft's token counts as one of a prompt, `token_s`."""
+    draft's token counts as one of a prompt, `token_s`. `turnaround_s`: of the host, from the end of
+    a step to the launch of the next, while the device waits if that was not launched ahead."""
 
     def __init__(self, sizes: Sequence[int], plain_s: float, turnaround_s: float) -> None:
         self.sizes = sizes
         self.plain_s = plain_s
         self.turnaround_s = turnaround_s
         self.token_s = 0.0
-        self._added_s: dict[int, float] = {}
+        self._added_s: dict[int, tuple[float, int]] = {}  # and the number of the step
         self._num_plain = 0
+        self._num_steps = 0
+        self._num_turns = 0
 
     def added_s(self, num_tokens: int, num_drafts: int) -> float:
         """How much longer drafts make a step of `num_tokens`, with them."""
         size = self._size(num_tokens)
-        if (measured := self._added_s.get(size)) is not None:
-            return measured
-        smaller = [added_s for known, added_s in self._added_s.items() if known < size]
-        return max([num_drafts * self.token_s, *smaller])
+        guessed = max(num_drafts * self.token_s, _FIRST_ADDED * self.plain_s)
+        known = [self._fresh(known, guessed) for known in self._added_s if known < size]
+        if size in self._added_s:
+            return self._fresh(size, guessed)
+        return max([guessed, *known])
 
     def stepped(self, seconds: float, num_sequences: int, num_drafts: int, num_others: int) -> None:
-        """A step has run that computed `num_others` prompt tokens besides."""
-        if seconds <= 0:
+        """A step has run that computed `num_others` prompt tokens besides, and took the device so
+        long. Those with prompts tell nothing once others are known."""
+        self._num_steps += 1
+        if seconds <= 0 or (num_others and self._num_plain):
             return
-        num_tokens = num_sequences + num_drafts
-        added_s = self.added_s(num_tokens, num_drafts) if num_drafts else 0.0
-        plain_s = max(0.1 * seconds, seconds - added_s - num_others * self.token_s)
-        if num_drafts and not num_others:
+        if not num_drafts:
+            self._num_plain += not num_others
+            seconds = max(0.1 * seconds, seconds - num_others * self.token_s)
+            if self._num_plain > 1 / _SMOOTHING:
+                seconds = min(seconds, 2 * self.plain_s)  # the machine did something else
+            smoothing = max(_SMOOTHING, 1 / max(1, self._num_plain))
+            self.plain_s += smoothing * (seconds - self.plain_s)
+        elif not num_others:
+            num_tokens = num_sequences + num_drafts
+            expected = self.added_s(num_tokens, num_drafts)
+            size, is_known = self._size(num_tokens), self._size(num_tokens) in self._added_s
             found = max(0.0, seconds - self.plain_s)
-            known = self._added_s.setdefault(self._size(num_tokens), found)
-            self._added_s[self._size(num_tokens)] = known + _SMOOTHING * (found - known)
-        self._num_plain += not num_drafts
-        smoothing = max(_SMOOTHING, 1 / self._num_plain) if not num_drafts else _SLOW_SMOOTHING
-        self.plain_s += smoothing * (plain_s - self.plain_s)
+            found = min(found, self.plain_s + 2 * num_drafts * self.token_s)
+            smoothing = _SMOOTHING if is_known else 0.5
+            self._added_s[size] = (expected + smoothing * (found - expected), self._num_steps)
 
     def turned(self, seconds: float) -> None:
-        """It took so long from the end of a step to the launch of the next, which was not planned
-        ahead."""
-        self.turnaround_s += _SMOOTHING * (seconds - self.turnaround_s)
+        """It took the host so long from the end of a step to the launch of the next."""
+        self._num_turns += 1
+        smoothing = max(_SMOOTHING, 1 / self._num_turns)
+        self.turnaround_s += smoothing * (min(seconds, self.plain_s) - self.turnaround_s)
+
+    def _fresh(self, size: int, guessed: float) -> float:
+        """What was measured, as far as it is not forgotten."""
+        added_s, number = self._added_s[size]
+        weight = math.exp2((number - self._num_steps) / _COST_MEMORY)
+        return guessed + weight * (added_s - guessed)
 
     def _size(self, num_tokens: int) -> int:
         at = bisect_left(self.sizes, num_tokens)
@@ -92,9 +126,11 @@ class Candidate(NamedTuple):
     rate: float
 
 
-def share_out(candidates: Sequence[Candidate], num_sequences: int, costs: DraftCosts) -> list[int]:
+def share_out(
+    candidates: Sequence[Candidate], num_sequences: int, costs: DraftCosts, num_turns: int = 1
+) -> list[int]:
     """The tokens to verify of each draft, for the most tokens per second; all 0 if drafts do not
-    pay.
+    pay. The device waits for the host `num_turns` times that it otherwise would not.
 
     A token is worth its cost as long as it is accepted more often than the step makes tokens in the
     time that it takes. That is tried for each size of step."""
@@ -109,7 +145,9 @@ def share_out(candidates: Sequence[Candidate], num_sequences: int, costs: DraftC
         if not num_drafts:
             break
         gained = sum([_expected(c.rate, n) for c, n in zip(candidates, lengths, strict=True)])
-        added_s = costs.turnaround_s + costs.added_s(num_sequences + num_drafts, num_drafts)
+        added_s = num_turns * costs.turnaround_s + costs.added_s(
+            num_sequences + num_drafts, num_drafts
+        )
         rate = (num_sequences + gained) / (costs.plain_s + added_s)
         if rate > best:
             chosen, best = lengths, rate

@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.drafts.finder import DraftFinder
+from parrot.engine.drafts.finder import DraftFinder, Followed
 
 TOKENS = st.integers(0, 4)
 
@@ -48,6 +48,33 @@ def test_a_cursor_follows_and_finds_its_place_again_behind_an_edit():
     context.extend([6, *before[7:9]])  # one token was replaced
     finder.follow(context)
     assert finder.ahead(context, 3) == before[9:12]
+
+
+def test_what_came_as_found_and_what_did_not_is_told():
+    finder = DraftFinder([[*range(10, 60)]], in_context=False)
+    context = array("i", [10, 11, 12])
+    assert finder.follow(context) is None  # nothing was found before
+    context.extend([13, 14])
+    assert finder.follow(context) == Followed(3, 2, False)
+    assert finder.follow(context) is None
+    context.extend([15, 99, 98])
+    assert finder.follow(context) == Followed(5, 1, True)
+    assert finder.ahead(context, 1) == []
+
+
+def test_new_text_is_looked_for_more_and_more_seldom_but_found():
+    text = [*range(100, 160)]
+    finder = DraftFinder([text], in_context=False)
+    context = array("i", [1, 2])
+    for token in range(40):
+        context.append(token)
+        finder.follow(context)
+    num_late = 0
+    for token in text:
+        context.append(token)
+        finder.follow(context)
+        num_late += not finder.ahead(context, 1)
+    assert num_late <= 3 + 4
 
 
 def test_behind_an_edit_the_nearest_place_counts():

@@ -60,15 +60,69 @@ def test_lengths_are_within_their_limits(candidates, size):
     assert all(0 <= n <= c.length for n, c in zip(lengths, candidates, strict=True))
 
 
-def test_acceptance_follows_what_happens_and_recovers():
+def test_acceptance_follows_what_comes_drafted_or_not():
+    acceptance = Acceptance(Acceptance())
+    first = acceptance.rate(3)
+    for _ in range(20):
+        acceptance.count(3, 0, True)
+    assert acceptance.rate(3) < 0.1
+    for _ in range(20):
+        acceptance.count(3, 4, False)
+    assert acceptance.rate(3) > 0.9 > first
+
+
+def test_matches_of_different_lengths_are_told_apart():
     acceptance = Acceptance()
-    first = acceptance.rate
+    short, middle, long = (acceptance.rate(n) for n in (2, 8, 16))
+    assert short < middle < long
+    acceptance.count(6, 30, True)  # two behind a short one, eight, twenty and the miss
+    assert acceptance.rate(7) > short
+    assert acceptance.rate(15) > middle
+    assert acceptance.rate(90) < long
+    before = acceptance.rate(3)
+    acceptance.count(12, 2, True)
+    assert acceptance.rate(3) == before
+
+
+def test_a_sequence_begins_with_what_others_have_learnt():
+    shared = Acceptance()
+    for _ in range(30):
+        Acceptance(shared).count(3, 5, False)
+    assert Acceptance(shared).rate(3) == pytest.approx(shared.rate(3))
+    assert shared.rate(3) > 0.9
+    own = Acceptance(shared)
+    own.count(3, 0, True)
+    assert own.rate(3) < shared.rate(3) < 1
+
+
+def test_prompts_do_not_say_what_steps_take():
+    known = costs()
     for _ in range(20):
-        acceptance.count(8, 0)
-    assert acceptance.rate < 0.1
-    low = acceptance.rate
-    acceptance.skip(200)
-    assert low < acceptance.rate < first
+        known.stepped(5e-3, 4, 0, 0)
+        known.stepped(90e-3, 4, 0, 2000)
+        known.stepped(90e-3, 4, 8, 2000)
+    assert known.plain_s == pytest.approx(5e-3)
+    assert known.added_s(12, 8) < 1e-3
+
+
+def test_one_step_that_took_long_says_little():
+    known = costs()
     for _ in range(20):
-        acceptance.count(8, 8)
-    assert acceptance.rate > 0.95
+        known.stepped(4e-3, 1, 0, 0)
+    known.stepped(1.0, 1, 0, 0)
+    known.stepped(1.0, 1, 7, 0)
+    known.turned(1.0)
+    assert known.plain_s < 5e-3
+    assert known.added_s(8, 7) < 4e-3
+    assert known.turnaround_s < 5e-3
+    bad = known.added_s(8, 7)
+    for _ in range(20_000):
+        known.stepped(4e-3, 1, 0, 0)
+    assert known.added_s(8, 7) < 0.3 * bad
+
+
+def test_the_host_is_waited_for_before_and_behind():
+    candidates = [Candidate(1, 0.3)]
+    known = costs()
+    assert share_out(candidates, 1, known, 1) == [1]
+    assert share_out(candidates, 1, known, 4) == [0]

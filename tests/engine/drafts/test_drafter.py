@@ -1,0 +1,76 @@
+"""Which outputs are looked at, and which of what was found is drafted."""
+
+from array import array
+
+from parrot.engine.config import SchedulerConfig
+from parrot.engine.drafts.drafter import Drafter, make_drafter
+from parrot.engine.drafts.finder import DraftFinder
+from parrot.engine.drafts.output_drafts import OutputDrafts
+from parrot.engine.drafts.pace import Acceptance
+
+TEXT = [*range(10, 60)]
+
+
+class TickingClock:
+    """Each look at it takes a second: more than any step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError(seconds)
+
+
+class Output:
+    """An output that repeats the text from its `place` on."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.ids = array("i", TEXT[:4])
+        self.output: list[int] = [*TEXT[:4]]
+        finder = DraftFinder([TEXT], in_context=False)
+        acceptance = Acceptance(drafter.acceptance)
+        self.drafts = OutputDrafts(finder, self.ids, self.output, 40, None, acceptance)
+
+    def say(self) -> None:
+        token = TEXT[len(self.output)]
+        self.ids.append(token)
+        self.output.append(token)
+
+
+def test_what_was_found_before_the_newest_token_is_not_drafted():
+    """A host that has no time looks at one output a step."""
+    drafter = Drafter(8, (2, 4, 8, 16), TickingClock())
+    outputs = [Output(drafter) for _ in range(3)]
+    drafts = [output.drafts for output in outputs]
+    for number in range(9):
+        drafter.look(drafts)
+        found = [output.candidate().length for output in drafts]
+        assert found.index(max(found)) == number % 3
+        assert sorted(found)[:2] == [0, 0]
+        for output in outputs:
+            output.say()
+
+
+def test_outputs_tell_those_that_come_after_them():
+    drafter = Drafter(8, (2, 4, 8, 16), TickingClock())
+    first = Output(drafter)
+    before = drafter.acceptance.rate(3)
+    for _ in range(20):
+        drafter.look([first.drafts])
+        first.say()
+    assert drafter.acceptance.rate(3) > before
+    assert Output(drafter).drafts.candidate().length == 0  # it was not looked at
+    second = Output(drafter)
+    drafter.look([second.drafts])
+    assert second.drafts.candidate().rate > before
+
+
+def test_there_may_be_no_drafts():
+    clock = TickingClock()
+    assert make_drafter(SchedulerConfig(max_draft_tokens=0), (8,), clock) is None
+    assert make_drafter(SchedulerConfig(), (), clock) is None
+    assert make_drafter(SchedulerConfig(max_batch_size=4), (8,), clock) is None
