@@ -198,10 +198,10 @@ class RegistrationClient:
     async def engine_heartbeat(
         self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo
     ) -> HeartbeatResponse:
-        request = HeartbeatRequest(
+        body = HeartbeatRequest(
             engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info
-        )
-        answer = await self._http.request("POST", "/engine_heartbeat", body=request.model_dump())
+        ).model_dump(mode="json")
+        answer = await self._http.request("POST", "/engine_heartbeat", body=body)
         return HeartbeatResponse.model_validate(answer)
 
 

@@ -1,6 +1,5 @@
 """What the openai engine finds out about the server behind it, and what it makes of that."""
 
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -11,20 +10,24 @@ from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import (
-    FEATURES,
     Capabilities,
     EmbedRequest,
     FillPiece,
     GenerateRequest,
-    RuntimeInfo,
 )
 from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.serve_client import RegistrationClient
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
 from parrot.utils.config import ConfigError, parse_config
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI
 
 Start = Callable[..., Any]
+NOTHING = Capabilities()
 CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"%s} 1.0\n'
 METRICS = "# HELP x y\nvllm:num_requests_running 0.0\n" + CACHE
 
@@ -170,7 +173,15 @@ def test_a_feature_that_does_not_exist_is_refused() -> None:
         parse_config(OpenAIConfig, payload, "test")
 
 
-def test_capabilities_cross_the_wire() -> None:
-    record = Capabilities(server="x", features=FEATURES, kept_prompts=3)
-    wire = json.loads(RuntimeInfo(capabilities=record).model_dump_json())
-    assert RuntimeInfo.model_validate(wire).capabilities == record
+async def test_capabilities_cross_the_wire(start: Start) -> None:
+    """When the engine registers, and with each heartbeat."""
+    service = await start(FakeOpenAI(owned_by="vllm"))
+    core = ServeCore(CoreConfig())
+    async with serve_app(create_app(core)) as url, HttpClient(url) as http:
+        client = RegistrationClient(http)
+        info = service.engine_info()
+        engine_id = await client.register_engine(info.model_copy(update={"capabilities": NOTHING}))
+        assert core.fleet.views()[0].info.capabilities == NOTHING
+        await client.engine_heartbeat(engine_id, info.engine_name, service.runtime_info())
+        assert core.fleet.views()[0].info.capabilities == info.capabilities
+    await core.close()
