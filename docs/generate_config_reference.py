@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
 from parrot.engine.metrics import EngineMetrics
-from parrot.protocol import engine_api, graph_api, public, sampling
+from parrot.protocol import engine_api, graph_api, public, sampling, streams_api
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
 from parrot.serve.api.vendors.completions import CompletionRequest
@@ -34,7 +34,7 @@ DOCS = Path(__file__).parent
 FILLED_PAGES = ("rest.md", "engine_api.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
-    for module in (sampling, engine_api, public, graph_api)
+    for module in (sampling, engine_api, streams_api, public, graph_api)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 }

@@ -27,6 +27,7 @@ from benchmark.session import Session, Var, spaced
 from benchmark.simulated import core_config
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.protocol.chunk_channel import OnChunk
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
@@ -187,7 +188,9 @@ class InstantEngine(EngineClient):
     async def tokenizer(self) -> TokenizerResponse:
         return byte_tokenizer_response()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
         return self.answer
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from parrot.engine.channels import Channels
 from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended, log_ended, told
 from parrot.engine.metrics import EngineMetrics
@@ -20,8 +21,6 @@ from parrot.protocol.engine_api import (
     EmbedResponse,
     FillRequest,
     FillResponse,
-    FollowRequest,
-    FollowResponse,
     FreeContextRequest,
     FreeContextResponse,
     GenerateRequest,
@@ -34,6 +33,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
 from parrot.protocol.server import create_base_app, require_cluster_token
+from parrot.protocol.streams_api import ChannelRequest, FollowRequest, FollowResponse
 from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
@@ -47,9 +47,11 @@ def create_app(
     config: EngineConfig,
     incarnation: str = "",
     tracer: EngineTracer | None = None,
+    channels: Channels | None = None,
 ) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
-    config's, which ends with the app. Raises `ConfigError` if what that needs is missing."""
+    config's, which ends with the app; `channels`: who closes them ends their streams. Raises
+    `ConfigError` if what that needs is missing."""
     own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
 
     @asynccontextmanager
@@ -67,12 +69,13 @@ def create_app(
         lifespan=lifespan,
     )
     metrics = EngineMetrics(config.engine_name, config.model)
+    channels = channels or Channels()
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:
         listeners.append(exporting.ended)
     endpoints = [
-        *_verbs(service, reorder, listeners),
-        *_streams(service, reorder, listeners),
+        *_verbs(service, reorder, channels, listeners),
+        *_streams(service, reorder, channels, listeners),
         *_readings(service),
         *_facts(service, incarnation, metrics),
     ]
@@ -86,6 +89,7 @@ def create_app(
 def _verbs(
     service: EngineService,
     reorder: ReorderBuffer,
+    channels: Channels,
     listeners: Sequence[Callable[[Ended], None]],
 ) -> list[Endpoint]:
     """A client that disconnects aborts its request. `listeners` are told of those that generate."""
@@ -98,7 +102,7 @@ def _verbs(
         with told(request, listeners) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
-            response = await service.generate(request)
+            response = await service.generate(request, channels.sink(request))
             answered(response)
             return response
 
@@ -119,6 +123,7 @@ def _verbs(
 def _streams(
     service: EngineService,
     reorder: ReorderBuffer,
+    channels: Channels,
     listeners: Sequence[Callable[[Ended], None]],
 ) -> list[Endpoint]:
     async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
@@ -141,9 +146,13 @@ def _streams(
                 yield "chunk", chunk
         yield "done", FollowResponse()
 
+    def channel(request: ChannelRequest) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        return channels.follow(request.channel)
+
     verbs: list[tuple[str, Callable[..., Any], str]] = [
         ("/generate_stream", generate_stream, "Add to contexts, and generate in pieces"),
         ("/follow", follow, "The pieces of a running generation"),
+        ("/channel", channel, "The pieces of all generations that name it"),
     ]
     return [
         Endpoint("POST", path, verb, about, errors=_ERRORS, media_type="text/event-stream")

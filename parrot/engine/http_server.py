@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from parrot.engine.app import create_app
+from parrot.engine.channels import Channels
 from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
@@ -42,8 +43,14 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     config = config.model_copy(update={"cluster_token": token})
     service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
     incarnation = new_token()
-    app = create_app(service, reorder, config, incarnation)
-    server = AppServer(app, config.host, config.port, service.close, config.connections)
+    channels = Channels()
+    app = create_app(service, reorder, config, incarnation, channels=channels)
+
+    async def end_requests() -> None:
+        await service.close()
+        channels.close()
+
+    server = AppServer(app, config.host, config.port, end_requests, config.connections)
     engine = asyncio.create_task(
         run_engine(config, service, reorder, incarnation, with_core=with_core)
     )

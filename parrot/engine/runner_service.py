@@ -4,7 +4,6 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.driver import Driver, ask, settle
@@ -12,7 +11,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
-from parrot.engine.service import ServiceState
+from parrot.engine.service import OnChunk, ServiceState
 from parrot.protocol.engine_api import (
     FEATURES,
     Capabilities,
@@ -136,9 +135,11 @@ class RunnerService:
         self._require_ready()
         await self._constraint(request)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        wanted = await self._generation(request, stream=False)
-        response = await self._answer(wanted)
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        wanted = await self._generation(request, stream=on_chunk is not None)
+        response = await self._answer(wanted, on_chunk)
         assert isinstance(response, GenerateResponse), response
         return response
 
@@ -208,10 +209,16 @@ class RunnerService:
             cache_salt=request.cache_salt,
         )
 
-    async def _answer(self, wanted: EngineRequest) -> Response:
+    async def _answer(self, wanted: EngineRequest, on_chunk: OnChunk | None = None) -> Response:
         """Submit a request and wait for its end; abort it if this is cancelled."""
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        sink = partial(settle, answer)
+
+        def sink(outcome: Outcome) -> None:
+            if on_chunk is not None and isinstance(outcome, StreamChunk):
+                on_chunk(outcome)
+            else:
+                settle(answer, outcome)
+
         self._driver.post(lambda core: core.requests.submit(wanted, sink))
         try:
             return await answer

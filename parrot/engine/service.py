@@ -1,6 +1,6 @@
 """The interface between the engine's HTTP server and an engine of any type."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -26,6 +26,9 @@ class ServiceState(StrEnum):
     LOST = "lost"  # no request can ever be served again: the process should end
 
 
+OnChunk = Callable[[StreamChunk], None]
+
+
 class EngineService(Protocol):
     """Used from one event loop. Every refusal or failure of a request is a `ParrotError`.
 
@@ -45,7 +48,11 @@ class EngineService(Protocol):
 
     async def fill(self, request: FillRequest) -> FillResponse: ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        """`on_chunk` is given the pieces of the output as they are generated, on the event loop."""
+        ...
 
     def generate_stream(
         self, request: GenerateRequest

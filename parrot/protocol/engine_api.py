@@ -117,6 +117,9 @@ class GenerateRequest(JobRequest):
     drafts: DraftSources | None = Field(
         None, description="where the engine may look for what comes next; null: in the context"
     )
+    channel: str = Field(
+        "", max_length=64, description="where /generate sends what it has, if that is open"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -209,17 +212,6 @@ class StreamChunk(InternalPayload):
     ids: list[int]
     text: str
     logprobs: WireLogprobs | None = Field(None, description="of `ids`, if they were asked for")
-
-
-class FollowRequest(InternalPayload):
-    """Ask for the output that a /generate makes on this context, from its first token on. It is
-    waited for if it has not begun."""
-
-    context_id: ContextId
-
-
-class FollowResponse(InternalPayload):
-    """The output has ended; the answer of /generate says how."""
 
 
 class FreeContextRequest(InternalPayload):

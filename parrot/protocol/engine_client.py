@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from parrot.protocol.chunk_channel import ChunkChannel, OnChunk
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -19,6 +20,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.errors import Unavailable
 from parrot.protocol.transport import Transport, until_done
 
 
@@ -28,8 +30,10 @@ class EngineClient:
 
     def __init__(self, http: Transport) -> None:
         self._http = http
+        self._channel = ChunkChannel(http)
 
     async def close(self) -> None:
+        await self._channel.close()
         await self._http.close()
 
     async def fill(self, request: FillRequest) -> FillResponse:
@@ -37,12 +41,32 @@ class EngineClient:
             await self._http.request("POST", "/fill", body=dict(request), timeout_s=None)
         )
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        return GenerateResponse.model_validate(
-            await self._http.request(
-                "POST", "/generate", body=_generate_body(request), timeout_s=None
-            )
-        )
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        """`on_chunk` is given the pieces of the output as they come, as long as the engine's
+        channel is there; none may be missing but the last ones."""
+        if on_chunk is None:
+            return await self._generate(_generate_body(request))
+        channel = await self._channel.open()
+        if channel is None:
+            return await self._generate_in_pieces(request, on_chunk)
+        with self._channel.sending(request.context_id, on_chunk):
+            return await self._generate(_generate_body(request) | {"channel": channel})
+
+    async def _generate(self, body: dict[str, Any]) -> GenerateResponse:
+        answer = await self._http.request("POST", "/generate", body=body, timeout_s=None)
+        return GenerateResponse.model_validate(answer)
+
+    async def _generate_in_pieces(
+        self, request: GenerateRequest, on_chunk: OnChunk
+    ) -> GenerateResponse:
+        async with aclosing(self.generate_stream(request)) as events:
+            async for event in events:
+                if isinstance(event, GenerateResponse):
+                    return event
+                on_chunk(event)
+        raise Unavailable("the stream ended without a result")
 
     async def generate_stream(
         self, request: GenerateRequest

@@ -2,19 +2,21 @@
 
 import asyncio
 import io
+import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import create_app
+from parrot.engine.channels import Channels
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig, SimConfig
 from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
@@ -33,6 +35,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
+    Conflict,
     EngineFailed,
     InvalidRequest,
     ModelNumerics,
@@ -43,6 +46,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
+from parrot.protocol.transport import until_done
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from tests.support.app_server import serve_app
@@ -141,6 +145,70 @@ async def test_who_follows_learns_that_the_generation_was_given_up():
         whole.cancel()
         await collect(follower)  # it ends
         await until(lambda: service.runtime_info().num_total_jobs == 0)
+
+
+async def test_outputs_come_on_a_channel():
+    async with sim(SLOW) as (client, _, service):
+        found = {i: [] for i in range(1, 9)}
+        wanted = [request(i, length=20, sampling={"logprobs": i % 2 or None}) for i in found]
+        answers = await asyncio.gather(
+            *(client.generate(w, found[w.context_id].append) for w in wanted)
+        )
+        await until(lambda: all(sum(len(c.ids) for c in chunks) == 20 for chunks in found.values()))
+        for chunks, answer in zip(found.values(), answers, strict=True):
+            assert "".join(chunk.text for chunk in chunks) == answer.generated_text
+            assert [i for chunk in chunks for i in chunk.ids] == answer.generated_ids
+            assert len(chunks) > 10
+            has_logprobs = {chunk.logprobs is not None for chunk in chunks}
+            assert has_logprobs == {answer.logprobs is not None}
+        cancelled = asyncio.create_task(client.generate(request(20, length=2000), found[1].append))
+        await until(lambda: service.runtime_info().num_total_jobs == 1)
+        cancelled.cancel()
+        await until(lambda: service.runtime_info().num_total_jobs == 0)
+        with pytest.raises(PromptTooLong):
+            await client.generate(request(21, "x" * 40_000), found[1].append)
+        await client.close()
+
+
+async def test_a_channel_is_opened_once_and_an_unknown_one_gets_nothing():
+    async with sim() as (client, http, _):
+        body = {"channel": "a"}
+        async with aclosing(http.stream("POST", "/channel", body=body)) as events:
+            assert await anext(events) == ("open", b" {}")
+            with pytest.raises(Conflict):
+                await collect(until_done(http.stream("POST", "/channel", body=body)))
+            answer = await client.generate(request(1, channel="b"))
+            await client.generate(request(2, channel="a"))
+            name, data = await anext(events)
+            assert name == "chunks"
+            assert {c["context_id"] for c in json.loads(data)["chunks"]} == {2}
+        assert len(answer.generated_ids) == 5
+        await until_closed(http, body)
+
+
+async def until_closed(http, body):
+    """The server has noticed that the client of a channel has gone."""
+    async with asyncio.timeout(10):
+        while True:
+            with suppress(Conflict):
+                async with aclosing(
+                    until_done(http.stream("POST", "/channel", body=body))
+                ) as found:
+                    assert (await anext(found))[0] == "open"
+                    return
+
+
+async def test_closed_channels_end():
+    channels, config = Channels(), SimConfig(instance=ZERO)
+    service = SimService(config)
+    app = create_app(service, ReorderBuffer(MonotonicClock()), config, channels=channels)
+    await service.start()
+    async with serve_app(app) as url, HttpClient(url) as http:
+        events = http.stream("POST", "/channel", body={"channel": "a"})
+        assert (await anext(events))[0] == "open"
+        channels.close()
+        assert [name for name, _ in await collect(events)] == ["done"]
+    await service.close()
 
 
 async def test_log_probabilities_travel_as_they_are():
@@ -254,7 +322,7 @@ async def test_the_openapi_page_documents_every_route():
         paths = (await http.request("GET", "/openapi.json"))["paths"]
     assert {path for path in paths if "post" in paths[path]} == {
         *("/fill", "/generate", "/generate_stream", "/follow", "/embed", "/score", "/free_context"),
-        "/ping",
+        *("/ping", "/channel"),
     }
     assert {path for path in paths if "get" in paths[path]} == {
         *("/tokenizer", "/health", "/ready", "/metrics")

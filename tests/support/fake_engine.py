@@ -5,12 +5,14 @@ import asyncio
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from struct import pack
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from parrot.protocol.chunk_channel import OnChunk
 from parrot.protocol.engine_api import (
     NO_PARENT,
     Capabilities,
@@ -158,10 +160,15 @@ class FakeEngine(EngineClient):
             self.aborted.set()
             raise
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        async for event in self.generate_stream(request):
-            if isinstance(event, GenerateResponse):
-                return event
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        async with aclosing(self.generate_stream(request)) as events:
+            async for event in events:
+                if isinstance(event, GenerateResponse):
+                    return event
+                if on_chunk is not None:
+                    on_chunk(event)
         raise AssertionError("no result")
 
     async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:

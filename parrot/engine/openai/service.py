@@ -24,7 +24,7 @@ from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import Question, WireUsage
-from parrot.engine.service import ServiceState
+from parrot.engine.service import OnChunk, ServiceState
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -101,8 +101,17 @@ class OpenAIService:
         ).result()
         return FillResponse(filled_len=len(request.text or ""))
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        return await self._launch_generate(request, stream=False).result()
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        if on_chunk is None:
+            return await self._launch_generate(request, stream=False).result()
+        async with aclosing(self.generate_stream(request)) as events:
+            async for event in events:
+                if isinstance(event, GenerateResponse):
+                    return event
+                on_chunk(event)
+        raise AssertionError("a stream ended without its result")
 
     async def generate_stream(
         self, request: GenerateRequest

@@ -133,12 +133,12 @@ class Exchange:
         self, run: Run, attempt: Attempt, request: GenerateRequest
     ) -> GenerateResponse:
         _begin_stream(run, attempt)
-        async with aclosing(attempt.engine.client.generate_stream(request)) as events:
-            async for event in events:
-                if not isinstance(event, StreamChunk):
-                    return event
-                _take(run, attempt, event)
-        raise EngineFailed("the engine's stream ended without a result")
+
+        def take(chunk: StreamChunk) -> None:
+            if run.attempt is attempt:  # else it is being stopped
+                _take(run, attempt, chunk)
+
+        return await attempt.engine.client.generate(request, take)
 
 
 async def _follow(run: Run, attempt: Attempt) -> None:

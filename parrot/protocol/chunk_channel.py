@@ -1,0 +1,85 @@
+"""A channel of an engine: one stream on which the pieces of all outputs come."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
+
+from parrot.protocol.engine_api import StreamChunk
+from parrot.protocol.errors import NotFound, ParrotError
+from parrot.protocol.streams_api import ChannelChunks, ContextChunk
+from parrot.protocol.transport import Transport, until_done
+from parrot.utils.ids import new_token
+from parrot.utils.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+OnChunk = Callable[[StreamChunk], None]
+
+
+class ChunkChannel:
+    """It is opened when it is first needed, and anew after it broke: outputs of that time give no
+    more pieces."""
+
+    def __init__(self, http: Transport) -> None:
+        self._http = http
+        self._tasks = TaskSet()
+        self._opened: asyncio.Future[str | None] | None = None  # until it breaks
+        self._sinks: dict[int, OnChunk] = {}
+
+    async def open(self) -> str | None:
+        """Its name; None if the engine has no channels. Raises what opening it raises."""
+        if self._opened is None:
+            self._opened = asyncio.get_running_loop().create_future()
+            self._tasks.spawn(self._run(self._opened), name="channel of an engine")
+        return await asyncio.shield(self._opened)
+
+    @contextmanager
+    def sending(self, context_id: int, on_chunk: OnChunk) -> Iterator[None]:
+        """In the block, pieces of the output on this context are given to `on_chunk`."""
+        self._sinks[context_id] = on_chunk
+        try:
+            yield
+        finally:
+            self._sinks.pop(context_id, None)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _run(self, opened: "asyncio.Future[str | None]") -> None:
+        try:
+            await self._read(opened)
+        except ParrotError as error:
+            if isinstance(error, NotFound) and not opened.done():
+                opened.set_result(None)
+                return  # and it is not asked for again
+            if opened.done():
+                logger.warning("a channel broke: %s", error.message)
+            else:
+                opened.set_exception(error)
+                opened.exception()  # for whoever waits, if anybody still does
+        finally:
+            opened.cancel()
+        self._opened = None
+        self._sinks.clear()
+
+    async def _read(self, opened: "asyncio.Future[str | None]") -> None:
+        name = new_token()
+        stream = self._http.stream("POST", "/channel", body={"channel": name})
+        async with aclosing(until_done(stream)) as events:
+            async for event, data in events:
+                if event == "open":
+                    opened.set_result(name)
+                elif event == "chunks":
+                    for chunk in ChannelChunks.model_validate_json(data).chunks:
+                        self._give(chunk)
+
+    def _give(self, chunk: ContextChunk) -> None:
+        on_chunk = self._sinks.get(chunk.context_id)
+        if on_chunk is None:  # its request has ended
+            return
+        try:
+            on_chunk(chunk)
+        except Exception:
+            logger.exception("a piece of an output could not be taken")
+            self._sinks.pop(chunk.context_id, None)
