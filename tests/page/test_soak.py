@@ -12,7 +12,7 @@ async def test_no_update_is_lost_while_connections_break_and_engines_drain() -> 
     if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     with Cluster(engines=[ENGINE] * 2) as cluster:
-        found = await run_soak(cluster, minutes=0.1)
+        found = await run_soak(cluster, minutes=0.05)
     assert found["rounds"] >= 2
     assert found["connections_cut"] > 0
     assert found["errors"] == []

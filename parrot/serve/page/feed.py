@@ -1,6 +1,7 @@
 """Keeping those who look up to date: a view is read once for all of its viewers."""
 
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from parrot.protocol.errors import QuotaExceeded
@@ -8,15 +9,15 @@ from parrot.serve.page.topic import Changes, ReadRows, Topic
 from parrot.utils.clock import Clock
 
 _INTERVAL_S = 0.1  # between two updates
-_LOAD = 0.01  # of the event loop's time, at most, for all topics together
-_MAX_SEND_S = 1e-3  # of a send; the rest is a wait for who reads slowly
+_LOAD = 0.01  # of the event loop's thread, at most, for all topics together
+_MAX_SEND_S = 1e-3  # of a send; beyond that it has waited, and others have run
 _MAX_VIEWERS = 256
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """`read_at`: when it was read last, and `due`: when it may be again. `spent_s`: what it and its
-    viewers took since."""
+    """`read_at`: when it was read last, and `due`: when it may be again. `spent_s`: the CPU time
+    that it and its viewers took since."""
 
     topic: Topic
     due: float
@@ -30,8 +31,11 @@ class Feed:
     or less often if that and sending it take long, so that a look at a large graph, or many who
     look, slow no program down. When its last viewer has gone the topic is forgotten."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, cpu_time: Callable[[], float] = time.thread_time) -> None:
+        """`cpu_time`: of the thread, since that is what programs lose; on a busy machine a reading
+        may last much longer."""
         self._clock = clock
+        self._cpu_time = cpu_time
         self._watched: dict[object, _Watched] = {}
         self._num_viewers = 0
 
@@ -53,9 +57,9 @@ class Feed:
         try:
             while True:
                 if (changes := self._next(watched, since)) is not None:
-                    since, sent_at = changes.version, self._clock.now()
+                    since, began = changes.version, self._cpu_time()
                     yield changes.event
-                    self._spent(watched, min(self._clock.now() - sent_at, _MAX_SEND_S))
+                    self._spent(watched, min(self._cpu_time() - began, _MAX_SEND_S))
                 await self._clock.sleep(max(0.0, watched.due - self._clock.now()))
         finally:
             self._num_viewers -= 1
@@ -65,12 +69,12 @@ class Feed:
 
     def _next(self, watched: _Watched, since: str | None) -> Changes | None:
         """What has changed, read anew if it is time to."""
-        began = self._clock.now()
-        if began >= watched.due:
+        now, began = self._clock.now(), self._cpu_time()
+        if now >= watched.due:
             watched.topic.update()
-            watched.read_at, watched.spent_s, watched.due = began, 0.0, began + _INTERVAL_S
+            watched.read_at, watched.spent_s, watched.due = now, 0.0, now + _INTERVAL_S
         changes = watched.topic.since(since)
-        self._spent(watched, self._clock.now() - began)
+        self._spent(watched, self._cpu_time() - began)
         return changes
 
     def _spent(self, watched: _Watched, seconds: float) -> None:

@@ -50,7 +50,7 @@ async def take(changes: AsyncGenerator[bytes], number: int) -> list[Any]:
 
 async def test_a_view_is_read_ten_times_a_second() -> None:
     clock = SteppedClock()
-    feed, view = Feed(clock), View(clock)
+    feed, view = Feed(clock, clock.now), View(clock)
     async with aclosing(feed.changes("v", view, None)) as changes:
         assert await take(changes, 4) == [{"row": {"n": n}} for n in (1, 2, 3, 4)]
     assert view.read_at == pytest.approx([0.0, 0.1, 0.2, 0.3])
@@ -60,7 +60,7 @@ async def test_a_view_is_read_ten_times_a_second() -> None:
 async def test_a_view_that_is_slow_to_read_is_read_less_often() -> None:
     clock = SteppedClock()
     view = View(clock, cost_s=0.05)
-    async with aclosing(Feed(clock).changes("v", view, None)) as changes:
+    async with aclosing(Feed(clock, clock.now).changes("v", view, None)) as changes:
         await take(changes, 3)
     assert view.read_at == pytest.approx([0.0, 5.0, 10.0])
 
@@ -70,7 +70,7 @@ async def test_what_sending_takes_counts_but_no_wait_for_who_reads_slowly(
 ) -> None:
     monkeypatch.setattr(feeds, "_MAX_SEND_S", 0.01)
     clock = SteppedClock()
-    feed, view = Feed(clock), View(clock)
+    feed, view = Feed(clock, clock.now), View(clock)
     async with aclosing(feed.changes("v", view, None)) as changes:
         for cost_s in (0.005, 60.0, 0.0):
             await anext(changes)
@@ -80,7 +80,7 @@ async def test_what_sending_takes_counts_but_no_wait_for_who_reads_slowly(
 
 async def test_topics_share_the_load() -> None:
     clock = SteppedClock()
-    feed, view = Feed(clock), View(clock, cost_s=0.005)
+    feed, view = Feed(clock, clock.now), View(clock, cost_s=0.005)
     async with (
         aclosing(feed.changes("v", view, None)) as one,
         aclosing(feed.changes("w", View(clock), None)) as two,
@@ -93,7 +93,7 @@ async def test_topics_share_the_load() -> None:
 
 async def test_viewers_share_the_readings() -> None:
     clock = SteppedClock()
-    feed, view = Feed(clock), View(clock)
+    feed, view = Feed(clock, clock.now), View(clock)
     async with aclosing(feed.changes("v", view, None)) as one:
         await take(one, 1)
         async with aclosing(feed.changes("v", view, None)) as two:
@@ -106,7 +106,7 @@ async def test_viewers_share_the_readings() -> None:
 
 async def test_whoever_comes_back_gets_what_was_missed() -> None:
     clock = SteppedClock()
-    feed, view = Feed(clock), View(clock)
+    feed, view = Feed(clock, clock.now), View(clock)
     async with aclosing(feed.changes("v", view, None)) as stays:
         first = parse(await anext(stays))
         await take(stays, 2)
@@ -118,7 +118,7 @@ async def test_whoever_comes_back_gets_what_was_missed() -> None:
 
 async def test_a_view_that_ends_ends_its_viewers_with_the_reason() -> None:
     clock = SteppedClock()
-    feed = Feed(clock)
+    feed = Feed(clock, clock.now)
 
     def read() -> dict[str, Any]:
         raise NotFound("the session has ended")
@@ -131,7 +131,7 @@ async def test_a_view_that_ends_ends_its_viewers_with_the_reason() -> None:
 async def test_viewers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "_MAX_VIEWERS", 1)
     clock = SteppedClock()
-    feed, view = Feed(clock), View(clock)
+    feed, view = Feed(clock, clock.now), View(clock)
     async with aclosing(feed.changes("v", view, None)) as changes:
         await take(changes, 1)
         with pytest.raises(QuotaExceeded, match="1 views"):
