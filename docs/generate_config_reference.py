@@ -19,8 +19,9 @@ from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
 from parrot.engine.metrics import EngineMetrics
-from parrot.protocol import engine_api, graph_api, public, sampling, streams_api
+from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.config import ConnectionLimits
+from parrot.protocol.streams import payloads as streams_api
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
 from parrot.serve.api.vendors.completions import CompletionRequest
 from parrot.serve.api.vendors.openai_chat import ChatRequest

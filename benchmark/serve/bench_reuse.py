@@ -27,7 +27,6 @@ from benchmark.session import Session, Var, spaced
 from benchmark.simulated import core_config
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
-from parrot.protocol.chunk_channel import OnChunk
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
@@ -40,6 +39,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
+from parrot.protocol.streams.channel import OnChunk
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

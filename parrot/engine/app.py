@@ -33,7 +33,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
 from parrot.protocol.gate.answer import error_response
 from parrot.protocol.server import create_base_app, require_cluster_token
-from parrot.protocol.streams_api import ChannelRequest, FollowRequest, FollowResponse
+from parrot.protocol.streams.payloads import ChannelRequest, FollowRequest, FollowResponse
 from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
@@ -47,11 +47,10 @@ def create_app(
     config: EngineConfig,
     incarnation: str = "",
     tracer: EngineTracer | None = None,
-    channels: Channels | None = None,
 ) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
-    config's, which ends with the app; `channels`: who closes them ends their streams. Raises
-    `ConfigError` if what that needs is missing."""
+    config's, which ends with the app. Its state has the `channels`, which whoever shuts it down
+    closes. Raises `ConfigError` if what that needs is missing."""
     own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
 
     @asynccontextmanager
@@ -69,7 +68,7 @@ def create_app(
         lifespan=lifespan,
     )
     metrics = EngineMetrics(config.engine_name, config.model)
-    channels = channels or Channels()
+    channels = app.state.channels = Channels()
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:
         listeners.append(exporting.ended)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from parrot.engine.app import create_app
-from parrot.engine.channels import Channels
 from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
@@ -43,12 +42,11 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     config = config.model_copy(update={"cluster_token": token})
     service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
     incarnation = new_token()
-    channels = Channels()
-    app = create_app(service, reorder, config, incarnation, channels=channels)
+    app = create_app(service, reorder, config, incarnation)
 
     async def end_requests() -> None:
         await service.close()
-        channels.close()
+        app.state.channels.close()
 
     server = AppServer(app, config.host, config.port, end_requests, config.connections)
     engine = asyncio.create_task(

@@ -4,7 +4,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from parrot.protocol.chunk_channel import ChunkChannel, OnChunk
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -21,6 +20,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import Unavailable
+from parrot.protocol.streams.channel import ChunkChannel, OnChunk
 from parrot.protocol.transport import Transport, until_done
 
 

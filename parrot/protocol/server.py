@@ -211,7 +211,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         finally:
             idle.cancel()
-            await tasks.close()
+            if tasks:
+                await tasks.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:

@@ -16,7 +16,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import create_app
-from parrot.engine.channels import Channels
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig, SimConfig
 from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
@@ -199,14 +198,14 @@ async def until_closed(http, body):
 
 
 async def test_closed_channels_end():
-    channels, config = Channels(), SimConfig(instance=ZERO)
+    config = SimConfig(instance=ZERO)
     service = SimService(config)
-    app = create_app(service, ReorderBuffer(MonotonicClock()), config, channels=channels)
+    app = create_app(service, ReorderBuffer(MonotonicClock()), config)
     await service.start()
     async with serve_app(app) as url, HttpClient(url) as http:
         events = http.stream("POST", "/channel", body={"channel": "a"})
         assert (await anext(events))[0] == "open"
-        channels.close()
+        app.state.channels.close()
         assert [name for name, _ in await collect(events)] == ["done"]
     await service.close()
 

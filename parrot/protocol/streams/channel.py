@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 
 from parrot.protocol.engine_api import StreamChunk
 from parrot.protocol.errors import NotFound, ParrotError
-from parrot.protocol.streams_api import ChannelChunks, ContextChunk
+from parrot.protocol.streams.payloads import ChannelChunks, ContextChunk
 from parrot.protocol.transport import Transport, until_done
 from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
