@@ -15,3 +15,7 @@ import torch  # isort: skip
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+    from tests.support import quick_interpreter
+
+    quick_interpreter.install()

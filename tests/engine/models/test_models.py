@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from parrot.engine.core.plan import PoolSpec
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import ARCHITECTURES, spec_from_config
@@ -124,17 +125,19 @@ def test_pooled_states_equal_those_of_transformers(
     states = {c.context_id: twin_states(twin, c.tokens) for c in contexts}
     while work := [(c, min(c.wanted, 20)) for c in contexts if c.wanted]:
         spans = {
-            c.context_id: (at := rng.randrange(count), rng.randint(at + 1, count))
+            c.context_id: PoolSpec(
+                c.context_id, at := rng.randrange(count), rng.randint(at + 1, count)
+            )
             for c, count in work
             if c is not contexts[0]
         }
         starts = {c.context_id: c.done for c, _ in work}
-        result = driver.step(work, pool=spans)
-        assert result.pooled.keys() == spans.keys()
-        for context_id, (first, stop) in spans.items():
+        result = driver.step(work, read=spans)
+        assert result.read.keys() == spans.keys()
+        for context_id, (_, first, stop) in spans.items():
             start = starts[context_id]
             rows = states[context_id][start + first : start + stop]
-            found = np.frombuffer(result.pooled[context_id].unit() or b"", dtype="<f4")
+            found = np.frombuffer(result.read[context_id].unit() or b"", dtype="<f4")
             want = torch.nn.functional.normalize(rows.sum(0), dim=0)
             torch.testing.assert_close(torch.tensor(found), want, rtol=1e-4, atol=1e-5)
 
