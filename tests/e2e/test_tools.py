@@ -1,6 +1,7 @@
 """Forced calls of tools by the embedded model, with a chat template of its family that shows tools:
 whatever so small a model would say, the calls are well-formed."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import aiohttp
 import jsonschema
 import pytest
+import pytest_asyncio
 
 from parrot.cluster import Cluster
 from tests.serve.prompts.test_transcript import HERMES
@@ -77,9 +79,48 @@ def chat(**fields: Any) -> dict[str, Any]:
     return given | {"parallel_tool_calls": False} | fields
 
 
-async def test_a_required_call_is_well_formed(cluster: Cluster) -> None:
-    answer = await post(cluster, "/v1/chat/completions", chat(tool_choice="required"))
-    (choice,) = answer["choices"]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+RESPONSE: dict[str, Any] = {
+    "input": ASKED,
+    "tools": [{"type": "function", **tool} for tool in (WEATHER, CLOCK)],
+    "tool_choice": "required",
+    "max_output_tokens": 100,
+    "parallel_tool_calls": False,
+    "temperature": 0,
+}
+MESSAGE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": ASKED}],
+    "tools": [
+        {"name": tool["name"], "input_schema": tool["parameters"], "strict": True}
+        for tool in (WEATHER, CLOCK)
+    ],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "max_tokens": 100,
+    "temperature": 0,
+}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "required": ("/v1/chat/completions", chat(tool_choice="required")),
+    **{
+        f"named {seed}": (
+            "/v1/chat/completions",
+            chat(tool_choice=NAMED, temperature=2, seed=seed),
+        )
+        for seed in range(2)
+    },
+    "response": ("/v1/responses", RESPONSE),
+    "message": ("/v1/messages", MESSAGE),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def answers(cluster: Cluster) -> dict[str, Any]:
+    """All requests at once: together they take few more steps than the longest."""
+    made = await asyncio.gather(*(post(cluster, path, body) for path, body in REQUESTS.values()))
+    return dict(zip(REQUESTS, made, strict=True))
+
+
+def test_a_required_call_is_well_formed(answers: dict[str, Any]) -> None:
+    (choice,) = answers["required"]["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert not choice["message"]["content"]
     (call,) = choice["message"]["tool_calls"]
@@ -87,21 +128,18 @@ async def test_a_required_call_is_well_formed(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_named_call_is_well_formed_however_it_is_sampled(
-    cluster: Cluster, seed: int
+def test_a_named_call_is_well_formed_however_it_is_sampled(
+    answers: dict[str, Any], seed: int
 ) -> None:
-    named = {"type": "function", "function": {"name": "get_time"}}
-    fields = {"tool_choice": named, "temperature": 2, "seed": seed}
-    answer = await post(cluster, "/v1/chat/completions", chat(**fields))
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    (call,) = answers[f"named {seed}"]["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "get_time"
     check("get_time", call["function"]["arguments"])
 
 
-async def test_a_streamed_call_is_the_same(cluster: Cluster) -> None:
-    body = chat(tool_choice="required")
-    whole = await post(cluster, "/v1/chat/completions", body)
-    events = await post(cluster, "/v1/chat/completions", body | {"stream": True})
+async def test_a_streamed_call_is_the_same(cluster: Cluster, answers: dict[str, Any]) -> None:
+    path, body = REQUESTS["required"]
+    whole = answers["required"]
+    events = await post(cluster, path, body | {"stream": True})
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     parts = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
@@ -110,9 +148,8 @@ async def test_a_streamed_call_is_the_same(cluster: Cluster) -> None:
     assert "".join(p.get("arguments") or "" for p in parts) == wanted["function"]["arguments"]
 
 
-async def test_the_result_of_a_call_is_read(cluster: Cluster) -> None:
-    first = await post(cluster, "/v1/chat/completions", chat(tool_choice="required"))
-    message = first["choices"][0]["message"]
+async def test_the_result_of_a_call_is_read(cluster: Cluster, answers: dict[str, Any]) -> None:
+    message = answers["required"]["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
     messages = [{"role": "user", "content": ASKED}, message, result]
     second = await post(cluster, "/v1/chat/completions", chat(messages=messages, max_tokens=8))
@@ -121,21 +158,10 @@ async def test_the_result_of_a_call_is_read(cluster: Cluster) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
 
 
-async def test_the_other_vendors_formats(cluster: Cluster) -> None:
-    tools: list[Any] = [{"type": "function", **tool} for tool in (WEATHER, CLOCK)]
-    body: dict[str, Any] = {"input": ASKED, "tools": tools, "tool_choice": "required"}
-    given = {"max_output_tokens": 100, "parallel_tool_calls": False, "temperature": 0}
-    response = await post(cluster, "/v1/responses", body | given)
-    (item,) = response["output"]
+def test_the_other_vendors_formats(answers: dict[str, Any]) -> None:
+    (item,) = answers["response"]["output"]
     check(item["name"], item["arguments"])
-    tools = [
-        {"name": tool["name"], "input_schema": tool["parameters"], "strict": True}
-        for tool in (WEATHER, CLOCK)
-    ]
-    choice = {"type": "any", "disable_parallel_tool_use": True}
-    body = {"messages": [{"role": "user", "content": ASKED}], "tools": tools}
-    given = {"max_tokens": 100, "tool_choice": choice, "temperature": 0}
-    answer = await post(cluster, "/v1/messages", body | given)
+    answer = answers["message"]
     assert answer["stop_reason"] == "tool_use"
     (block,) = answer["content"]
     check(block["name"], block["input"])

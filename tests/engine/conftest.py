@@ -8,6 +8,9 @@ tests/gpu runs the same cases."""
 
 import importlib.util
 import os
+import sys
+
+import pytest
 
 import parrot.engine  # noqa: F401
 
@@ -16,6 +19,11 @@ import torch  # isort: skip
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-    from tests.support import quick_interpreter
 
-    quick_interpreter.install()
+@pytest.fixture(scope="session", autouse=True)
+def quick_kernels() -> None:
+    """Tests of kernels have imported them by now, and Triton with them."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support import quick_interpreter
+
+        quick_interpreter.install()

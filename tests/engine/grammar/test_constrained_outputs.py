@@ -84,10 +84,32 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
-async def test_the_answer_is_json_of_the_schema(ask: Asker, schema: dict[str, Any]) -> None:
-    for fields in ({}, {"temperature": 1.0, "seed": 3, "top_p": 0.95}):
-        answer = await ask("Describe a thing as JSON: ", json_schema=schema, **fields)
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.95}]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def described(service: EngineService) -> list[list[GenerateResponse]]:
+    """An answer for each schema and sampling. All at once: together they take few more steps than
+    the longest."""
+    ask = Asker(service)
+    prompt = "Describe a thing as JSON: "
+    answers = iter(
+        await asyncio.gather(
+            *(ask(prompt, json_schema=schema, **s) for schema in SCHEMAS for s in SAMPLINGS)
+        )
+    )
+    return [[next(answers) for _ in SAMPLINGS] for _ in SCHEMAS]
+
+
+@pytest.mark.parametrize(
+    ("index", "schema"),
+    list(enumerate(SCHEMAS)),
+    ids=[json.dumps(schema)[:40] for schema in SCHEMAS],
+)
+async def test_the_answer_is_json_of_the_schema(
+    described: list[list[GenerateResponse]], index: int, schema: dict[str, Any]
+) -> None:
+    for answer in described[index]:
         assert answer.finish_reason is FinishReason.STOP, answer
         value = json.loads(answer.generated_text)
         for name in schema.get("required", ()):
@@ -101,24 +123,29 @@ async def test_any_object(ask: Asker) -> None:
 
 async def test_choices_regex_and_grammar(ask: Asker) -> None:
     choices = ["definitely", "not\nat \"all\"", "é😀"]  # fmt: skip
-    assert (await ask("Is it so? ", choices=choices)).generated_text in choices
-    answer = await ask("Smile: ", regex="[😀-🙏]{2,3}é", temperature=1.0, seed=1)
-    assert re.fullmatch("[😀-🙏]{2,3}é", answer.generated_text)
-    answer = await ask("1 + ", grammar='start: NUM ("+" NUM)~2\nNUM: /[0-9]{1,2}/')
-    assert re.fullmatch(r"\d+\+\d+\+\d+", answer.generated_text)
+    chosen, matched, parsed = await asyncio.gather(
+        ask("Is it so? ", choices=choices),
+        ask("Smile: ", regex="[😀-🙏]{2,3}é", temperature=1.0, seed=1),
+        ask("1 + ", grammar='start: NUM ("+" NUM)~2\nNUM: /[0-9]{1,2}/'),
+    )
+    assert chosen.generated_text in choices
+    assert re.fullmatch("[😀-🙏]{2,3}é", matched.generated_text)
+    assert re.fullmatch(r"\d+\+\d+\+\d+", parsed.generated_text)
 
 
 async def test_beside_all_other_settings(ask: Asker) -> None:
     """A bias cannot bring in what the grammar leaves out, and a stop string ends the text."""
     fields = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "logit_bias": {44: 100.0}}
-    answer = await ask("Number: ", regex="[0-9]{8}", temperature=0.8, top_k=5, seed=2, **fields)
-    assert re.fullmatch("[0-9]{8}", answer.generated_text)
-    answer = await ask("Number: ", regex="1{4}2{4}", stop_str="22")
-    assert answer.generated_text == "1111"
-    answer = await ask("Number: ", regex="[0-9]{3}", ignore_tokenizer_eos=True)
-    assert re.fullmatch("[0-9]{3}", answer.generated_text)
-    answer = await ask("Number: ", regex="[0-9]{50}", max_gen_length=5)
-    assert answer.finish_reason is FinishReason.LENGTH
+    sampled, stopped, endless, cut = await asyncio.gather(
+        ask("Number: ", regex="[0-9]{8}", temperature=0.8, top_k=5, seed=2, **fields),
+        ask("Number: ", regex="1{4}2{4}", stop_str="22"),
+        ask("Number: ", regex="[0-9]{3}", ignore_tokenizer_eos=True),
+        ask("Number: ", regex="[0-9]{50}", max_gen_length=5),
+    )
+    assert re.fullmatch("[0-9]{8}", sampled.generated_text)
+    assert stopped.generated_text == "1111"
+    assert re.fullmatch("[0-9]{3}", endless.generated_text)
+    assert cut.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_stream_gives_the_same_text(ask: Asker) -> None:
