@@ -136,8 +136,18 @@ def sample_specs(sequence: SequenceStep) -> list[SampleSpec]:
     constraints: Sequence[Constraint | None] = [None] * count
     if spec.constraint is not None:
         constraints = spec.constraint.ahead(len(spec.output_ids), spec.drafts)
+    job_id, sampling, seed, position, output_ids, context_ids, _, drafts = spec
     return [
-        spec._replace(position=spec.position + i, constraint=constraints[i], drafts=spec.drafts[:i])
+        SampleSpec(
+            job_id,
+            sampling,
+            seed,
+            position + i,
+            output_ids,
+            context_ids,
+            constraints[i],
+            drafts[:i],
+        )
         for i in range(count)
     ]
 

@@ -136,6 +136,10 @@ def share_out(
     time that it takes. That is tried for each size of step."""
     chosen = [0] * len(candidates)
     best = num_sequences / costs.plain_s * _MIN_GAIN
+    fixed_s = costs.plain_s + num_turns * costs.turnaround_s
+    most = sum([_expected(c.rate, c.length) for c in candidates if c.length])
+    if num_sequences + most <= best * (fixed_s + costs.added_s(num_sequences + 1, 1)):
+        return chosen
     for size in costs.sizes:
         if size <= num_sequences:
             continue
@@ -145,10 +149,8 @@ def share_out(
         if not num_drafts:
             break
         gained = sum([_expected(c.rate, n) for c, n in zip(candidates, lengths, strict=True)])
-        added_s = num_turns * costs.turnaround_s + costs.added_s(
-            num_sequences + num_drafts, num_drafts
-        )
-        rate = (num_sequences + gained) / (costs.plain_s + added_s)
+        added_s = costs.added_s(num_sequences + num_drafts, num_drafts)
+        rate = (num_sequences + gained) / (fixed_s + added_s)
         if rate > best:
             chosen, best = lengths, rate
     return chosen
