@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 DEADLINE_S = 2.0
 _NUM_THREADS = 2
 _MASK_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))
-_CACHE_BYTES = 64 * 2**20
-_GRAMMAR_BYTES = 2**16  # of one, besides those that grow with its text
-_BYTES_PER_CHARACTER = 64
+_MAX_STATES = 16_000  # of a lexer, which then takes up to 8 MiB, besides 4 MiB for its grammar
+_MAX_LEXERS = 128  # that are remembered
 _MAX_REASON = 300
 _NO_EOS = "<|no end of text|>"
 _QUICK_S = 0.05
@@ -44,10 +43,9 @@ class _Lexer(NamedTuple):
 
 
 class _Grammar(NamedTuple):
-    """Compiled as often as outputs need it at the same time. `num_bytes`: of all `lexers`."""
+    """Compiled as often as outputs need it at the same time."""
 
     lexers: tuple[_Lexer, ...]
-    num_bytes: int
 
     def least_used(self) -> _Lexer:
         return min(self.lexers, key=lambda lexer: len(lexer.users))
@@ -56,8 +54,10 @@ class _Grammar(NamedTuple):
 class GrammarCompiler:
     """Makes constraints for one tokenizer, and remembers grammars. Used from one event loop.
 
-    llguidance bounds a grammar's states and steps itself; what it has not compiled after
-    `deadline_s` is refused, and its thread left to end.
+    llguidance bounds a grammar's size and steps. A lexer finds its states while texts are made: an
+    output that would need more than `_MAX_STATES` fails, and of lexers that no output uses only
+    `_MAX_LEXERS` are kept, so that hostile grammars cannot fill the memory. What is not compiled
+    after `deadline_s` is refused, and its thread left to end.
 
     Masks of outputs that share a lexer are computed one after the other. So a grammar that compiles
     quickly is compiled again for an output beside others, up to once per thread that computes
@@ -76,10 +76,10 @@ class GrammarCompiler:
         self._vocabulary = Vocabulary(num_words, eos, LLExecutor(mask_threads))
         self._deadline_s = deadline_s
         self._max_lexers = mask_threads
-        self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        self._limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._cache: LruDict[tuple[str, str], _Grammar] = LruDict(
-            _CACHE_BYTES, weigh=lambda grammar: grammar.num_bytes
+            _MAX_LEXERS, weigh=lambda grammar: len(grammar.lexers)
         )
         self._num_compiling: Counter[tuple[str, str]] = Counter()
 
@@ -147,9 +147,8 @@ class GrammarCompiler:
     def _has_room(self, grammar: _Grammar, num_compiling: int = 0) -> bool:
         """Whether the grammar may be compiled once more."""
         num_lexers = len(grammar.lexers) + num_compiling
-        num_bytes = grammar.num_bytes // len(grammar.lexers) * (num_lexers + 1)
         is_quick = grammar.lexers[0].compile_s <= _QUICK_S
-        return is_quick and num_lexers < self._max_lexers and num_bytes <= _CACHE_BYTES // 8
+        return is_quick and num_lexers < min(self._max_lexers, _MAX_LEXERS // 8)
 
     async def _another(self, field: str, text: str, deadline_s: float) -> _Lexer:
         """Compile a grammar, and remember it. Raises `InvalidRequest` and `QuotaExceeded`."""
@@ -161,12 +160,11 @@ class GrammarCompiler:
             self._num_compiling[key] -= 1
             if not self._num_compiling[key]:
                 del self._num_compiling[key]
-        num_bytes = _GRAMMAR_BYTES + _BYTES_PER_CHARACTER * len(text)
         known = self._cache.get(key)
         if known is None:
-            self._cache.put(key, _Grammar((made,), num_bytes))
+            self._cache.put(key, _Grammar((made,)))
         elif self._has_room(known):
-            self._cache.put(key, _Grammar((*known.lexers, made), known.num_bytes + num_bytes))
+            self._cache.put(key, _Grammar((*known.lexers, made)))
         return made
 
     async def _compile(self, field: str, text: str, deadline_s: float) -> _Lexer:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -328,7 +329,8 @@ def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]
             return
 
 
-def test_grammars_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_lexers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parrot.engine.grammar.compiler._MAX_LEXERS", 32)
     compiler = make_compiler()
     made: list[str] = []
     make = compiler._make
@@ -345,9 +347,33 @@ def test_grammars_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -
     assert made == ["regex", "json_schema"]
     for i in range(40):
         constraint_of(compiler, regex="b" * 40_000 + str(i))
-    assert compiler._cache.weight <= 64 * 2**20
+    assert compiler._cache.weight == 32
     constraint_of(compiler, regex="a+")
     assert made.count("regex") == 42
+
+
+def failure_of(constraint: Constraint, seed: int) -> InvalidRequest | None:
+    """What ends a text of random letters that has no end."""
+    rng, letters = random.Random(seed), [TOKENIZER.encode(letter).ids[0] for letter in "abcxyz"]
+    for place in range(20_000):
+        tokens = set(allowed(constraint, place) or ())
+        try:
+            constraint.take(place, rng.choice([letter for letter in letters if letter in tokens]))
+        except InvalidRequest as error:
+            return error
+    return None
+
+
+def test_an_output_whose_lexer_grows_without_end_fails() -> None:
+    """With an error that names the field; others are not harmed by it."""
+    pattern = "[a-z]*a[a-z]{40}!|[a-z]*x[a-z]{45}!"
+    first, second = (constraint_of(regex=pattern) for _ in range(2))
+    for constraint in (first, second):
+        error = failure_of(constraint, seed=3)
+        assert error is not None
+        assert error.param == "regex"
+        assert re.search("cannot be followed: .*too many states", error.message), error.message
+    assert failure_of(constraint_of(regex="[a-z]{3}[a-z]*"), seed=3) is None
 
 
 def counted_lexers(compiler: GrammarCompiler) -> list[int]:
