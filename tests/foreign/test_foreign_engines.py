@@ -215,3 +215,16 @@ async def test_embeddings_of_a_model_that_the_server_only_generates_with(http: A
     body = {"model": MODEL, "input": ["a", "b"]}
     status, payload = await answer(http, body, "/v1/embeddings")
     assert (status, payload["error"]["type"]) == (400, "invalid_request_error"), payload
+
+
+async def test_log_probabilities_of_a_prompt(http: Any) -> None:
+    """As harnesses ask for them, with a text as the prompt."""
+    body = {"model": MODEL, "prompt": "The capital of France is Paris", "echo": True}
+    status, payload = await answer(http, body | {"max_tokens": 0, "logprobs": 1}, "/v1/completions")
+    assert status == 200, payload
+    (choice,) = payload["choices"]
+    assert choice["text"] == body["prompt"]
+    assert "".join(choice["logprobs"]["tokens"]) == body["prompt"]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert all(number < 0 for number in choice["logprobs"]["token_logprobs"][1:])
+    assert payload["usage"]["prompt_tokens"] == len(choice["logprobs"]["tokens"])
