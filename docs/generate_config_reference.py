@@ -5,7 +5,8 @@
 makes docs/configuration.md, and in docs/rest.md and docs/engine_api.md fills what stands between
 `<!-- fields: MODEL -->` and `<!-- end -->`, and in docs/metrics.md what stands between
 `<!-- metrics: PROCESS -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
-clients have done, and `<!-- wire -->`, what becomes of the fields that they send."""
+clients have done, and `<!-- wire -->`, what becomes of the fields that they send, and in
+docs/engines.md `<!-- servers -->`, what other makers' servers can do."""
 
 import inspect
 import json
@@ -18,9 +19,12 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel
 
 from parrot.engine import config as engine_config
+from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.metrics import EngineMetrics
+from parrot.engine.openai.dialects import DIALECTS
 from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.config import ConnectionLimits
+from parrot.protocol.sampling import CONSTRAINTS
 from parrot.protocol.streams import payloads as streams_api
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
 from parrot.serve.api.vendors.completions import CompletionRequest
@@ -33,6 +37,7 @@ from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent
 FILLED_PAGES = ("rest.md", "engine_api.md")
+TABLE_PAGES = ("clients.md", "engines.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
     for module in (sampling, engine_api, streams_api, public, graph_api)
@@ -65,7 +70,7 @@ REFUSED = {
     },
     "messages": {"container", "inference_geo", "mcp_servers", "speed"},
 }
-_TABLE = re.compile(r"(<!-- (clients|wire) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- (clients|wire|servers) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _METRICS = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -306,6 +311,22 @@ def clients_table() -> str:
     return _plain_table(head, rows)
 
 
+def servers_table() -> str:
+    """A row for what not all can do. It begins with what all can."""
+    own = SUPPORTED_SAMPLING.union(CONSTRAINTS, engine_api.FEATURES - engine_api.SERVER_FEATURES)
+    by_server = {name: dialect.features(is_chat=False) for name, dialect in DIALECTS.items()}
+    known = {"builtin": own, **by_server}
+    common = own.intersection(*by_server.values())
+    rest = sorted(own.union(*by_server.values()) - common)
+    rows = [[", ".join(f"`{name}`" for name in sorted(common)), *["yes"] * len(known)]]
+    for feature in rest:
+        cells = ["yes" if feature in features else "no" for features in known.values()]
+        if feature == "json_schema":
+            cells = ["in chats" if cell == "no" else cell for cell in cells]
+        rows.append([f"`{feature}`", *cells])
+    return _plain_table(["feature", *known], rows)
+
+
 def fields_table() -> str:
     names = sorted({name for api in APIS for name in {*APIS[api].model_fields, *REFUSED[api]}})
     return _plain_table(
@@ -365,14 +386,14 @@ def pages() -> dict[Path, str]:
     """Every generated page and what it should hold."""
     made = {DOCS / "configuration.md": configuration_page()}
     return made | {
-        DOCS / "clients.md": _clients_page((DOCS / "clients.md").read_text()),
+        **{DOCS / name: _with_tables((DOCS / name).read_text()) for name in TABLE_PAGES},
         DOCS / "metrics.md": _metrics_page((DOCS / "metrics.md").read_text()),
         **{DOCS / name: filled((DOCS / name).read_text()) for name in FILLED_PAGES},
     }
 
 
-def _clients_page(page: str) -> str:
-    made = {"clients": clients_table(), "wire": fields_table()}
+def _with_tables(page: str) -> str:
+    made = {"clients": clients_table(), "wire": fields_table(), "servers": servers_table()}
     return _TABLE.sub(lambda match: match[1] + made[match[2]] + match[3], page)
 
 

@@ -142,8 +142,8 @@ class OpenAIInstance(ConfigModel):
     )
     features: dict[str, bool] = Field(
         {},
-        description="What it can do or cannot: fields of a sampling config, and `cache_salt`, "
-        "`cached_tokens`, `cancellation`, `priority`.",
+        description="What it can do or cannot: fields of a sampling config, and `messages`, "
+        "`tools`, `cache_salt`, `cached_tokens`, `cancellation`, `priority`.",
     )
     kept_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Tokens of KV that it keeps of prompts that are over, those used last."

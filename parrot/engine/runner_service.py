@@ -14,6 +14,7 @@ from parrot.engine.grammar.constraint import Constraint
 from parrot.engine.service import OnChunk, ServiceState
 from parrot.protocol.engine_api import (
     FEATURES,
+    SERVER_FEATURES,
     Capabilities,
     DraftSources,
     EmbedRequest,
@@ -175,6 +176,9 @@ class RunnerService:
 
     async def _generation(self, request: GenerateRequest, *, stream: bool) -> EngineRequest:
         self._require_ready()
+        if request.conversation is not None:
+            text = "this engine's contexts are tokens, and it renders no conversations"
+            raise UnsupportedField(text, param="conversation")
         constraint = await self._constraint(request)
         wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream)
         return replace(wanted, constraint=constraint, drafts=request.drafts or DraftSources())
@@ -286,7 +290,7 @@ class RunnerService:
             host_tokens_capacity=core.host_tokens_capacity,
             block_size=core.info.block_size,
             costs=self.runtime_info().costs,
-            capabilities=Capabilities(features=self._sampling | FEATURES),
+            capabilities=Capabilities(features=self._sampling | FEATURES - SERVER_FEATURES),
         )
 
     def tokenizer(self) -> TokenizerResponse | None:

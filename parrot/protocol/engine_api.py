@@ -114,6 +114,11 @@ class GenerateRequest(JobRequest):
         description="the last tokens of the context, if they begin an output that is constrained: "
         "what is generated goes on behind them",
     )
+    conversation: dict[str, Any] | None = Field(
+        None,
+        description="OpenAI's, for servers that render it in place of the context's text; calls of "
+        "tools come as text: `<tool_call>` JSON `</tool_call>`",
+    )
     drafts: DraftSources | None = Field(
         None, description="where the engine may look for what comes next; null: in the context"
     )
@@ -240,10 +245,7 @@ class StepCosts(InternalPayload):
     token_s: float = Field(4e-8, ge=0.0, description="each token read, shared ones once")
     prefill_s: float = Field(2.2e-5, ge=0.0, description="each prompt token computed")
     host_token_s: float = Field(
-        0.0,
-        ge=0.0,
-        description="each token whose KV is brought back from the host, before the step; 0: not "
-        "known, or there is no host tier",
+        0.0, ge=0.0, description="each token whose KV comes back from the host; 0: not known"
     )
 
     def decode_step_s(self, num_sequences: float, num_tokens: float) -> float:
@@ -269,23 +271,21 @@ class PromptTokens(InternalPayload):
     nowhere: int = Field(0, description="computed")
 
 
-FEATURES = frozenset({"cache_salt", "cached_tokens", "cancellation", "priority"})
-"""What an engine may do besides carrying out the fields of a sampling config: share KV among
-requests of one salt only, tell how many tokens it had, stop computing when it is told to, and take
-requests of a higher priority first even when it has them already."""
+SERVER_FEATURES = frozenset({"messages", "tools"})
+FEATURES = SERVER_FEATURES | {"cache_salt", "cached_tokens", "cancellation", "priority"}
+"""Of an engine, beside fields of a sampling config: it renders conversations, with tools; shares KV
+within a salt only, tells how many tokens it had, stops when told to, heeds priorities all along."""
 
 
 class Capabilities(InternalPayload):
-    """What an engine, or the server behind it, can do, and what KV it keeps of prompts that are
-    over. It does so unless others need the memory; a server that orders that by itself says how
-    much it keeps, and keeps what was used last."""
+    """Abilities of an engine, or of the server behind it, and the KV of prompts that this keeps."""
 
     model_config = ConfigDict(frozen=True)
 
     server: str = Field("", description="name and version of the server behind it, if there is one")
     features: frozenset[str] | None = Field(
         None,
-        description="fields of the sampling config that it carries out, `cache_salt`, "
+        description="fields of the sampling config, `messages`, `tools`, `cache_salt`, "
         "`cached_tokens`, `cancellation`, `priority`; null: not known",
     )
     kept_tokens: int | None = Field(None, ge=0, description="of KV, by the server; null: not known")

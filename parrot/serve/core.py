@@ -90,12 +90,18 @@ class ServeCore:
             self._timers,
             self.clock,
             self.fleet.tokenizer,
+            self._takes_messages,
             self._runner.require_room,
             self._metrics.prefix_broken,
             self._observers,
             repair=config.prefix_repair,
             aliases=config.model_aliases,
         )
+
+    def _takes_messages(self, model: str) -> bool:
+        """Whether a server behind an engine of the model renders conversations."""
+        able = [e.info.capabilities.features for e in self.fleet if e.info.model == model]
+        return any("messages" in (features or ()) for features in able)
 
     # Sessions
 

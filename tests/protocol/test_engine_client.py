@@ -55,7 +55,7 @@ def test_every_field_is_sent() -> None:
     assert set(GenerateRequest.model_fields) == {
         *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
-        *("drafts", "traceparent", "channel"),
+        *("drafts", "traceparent", "channel", "conversation"),
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
     assert set(FillPiece.model_fields) == piece

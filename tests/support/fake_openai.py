@@ -4,7 +4,7 @@ Its model answers a prompt with the words of `reply`, one token each."""
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ class FakeOpenAI:
     end_token: str = "<end>"
     told: dict[str, Any] = field(default_factory=dict)
     cache: PrefixCache | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: str = ""
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -126,6 +128,19 @@ class FakeOpenAI:
             return usage
         return {**usage, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
+    def _special_deltas(self) -> Iterator[dict[str, Any]]:
+        """Reasoning, and calls of tools, whose arguments come in two parts."""
+        for part in self.reasoning.partition(" ")[:2] if self.reasoning else ():
+            yield {"reasoning": part}
+        for index, call in enumerate(self.calls):
+            arguments = call["function"]["arguments"]
+            yield {
+                "tool_calls": [
+                    {"index": index, "function": call["function"] | {"arguments": arguments[:3]}}
+                ]
+            }
+            yield {"tool_calls": [{"index": index, "function": {"arguments": arguments[3:]}}]}
+
     def _enter(self) -> None:
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
@@ -139,6 +154,11 @@ class FakeOpenAI:
             echoed = re.findall(r"\S+\s*", body["prompt"]) if body.get("echo") else []
             text = "".join([*echoed, *words])
             message = {"role": "assistant", "content": text}
+            if self.reasoning:
+                message["reasoning"] = self.reasoning
+            if self.calls:
+                message["tool_calls"] = self.calls
+                finish = "tool_calls"
             content = {"message": message} if is_chat else {"text": text}
             choice = {
                 "index": 0,
@@ -171,6 +191,8 @@ class FakeOpenAI:
             words, finish = self._words(body)
             if is_chat:
                 yield _event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+                for delta in self._special_deltas():
+                    yield _event({"choices": [{"delta": delta}]})
             for at, word in enumerate(words):
                 if fault is not None and at == fault.after_chunks:
                     if fault.body is not None:
@@ -199,7 +221,7 @@ class FakeOpenAI:
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
-    prompt: str = body.get("prompt") or body["messages"][0]["content"]
+    prompt: str = body.get("prompt") or "\n".join(m["content"] or "" for m in body["messages"])
     return prompt
 
 

@@ -28,7 +28,8 @@ class Dialect:
     since the server would otherwise put its own or the model's defaults in place of ours.
     `is_serial`: the server has one request at a time; a second one cuts the first short, and who
     leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
-    schema of `response_format`. `can`: of `FEATURES`, unless it tells otherwise; `kept_prompts`:
+    schema of `response_format`. `takes_options`: of the model's template, and earlier reasoning.
+    `can`: of `FEATURES`, unless it tells otherwise; `kept_prompts`:
     see `Capabilities`."""
 
     name: str
@@ -37,6 +38,7 @@ class Dialect:
     schema_on_completions: bool = False
     schema_in_object: bool = False
     is_serial: bool = False
+    takes_options: bool = False
     can: frozenset[str] = frozenset()
     kept_prompts: int | None = None
 
@@ -45,7 +47,7 @@ class Dialect:
         return _STANDARD | self.extras.keys() | schema | self.can
 
 
-OPENAI = Dialect("openai", can=frozenset({"cached_tokens"}))
+OPENAI = Dialect("openai", can=frozenset({"messages", "tools", "cached_tokens"}))
 
 _EXTRAS = {
     "top_k": "top_k",
@@ -64,20 +66,23 @@ VLLM = Dialect(
     {**_EXTRAS, **_GUIDED},
     _NEUTRAL,
     schema_on_completions=True,
-    can=frozenset({"cache_salt", "cached_tokens", "cancellation"}),
+    takes_options=True,
+    can=frozenset({"messages", "tools", "cache_salt", "cached_tokens", "cancellation"}),
 )
 SGLANG = Dialect(
     "sglang",
     {**_EXTRAS, "regex": "regex", "choices": "regex"},
     _NEUTRAL,
     schema_on_completions=True,
-    can=frozenset({"cache_salt", "cached_tokens", "cancellation"}),
+    takes_options=True,
+    can=frozenset({"messages", "tools", "cache_salt", "cached_tokens", "cancellation"}),
 )
 LLAMA_CPP = Dialect(
     "llama.cpp",
     {**_LLAMA_EXTRAS, "ignore_tokenizer_eos": "ignore_eos"},
     _LLAMA_NEUTRAL,
-    can=frozenset({"cached_tokens", "cancellation"}),
+    takes_options=True,
+    can=frozenset({"messages", "tools", "cached_tokens", "cancellation"}),
 )
 LLAMA_CPP_PYTHON = Dialect(
     "llama-cpp-python",
@@ -85,7 +90,7 @@ LLAMA_CPP_PYTHON = Dialect(
     _LLAMA_NEUTRAL,
     schema_in_object=True,
     is_serial=True,
-    can=frozenset({"cancellation"}),
+    can=frozenset({"messages", "cancellation"}),
     kept_prompts=1,
 )
 

@@ -18,6 +18,7 @@ from struct import pack
 from typing import Any, TypeVar
 
 from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.calls import AnswerWriter
 from parrot.engine.openai.contexts import TextContext, TextContexts
 from parrot.engine.openai.jobs import Job, PriorityGate
 from parrot.engine.openai.logprobs import AnswerLogprobs
@@ -223,7 +224,7 @@ class OpenAIService:
 
     def _launch_generate(self, request: GenerateRequest, *, stream: bool) -> Job[GenerateResponse]:
         _require_text(request.fills)
-        self._upstream.check(request.sampling_config)
+        self._upstream.check(_needs(request))
         wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
         return self._launch(
             wanted, request.cache_salt, lambda job: self._generate(job, request, stream)
@@ -275,7 +276,7 @@ class OpenAIService:
         self, job: Job[GenerateResponse], request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         submitted = self._clock.now()
-        await self._upstream.check_with_probe(request.sampling_config)
+        await self._upstream.check_with_probe(_needs(request))
         self._heed_the_server()
         await self._fill(job, request.fills, kept=request.context_id)
         context = await job.turns[request.context_id].ready()
@@ -290,6 +291,21 @@ class OpenAIService:
     def _heed_the_server(self) -> None:
         if self._upstream.is_serial:
             self._gate.limit = 1
+
+    def _say(
+        self,
+        job: Job[Any],
+        context: TextContext,
+        texts: list[str],
+        text: str,
+        logprobs: AnswerLogprobs,
+    ) -> None:
+        """The answer goes on with `text`."""
+        if text:
+            texts.append(text)
+            self._contexts.append(context, text)
+            told = logprobs.part()
+            job.chunks.put_nowait(StreamChunk(ids=[], text=text, logprobs=told))
 
     async def _ask(
         self, job: Job[Any], context: TextContext, request: GenerateRequest, stream: bool
@@ -309,21 +325,21 @@ class OpenAIService:
             request.cache_salt,
             request.priority,
             traceparent=request.traceparent,
+            conversation=request.conversation,
         )
+        writer = None if request.conversation is None else AnswerWriter()
         async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:
                 reason = chunk.finish_reason or reason
                 stop_string = chunk.stop_string or stop_string
                 counted = chunk.usage or counted
                 logprobs.add(chunk.logprobs)
-                if not chunk.text:
-                    continue
-                if stream and not texts:
+                text = chunk.text if writer is None else chunk.written(writer)
+                if text and stream and not texts:
                     first_text = self._clock.now()
-                texts.append(chunk.text)
-                self._contexts.append(context, chunk.text)
-                told = logprobs.part()
-                job.chunks.put_nowait(StreamChunk(ids=[], text=chunk.text, logprobs=told))
+                self._say(job, context, texts, text, logprobs)
+        if writer is not None:
+            self._say(job, context, texts, writer.finish(), logprobs)
         if counted is None and stream:
             num_prompt = math.ceil((len(context) - sum(map(len, texts))) / _CHARS_PER_TOKEN)
             counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))
@@ -343,6 +359,12 @@ class OpenAIService:
             usage=usage,
             logprobs=logprobs.of_text(text),
         )
+
+
+def _needs(request: GenerateRequest) -> frozenset[str]:
+    """See `Capabilities`; servers that take conversations keep to schemas there."""
+    needs = request.sampling_config.needs()
+    return needs if request.conversation is None else needs - {"json_schema"} | {"messages"}
 
 
 def _require_text(pieces: Iterable[FillPiece]) -> None:

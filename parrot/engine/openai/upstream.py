@@ -80,7 +80,7 @@ def _target(config: OpenAIConfig) -> Target:
     is_chat = instance.api_endpoint == "chat"
     is_new = not instance.is_azure or instance.azure_api_version >= _AZURE_NEW_SINCE
     is_openai = instance.is_azure or _base_url(config) == OPENAI_URL
-    length_field = "max_completion_tokens" if is_chat and is_openai and is_new else "max_tokens"
+    length_field = "max_completion_tokens" if is_openai and is_new else "max_tokens"
     return Target(config.model, is_chat, length_field, stream_usage=is_new)
 
 
@@ -93,7 +93,6 @@ class Upstream:
         key = _api_key(config, environ)
         self._translator = ErrorTranslator(key)
         self._target = _target(config)
-        self._path = "/chat/completions" if self._target.is_chat else "/completions"
         self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
         base_url, bearer = _base_url(config), None if instance.is_azure else key
         self._http = HttpClient(
@@ -148,17 +147,17 @@ class Upstream:
             kept_prompts=kept_prompts,
         )
 
-    def check(self, sampling: SamplingConfig) -> None:
+    def check(self, needs: frozenset[str]) -> None:
         """Raise `UnsupportedField` for what this server is known not to do."""
         if self._dialect is not None:
-            self._require(self._dialect, sampling)
+            self._require(self._dialect, needs)
 
-    async def check_with_probe(self, sampling: SamplingConfig) -> None:
+    async def check_with_probe(self, needs: frozenset[str]) -> None:
         """As `check`, but first find out what the server is if it was away, or if what it can do
         matters."""
-        if self._dialect is None and (self._was_away or self._lacks(sampling)):
+        if self._dialect is None and (self._was_away or not needs <= self._can):
             await self.probe()
-        self._require(self._assumed, sampling)
+        self._require(self._assumed, needs)
 
     @property
     def is_serial(self) -> bool:
@@ -180,11 +179,11 @@ class Upstream:
         has = {name for name in given if given[name]}
         return (usual | has) - (given.keys() - has)
 
-    def _lacks(self, sampling: SamplingConfig) -> bool:
-        return not sampling.needs() <= self._can
-
-    def _require(self, dialect: Dialect, sampling: SamplingConfig) -> None:
-        sampling.require_support(self._can, f"the openai engine ({dialect.name} server)")
+    def _require(self, dialect: Dialect, needs: frozenset[str]) -> None:
+        if lacking := needs - self._can:
+            server = f"the openai engine ({dialect.name} server)"
+            name = min(lacking)
+            raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
     async def complete(self, question: Question) -> AsyncGenerator[Answer, None]:
         """As `stream`, but the answer comes whole."""
@@ -192,7 +191,7 @@ class Upstream:
             with attempt:
                 payload = await self._http.request(
                     "POST",
-                    self._path,
+                    self._path(question),
                     params=self._params,
                     body=self._body(question),
                     timeout_s=_ANSWER_TIMEOUT_S,
@@ -210,7 +209,7 @@ class Upstream:
             with attempt:
                 events = self._http.stream(
                     "POST",
-                    self._path,
+                    self._path(question),
                     params=self._params,
                     body=self._body(question, stream=True),
                     idle_timeout_s=_ANSWER_TIMEOUT_S,
@@ -252,11 +251,14 @@ class Upstream:
         if self._target.is_chat:
             raise UnsupportedField("chats are not echoed by the server", param="echo")
         sampling = SamplingConfig(temperature=0.0, max_gen_length=1, logprobs=num_top)
-        await self.check_with_probe(sampling)
+        await self.check_with_probe(sampling.needs())
         question = Question(prompt, sampling, salt, echoes=True)
         answers = [answer async for answer in self.complete(question)]
         num_tokens = answers[0].usage.prompt_tokens if answers[0].usage is not None else 0
         return prompt_logprobs(answers[0].logprobs, num_tokens, num_top), num_tokens
+
+    def _path(self, question: Question) -> str:
+        return "/chat/completions" if self._target.asks_chat(question) else "/completions"
 
     def _body(self, question: Question, stream: bool = False) -> dict[str, Any]:
         return request_body(self._target, self._assumed, self._can, question, stream=stream)

@@ -1,6 +1,7 @@
 """OpenAI's request and answer bodies, for /completions and /chat/completions."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import hypot, isfinite
@@ -9,6 +10,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from parrot.engine.openai.calls import AnswerWriter, CallDelta
 from parrot.engine.openai.dialects import Dialect
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
 from parrot.protocol.engine_api import FinishReason
@@ -18,24 +20,38 @@ from parrot.protocol.sampling import SamplingConfig
 DONE = b"[DONE]"
 
 _SAME_NAMES = {"top_p", "presence_penalty", "frequency_penalty", "seed"}
+_CONVERSATION = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "chat_template_kwargs",
+    }
+)
 _VLLM_KINDS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model, endpoint and field names of all requests, fixed by the configuration."""
+    """Model, endpoint and field names of all requests, fixed by the configuration; `is_chat` not
+    for conversations."""
 
     model: str
     is_chat: bool
-    length_field: str = "max_tokens"
+    chat_length_field: str = "max_tokens"
     stream_usage: bool = True
+
+    def asks_chat(self, question: "Question") -> bool:
+        return self.is_chat or question.conversation is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """The question; KV may be shared among questions of the same `salt`, and one of a lower
     `priority` goes first. `echoes`: the prompt is part of the answer. `traceparent`: the span that
-    its own would be below."""
+    its own would be below. `conversation`: in place of the prompt, see `GenerateRequest`."""
 
     prompt: str | list[int]
     sampling: SamplingConfig
@@ -43,6 +59,7 @@ class Question:
     priority: int = 0
     echoes: bool = False
     traceparent: str = ""
+    conversation: Mapping[str, Any] | None = None
 
 
 def request_body(
@@ -54,16 +71,19 @@ def request_body(
     stream: bool,
 ) -> dict[str, Any]:
     """The caller has checked that the server's `features` are what its sampling asks for."""
-    sampling = question.sampling
+    sampling, is_chat = question.sampling, target.asks_chat(question)
+    length_field = target.chat_length_field if is_chat else "max_tokens"
     body: dict[str, Any] = {
         "model": target.model,
         "temperature": sampling.temperature,
-        target.length_field: sampling.max_gen_length,
+        length_field: sampling.max_gen_length,
         **dialect.neutral,
         **_sampling_fields(dialect, sampling),
-        **logprob_fields(sampling, is_chat=target.is_chat),
+        **logprob_fields(sampling, is_chat=is_chat),
     }
-    if target.is_chat:
+    if question.conversation is not None:
+        body |= _conversation(dialect, question.conversation)
+    elif is_chat:
         body["messages"] = [{"role": "user", "content": question.prompt}]
     else:
         body["prompt"] = question.prompt
@@ -77,6 +97,25 @@ def request_body(
         body["stream"] = True
         if target.stream_usage:
             body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises `UnsupportedField` for an option of the template that the server does not take."""
+    if unknown := given.keys() - _CONVERSATION:
+        raise InvalidRequest(f"`{min(unknown)}` is no part of a conversation", param="conversation")
+    if dialect.takes_options:
+        return dict(given)
+    body = {name: value for name, value in given.items() if name != "chat_template_kwargs"}
+    options = given.get("chat_template_kwargs", {}).keys()
+    effort = {"reasoning_effort", "enable_thinking", "thinking"}  # all say the same
+    if options - (effort if "reasoning_effort" in given else set()):
+        text = f"a {dialect.name} server takes no `{min(options)}`"
+        raise UnsupportedField(text, param="chat_template_kwargs")
+    body["messages"] = [
+        {name: value for name, value in message.items() if name != "reasoning_content"}
+        for message in given.get("messages", ())
+    ]
     return body
 
 
@@ -115,6 +154,9 @@ def _response_format(dialect: Dialect, schema: dict[str, Any] | str) -> dict[str
 class _Message(BaseModel):
     content: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name of it
+    tool_calls: list[CallDelta] | None = None
 
 
 class _Choice(BaseModel):
@@ -151,9 +193,19 @@ class Answer(BaseModel):
     def text(self) -> str:
         if not self.choices:
             return ""
-        choice = self.choices[0]
-        message = choice.message or choice.delta
-        return choice.text or (message and message.content) or ""
+        message = self._message
+        return self.choices[0].text or (message and message.content) or ""
+
+    def written(self, writer: AnswerWriter) -> str:
+        """All that it says, in the words of `writer`."""
+        if (message := self._message) is None:
+            return ""
+        reasoning = message.reasoning_content or message.reasoning or ""
+        return writer.add(reasoning, self.text, message.tool_calls or [])
+
+    @property
+    def _message(self) -> _Message | None:
+        return self.choices[0].message or self.choices[0].delta if self.choices else None
 
     @property
     def logprobs(self) -> ChoiceLogprobs | None:
@@ -176,7 +228,7 @@ class Answer(BaseModel):
         return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
 
 
-_UNFINISHED = frozenset({"content_filter", "abort", "error", "tool_calls", "function_call"})
+_UNFINISHED = frozenset({"content_filter", "abort", "error", "function_call"})
 
 
 def parse_answer(payload: Any) -> Answer:

@@ -10,18 +10,13 @@ from collections.abc import Callable, Sequence
 
 from parrot.protocol.errors import InvalidRequest, NotFound
 from parrot.serve.conversations.observed import ObservedTurns
+from parrot.serve.conversations.rendering import rendered
 from parrot.serve.conversations.sessions import ProgramSessions
 from parrot.serve.conversations.turn import Chain, Turn, TurnRequest
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.nodes import CallOptions, Completion, Piece, Reader, TextPiece
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prompts.conversation import (
-    FindTokenizer,
-    answer_parser,
-    constrained_calls,
-    reasoning_parser,
-    transcript_of,
-)
+from parrot.serve.prompts.conversation import FindTokenizer
 from parrot.serve.prompts.placeholders import mark_places, put_variables
 from parrot.serve.quotas import num_bytes
 from parrot.serve.sessions import Session, SessionRegistry
@@ -55,12 +50,8 @@ class Chains:
         if chain.output is not None and len(request.samplings) > 1:
             raise InvalidRequest("there is one output, but many answers", param="parrot.output")
         tokenizer = self._find_tokenizer(request.model)
-        make_parser = answer_parser(request.options, request.model, tokenizer)
-        samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         marked = mark_places(request.prompt, list(chain.inputs))
-        shown = transcript_of(marked.prompt, request.options, request.model, tokenizer)
-        if request.may_reason:
-            make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
+        shown, samplings, make_parser, _ = rendered(request, marked.prompt, tokenizer)
         session = self._session(request, chain)
         self._require_room(session.tenant)
         inputs = {

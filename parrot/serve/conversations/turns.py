@@ -21,6 +21,7 @@ from parrot.serve.conversations.doctor import (
 )
 from parrot.serve.conversations.endings import Endings, history_keys
 from parrot.serve.conversations.observed import ObservedTurns
+from parrot.serve.conversations.rendering import Rendered, rendered, served
 from parrot.serve.conversations.sessions import EndSession, ProgramSessions
 from parrot.serve.conversations.turn import PromptSource, Turn, TurnRequest
 from parrot.serve.graph.build import Prompt as CallPrompt
@@ -29,13 +30,9 @@ from parrot.serve.observers import Observers
 from parrot.serve.prompts.conversation import (
     FindTokenizer,
     TokenPrompt,
-    answer_parser,
-    constrained_calls,
     prompt_of_tokens,
     prompt_tokens,
-    reasoning_parser,
     text_of_tokens,
-    transcript_of,
 )
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
@@ -50,6 +47,7 @@ class Turns:
         timers: TimerQueue,
         clock: Clock,
         find_tokenizer: FindTokenizer,
+        takes_messages: Callable[[str], bool],
         require_room: Callable[[str], None],
         on_break: Callable[[Reason], None],
         observers: Observers,
@@ -57,7 +55,8 @@ class Turns:
         repair: PrefixRepair,
         aliases: Mapping[str, str],
     ) -> None:
-        """`end_session` includes `forget`. `require_room` raises `QueueFull` for a tenant.
+        """`end_session` includes `forget`. `takes_messages`: whether servers behind a model's
+        engines render conversations. `require_room` raises `QueueFull` for a tenant.
         `aliases`: from other names of models to those that engines serve.
         `on_break` is told why prompts left a prefix."""
         self._observed = ObservedTurns(observers, timers, clock)
@@ -67,6 +66,7 @@ class Turns:
         self.has_session = self._sessions.is_live
         self._aliases = aliases
         self._find_tokenizer = find_tokenizer
+        self._takes_messages = takes_messages
         self._require_room = require_room
         self._chains = Chains(
             sessions,
@@ -86,14 +86,9 @@ class Turns:
         if request.chain is not None:
             return self._chains.submit(request, request.chain)
         self._require_room(request.tenant)
-        tokenizer = self._find_tokenizer(request.model)
-        make_parser = answer_parser(request.options, request.model, tokenizer)
-        samplings = constrained_calls(request.samplings, request.calls, request.model, tokenizer)
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
-        shown = transcript_of(request.prompt, request.options, request.model, tokenizer)
+        shown, samplings, make_parser, conversation = self._rendered(request)
         text = shown.text
-        if request.may_reason:
-            make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
         keys = history_keys(request)
         prompt = _prompt(request, text)
         known = self._endings.find(keys, text, self._sessions.is_live)
@@ -120,7 +115,7 @@ class Turns:
         )
         previous = None if ending is None else ending.completion
         request_id, completions = session.graph.submit_prompt(
-            CallPrompt(tuple(fill), samplings, options, previous)
+            CallPrompt(tuple(fill), samplings, options, previous, conversation=conversation)
         )
         session.account.add(**usage)
         self._observed.submitted(session, completions)
@@ -137,6 +132,13 @@ class Turns:
             prefix if left is None else left.summary,
             request.deadline,
         )
+
+    def _rendered(self, request: TurnRequest) -> Rendered:
+        tokenizer = self._find_tokenizer(request.model)
+        is_text = tokenizer is None and not isinstance(request.prompt, str)
+        if is_text and self._takes_messages(request.model):
+            return served(request)
+        return rendered(request, request.prompt, tokenizer)
 
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]

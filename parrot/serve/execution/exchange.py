@@ -171,9 +171,11 @@ def _take(run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
 
 async def _resume(run: Run, attempt: Attempt) -> None:
     """Go on behind the text that was delivered. Raises `EngineFailed` for a constrained output on
-    an engine that takes text: it cannot be told how far its grammar has come."""
-    if attempt.tokenizer is None and attempt.sampling.constraint is not None:
-        raise EngineFailed("the engine was lost while it streamed a constrained output")
+    an engine that takes text: it cannot be told how far its grammar has come; and for an answer to
+    a conversation that the server renders."""
+    is_bound = attempt.sampling.constraint is not None or run.conversation is not None
+    if attempt.tokenizer is None and is_bound:
+        raise EngineFailed("the engine was lost while it streamed an output that cannot go on")
     ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
     logprobs = run.stats.logprobs
     if ids and logprobs is not None and len(logprobs) == len(run.ids):

@@ -41,6 +41,7 @@ def open_request(
         priority=attempt.priority,
         cache_salt=completion.options.tenant,
         traceparent=completion.traceparent,
+        conversation=run.conversation,
         context_id=context.id,
         fills=prompt.fills,
         sampling_config=attempt.sampling,

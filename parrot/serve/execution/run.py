@@ -156,8 +156,11 @@ class Run(CompletionTask):
     @property
     def can_continue(self) -> bool:
         """Whether it can go on behind its text. What constrains an output, or penalises repetition
-        in it, depends on what was generated before, which another attempt takes for its prompt."""
+        in it, depends on what was generated before, which another attempt takes for its prompt.
+        Servers that render a conversation begin a new answer."""
         sampling = self.completion.sampling
+        if self.conversation is not None:
+            return False
         is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
 

@@ -323,12 +323,12 @@ class RunTable:
     ) -> None:
         self._ledger.think_times.ended(completion.session_id, Source.of(completion))
         completion.stats = stats
-        completion.state = CompletionState.DONE
+        completion.state, completion.conversation = CompletionState.DONE, None
         completion.times.finished = self._clock.now()
         completion.output.set(text, tokenized)
 
     def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
-        completion.state = state
+        completion.state, completion.conversation = state, None
         completion.times.finished = self._clock.now()
         if not completion.output.is_settled:
             completion.output.fail(error)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.public import CallParameter, SemanticCallRequest
@@ -37,7 +38,7 @@ class Prompt:
     """A prompt that comes whole, and what is to be generated behind it, or behind the output of
     `previous` and then it: an output for each of `samplings`. `output`: an unset variable that is
     the only one. `is_held`: without a reader it runs in the background, unless the session runs
-    calls on demand."""
+    calls on demand. `conversation`: see `GenerateRequest`."""
 
     fill: tuple[Piece, ...]
     samplings: Sequence[SamplingConfig]
@@ -45,6 +46,7 @@ class Prompt:
     previous: Completion | None = None
     output: SemanticVariable | None = None
     is_held: bool = False
+    conversation: dict[str, Any] | None = None
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:

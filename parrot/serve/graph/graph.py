@@ -160,6 +160,7 @@ class SessionGraph:
                 sampling=sampling,
                 previous=prompt.previous,
                 is_held=prompt.is_held and not self._on_demand,
+                conversation=prompt.conversation,
             )
             for i, sampling in enumerate(prompt.samplings)
         ]

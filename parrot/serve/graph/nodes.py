@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
+from typing import Any
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
@@ -237,6 +238,7 @@ class Completion(Node):
     wants_stream: bool = False  # a reader wants tokens as they come
     may_lose: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
     stats: RunStats = field(default_factory=RunStats)
+    conversation: dict[str, Any] | None = None  # that its server renders, until it is settled
 
     def __post_init__(self) -> None:
         before = [] if self.previous is None else [self.previous.output]

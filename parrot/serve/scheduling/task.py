@@ -1,7 +1,7 @@
 """A completion as the scheduler knows it, and its decisions."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, Objective, PieceKind
@@ -29,6 +29,7 @@ class CompletionTask:
     wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
     models: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)
+    conversation: dict[str, Any] | None = field(init=False)
     max_output: int = field(init=False)
     lengths: tuple[int, ...] = field(init=False)
     prompt_len: int = field(init=False)
@@ -40,7 +41,11 @@ class CompletionTask:
 
     def __post_init__(self) -> None:
         self.models = self.completion.options.models
+        self.conversation = self.completion.conversation
         self.needs = self.completion.sampling.needs()
+        if self.conversation is not None:  # all servers that take one keep to schemas there
+            own = {"messages", "tools"} if "tools" in self.conversation else {"messages"}
+            self.needs = self.needs - {"json_schema"} | own
         self.max_output = self.completion.sampling.max_gen_length
         self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
         self.prompt_len = sum(self.lengths)
