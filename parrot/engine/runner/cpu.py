@@ -1,6 +1,7 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +21,10 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import Reads, noticing_loss
-from parrot.engine.runner.inputs import InputBuilder
+from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.sampling import sample
+from parrot.engine.runner.threads import StepThreads
 
 _DRAFT_SIZES = (2, 4, 8, 16, 32, 64, 128)
 
@@ -31,7 +33,8 @@ class ModelRunner:
     """`TieredRunner` over a decoder and its KV pool.
 
     `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
-    `quantised`: keep KV in e4m3."""
+    `quantised`: keep KV in e4m3. `max_threads`: adapt the number of threads, up to so many, to what
+    else runs on the machine; None: leave it as it is."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class ModelRunner:
         gate: GateConfig | None = None,
         quantised: bool = False,
         num_host_blocks: int = 0,
+        max_threads: int | None = None,
     ) -> None:
         spec = model.spec
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
@@ -56,6 +60,7 @@ class ModelRunner:
         self._attention = TorchAttention(self._cache.pooled, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
+        self._threads = None if max_threads is None else StepThreads(max_threads)
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
 
     @property
@@ -73,6 +78,11 @@ class ModelRunner:
         self._cache.prepare(plan.copies, step.fresh_pages(self._info.block_size))
         if not inputs.num_tokens:
             return StepResult({}, {})
+        with nullcontext() if self._threads is None else self._threads.step(inputs.num_tokens):
+            return self._compute(plan, inputs)
+
+    def _compute(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        step = inputs.step
         work = self.planner.plan(inputs.versions, step)
         hidden = self._model.forward(
             self._tensor(inputs.token_ids),

@@ -43,8 +43,9 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
         raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
+    max_threads = _default_threads()
     if device.type == "cpu":
-        torch.set_num_threads(instance.num_threads or _default_threads())
+        torch.set_num_threads(instance.num_threads or max_threads)
     checkpoint = open_checkpoint(
         config.model, dummy=instance.load_format == "dummy", seed=config.random_seed
     )
@@ -79,6 +80,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
             quantised=quantised,
             num_host_blocks=num_host_blocks,
+            max_threads=max_threads if device.type == "cpu" and not instance.num_threads else None,
         )
     logger.info(
         "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
