@@ -1,10 +1,13 @@
-"""The real embedded model drafts what it is told to expect, over HTTP, and says the same."""
+"""The real embedded model drafts what it is told to expect, what a call reads, and what its
+function said before, and says the same."""
 
 from typing import Any
 
+from parrot import P
 from parrot.cluster import Cluster
 from parrot.protocol.http import HttpClient
 
+GREEDY = P.SamplingConfig(temperature=0, max_gen_length=40)
 MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
 
 
@@ -25,3 +28,38 @@ async def test_a_prediction_saves_steps_and_changes_nothing(embedded_cluster: Cl
     wrong = {"type": "content", "content": said[::-1]}
     other, _ = await ask(embedded_cluster, max_tokens=42, prediction=wrong)
     assert other.startswith(again)
+
+
+@P.semantic_function()
+def revise(version: P.Input, revised: P.Output(GREEDY)):
+    """The text: {{version}}
+    The text once more, after a small change: one, two, {{revised}}"""
+
+
+@P.semantic_function()
+def count(line: P.Input, words: P.Output(GREEDY)):
+    """Line {{line}}. Count in words: one, two, three, {{words}}"""
+
+
+def test_a_call_drafts_from_what_it_reads(embedded_cluster: Cluster) -> None:
+    """A loop: each version is made of the one before, which comes from the engine, too."""
+    text = "one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve."
+    with P.VirtualMachine(embedded_cluster.core_url).running_scope():
+        first = revise(text)
+        second = revise(first)
+        for revised in (first, second):
+            revised.get()
+            assert revised.usage is not None
+            assert revised.usage.accepted_tokens > 10
+
+
+def test_a_call_drafts_from_what_its_function_said_before(embedded_cluster: Cluster) -> None:
+    with P.VirtualMachine(embedded_cluster.core_url).running_scope():
+        said, accepted = [], []
+        for line in ("one", "two"):
+            words = count(line)
+            said.append(words.get())
+            assert words.usage is not None
+            accepted.append(words.usage.accepted_tokens)
+        assert said[0] == said[1]
+        assert accepted[1] > accepted[0] + 10
