@@ -53,11 +53,10 @@ class Endings:
 
 def history_keys(request: TurnRequest) -> list[bytes]:
     """A key for the prompt up to each of its messages, and before the first."""
-    prompt = request.prompt
-    messages = [{"text": prompt}] if isinstance(prompt, str) else prompt
+    assert not isinstance(request.prompt, str), "a plain prompt has no messages"
     begin = {"tenant": request.tenant, "model": request.model, "options": request.options}
     key = _extend(b"", begin)
-    return [key, *[key := _extend(key, message) for message in messages]]
+    return [key, *[key := _extend(key, message) for message in request.prompt]]
 
 
 def _extend(key: bytes, message: Mapping[str, Any]) -> bytes:

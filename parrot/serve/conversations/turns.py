@@ -89,7 +89,8 @@ class Turns:
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         shown, samplings, make_parser, conversation = self._rendered(request)
         text = shown.text
-        keys = history_keys(request)
+        # Nothing continues a plain prompt.
+        keys = [] if isinstance(request.prompt, str) else history_keys(request)
         prompt = _prompt(request, text)
         known = self._endings.find(keys, text, self._sessions.is_live)
         ending, num_known = (None, 0) if known is None else known
@@ -125,7 +126,7 @@ class Turns:
             request_id,
             completions,
             text,
-            keys[-1],
+            keys[-1] if keys else None,
             self._observed.reads,
             request.criteria,
             make_parser,

@@ -1,7 +1,6 @@
 """A model's way with conversations: how it is shown one, and how its answers call tools."""
 
 import asyncio
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,8 +25,6 @@ from parrot.serve.prompts.transcript import (
 )
 
 _PART = 4096  # characters
-# Tokens of all families end behind such a newline.
-_CUT = re.compile(r"(?<=\S)\n(?=[^\W_])")
 
 FindTokenizer = Callable[[str], ModelTokenizer | None]
 """The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
@@ -65,10 +62,13 @@ def transcript_of(
 def _part_ends(text: str) -> Iterator[int]:
     """Where a long text is cut, so that the next prompt that begins with it shares its tokens and
     its KV. The parts have the same tokens as the whole."""
-    start = 0
-    while (cut := _CUT.search(text, start + _PART)) is not None:
-        start = cut.end()
-        yield start
+    at = text.find("\n", _PART)
+    while 0 <= at < len(text) - 1:
+        # Tokens of all families end behind such a newline.
+        is_end = at > 0 and text[at + 1].isalnum() and not text[at - 1].isspace()
+        if is_end:
+            yield at + 1
+        at = text.find("\n", at + 1 + is_end * _PART)
     yield len(text)
 
 

@@ -13,7 +13,9 @@ from parrot.serve.api.vendors.openai_common import (
     MAX_PARTS,
     Bounded,
     ChainedFields,
+    Few,
     Ignored,
+    Item,
     Json,
     Metadata,
     Wire,
@@ -78,7 +80,7 @@ _AnyBlock = Annotated[
 ]
 
 
-class Message(Wire):
+class Message(Item):
     role: Literal["user", "assistant", "system"]
     content: _Text | Annotated[list[_AnyBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
 
@@ -117,7 +119,9 @@ class Thinking(Bounded):
 
 class CountRequest(Wire):
     model: str = Field(min_length=1, max_length=256)
-    messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)
+    messages: Annotated[list[Message], Few] = Field(
+        fail_fast=True, min_length=1, max_length=_MAX_MESSAGES
+    )
     system: Text | None = None
     tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: ToolChoice | None = None

@@ -8,8 +8,10 @@ from pydantic import Field
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.serve.api.vendors.openai_common import (
     Content,
+    Few,
     GenerationFields,
     Ignored,
+    Item,
     Json,
     Wire,
     arguments_of,
@@ -34,7 +36,7 @@ class ToolCall(Wire):
     function: FunctionCall
 
 
-class ChatMessage(Wire):
+class ChatMessage(Item):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
@@ -50,7 +52,9 @@ class ChatMessage(Wire):
 
 class ChatRequest(GenerationFields):
     messages: Annotated[
-        list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+        list[ChatMessage],
+        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+        Few,
     ]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None

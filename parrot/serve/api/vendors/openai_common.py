@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -37,15 +45,34 @@ class Bounded(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _require_few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-            raise ValueError(f"an object has more than {_MAX_FIELDS} fields")
+        _check_size(value)
         return value
+
+
+def _check_size(value: Any) -> None:
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise ValueError(f"an object has more than {_MAX_FIELDS} fields")
 
 
 class Wire(Bounded):
     """Base of what clients send: fields that are not known are refused by name."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+class Item(BaseModel):
+    """The same for what stands in a list of which `Few` checks all: a conversation has hundreds."""
+
+    model_config = Wire.model_config
+
+
+def _check_sizes(values: Any) -> Any:
+    for value in values if isinstance(values, list) else ():
+        _check_size(value)
+    return values
+
+
+Few = BeforeValidator(_check_sizes)
 
 
 class TextPart(Wire):
