@@ -119,15 +119,14 @@ def _edges(session: TracedSession) -> Iterator[GraphEdge]:
             continue
         calls = of_request.get(event.request_id, [])
         for before, after in pairwise(calls):
-            yield _edge(before.output_var_id, after.output_var_id, before.output)
+            yield GraphEdge(
+                source=before.output_var_id, target=after.output_var_id, variable=before.output
+            )
         for parameter in event.parameters:
             source = producers.get(parameter.var_id)
             if calls and source is not None and not parameter.is_output:
-                yield _edge(source, calls[0].output_var_id, parameter.name)
-
-
-def _edge(source: str, target: str, variable: str) -> GraphEdge:
-    return GraphEdge(source=source, target=target, variable=variable)
+                target = calls[0].output_var_id
+                yield GraphEdge(source=source, target=target, variable=parameter.name)
 
 
 def _info(

@@ -12,6 +12,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -35,70 +36,51 @@ class Family(NamedTuple):
     markup: CallMarkup | None = None
 
 
-def _hermes(functions: Sequence[Function]) -> AnswerParser:
-    return TaggedParser("<tool_call>", "</tool_call>", read_json)
-
-
-def _coder(functions: Sequence[Function]) -> AnswerParser:
-    return TaggedParser("<tool_call>", "</tool_call>", partial(read_coder, functions=functions))
-
-
-def _glm(functions: Sequence[Function]) -> AnswerParser:
-    return TaggedParser("<tool_call>", "</tool_call>", partial(read_glm, functions=functions))
-
-
+_TAGS = "<tool_call>", "</tool_call>"
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _NAMED, _CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK = CallMarkup(
+    _BEGIN,
+    close=_END,
+    separator="\n",
+    before=_CALL,
+    label="",
+    between=_NAMED,
+    behind=_CALLED,
+    quotes_names=False,
+)
+_FENCED = replace(
+    _DEEPSEEK,
+    before=f"{_CALL}function{_NAMED}",
+    between="\n```json\n",
+    behind=f"\n```{_CALLED}",
+)
 
 
 def _deepseek(functions: Sequence[Function]) -> AnswerParser:
     return TaggedParser(_BEGIN, _END, read_deepseek)
 
 
-def _mistral(functions: Sequence[Function]) -> AnswerParser:
-    # Where the tag is a special token, it is not in the text of an answer.
-    return WholeParser("[", read_json, TaggedParser("[TOOL_CALLS]", "", read_json))
-
-
 _FAMILIES = (
+    Family((_NAMED, "```json"), _deepseek, _FENCED),
+    Family((_NAMED,), _deepseek, _DEEPSEEK),
     Family(
-        (_NAMED, "```json"),
-        _deepseek,
-        CallMarkup(
-            _BEGIN,
-            close=_END,
-            separator="\n",
-            before=f"{_CALL}function{_NAMED}",
-            label="",
-            between="\n```json\n",
-            behind=f"\n```{_CALLED}",
-            quotes_names=False,
-        ),
+        ("<tool_call>", "<function="),
+        lambda functions: TaggedParser(*_TAGS, partial(read_coder, functions=functions)),
     ),
     Family(
-        (_NAMED,),
-        _deepseek,
-        CallMarkup(
-            _BEGIN,
-            close=_END,
-            separator="\n",
-            before=_CALL,
-            label="",
-            between=_NAMED,
-            behind=_CALLED,
-            quotes_names=False,
-        ),
+        ("<tool_call>", "<arg_key>"),
+        lambda functions: TaggedParser(*_TAGS, partial(read_glm, functions=functions)),
     ),
-    Family(("<tool_call>", "<function="), _coder),
-    Family(("<tool_call>", "<arg_key>"), _glm),
     Family(
         ("<tool_call>",),
-        _hermes,
+        lambda functions: TaggedParser(*_TAGS, read_json),
         CallMarkup("<tool_call>", "\n", "\n</tool_call>", repeats=True),
     ),
     Family(
         ("[TOOL_CALLS]",),
-        _mistral,
+        # Where the tag is a special token, it is not in the text of an answer.
+        lambda functions: WholeParser("[", read_json, TaggedParser("[TOOL_CALLS]", "", read_json)),
         CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
     ),
     Family(
