@@ -1,6 +1,7 @@
 """From sampled tokens to text: incremental detokenising, stop rules, streaming deltas."""
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
+# Special tokens of some tokenizers with which models call tools: part of an output's text.
+_CALL_MARKUP = frozenset(
+    {
+        *("<start_function_call>", "<end_function_call>", "<escape>"),  # FunctionGemma
+        *("<|tool_call>", "<tool_call|>", '<|"|>'),  # Gemma 4
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),  # Kimi K2
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    }
+)
 
 
 class Detokenizer:
@@ -99,8 +109,8 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`). `grammars`:
-    None if outputs cannot be constrained."""
+    """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`), to which the
+    markup of calls is not special. `grammars`: None if outputs cannot be constrained."""
 
     response: TokenizerResponse
     tokenizer: Tokenizer
@@ -110,7 +120,13 @@ class Language:
     def of(
         cls, response: TokenizerResponse, grammars: "GrammarCompiler | None" = None
     ) -> "Language":
-        return cls(response, Tokenizer.from_str(response.tokenizer_json), grammars)
+        text = response.tokenizer_json
+        if any(markup in text for markup in _CALL_MARKUP):
+            definition = json.loads(text)
+            for token in definition.get("added_tokens") or ():
+                token["special"] = token["special"] and token["content"] not in _CALL_MARKUP
+            text = json.dumps(definition)
+        return cls(response, Tokenizer.from_str(text), grammars)
 
     @property
     def tokenizer_id(self) -> str:

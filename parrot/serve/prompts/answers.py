@@ -37,7 +37,12 @@ class ToolCall:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> "ToolCall":
-        return cls(name, orjson.dumps(arguments).decode(), f"call_{new_token()}")
+        """Raises `ValueError` for arguments that are too deep for JSON."""
+        try:
+            text = orjson.dumps(arguments).decode()
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        return cls(name, text, f"call_{new_token()}")
 
     def message(self) -> dict[str, Any]:
         """The call as chat templates take it."""
@@ -83,7 +88,14 @@ class AnswerParser(Protocol):
 
 
 Read = Callable[[str], Sequence[ToolCall] | None]
-"""Finds the calls in a text; None if it is something else."""
+"""Finds the calls in a text; None, or a `ValueError`, if it is something else."""
+
+
+def _calls_in(text: str, read: Read) -> Sequence[ToolCall] | None:
+    try:
+        return read(text)
+    except ValueError:
+        return None
 
 
 class PlainParser:
@@ -162,7 +174,7 @@ class TaggedParser:
             yield TextDelta(held)
 
     def _call(self, inner: str, end: str) -> Iterator[Event]:
-        calls = self._read(inner)
+        calls = _calls_in(inner, self._read)
         if calls is None:
             yield TextDelta(f"{self._gap}{self._begin}{inner}{end}")
         else:
@@ -205,7 +217,7 @@ class WholeParser:
 
     def finish(self) -> Iterator[Event]:
         held, self._held = self._held, ""
-        if calls := self._read(held):
+        if calls := _calls_in(held, self._read):
             yield from calls
         else:
             if held:

@@ -8,7 +8,10 @@
 | Mistral | `[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sky"}}]` |
 | DeepSeek | `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}...` |
 | Llama 3 | `{"name": "look", "parameters": {"at": "sky"}}` |
-| Llama 3, 4, pythonic | `[look(at="sky")]` |
+| Llama 3, 4, Gemma 3, pythonic | `[look(at="sky")]` |
+| FunctionGemma | `<start_function_call>call:look{at:<escape>sky<escape>}<end_function_call>` |
+| Gemma 4 | `<|tool_call>call:look{at:<|"|>sky<|"|>}<tool_call|>` |
+| Kimi K2 | `<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0...{"at": "sky"}...` |
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +24,10 @@ from parrot.serve.prompts.call_grammars import CallMarkup, Function
 from parrot.serve.prompts.call_readers import (
     read_coder,
     read_deepseek,
+    read_gemma,
     read_glm,
     read_json,
+    read_kimi,
     read_python,
 )
 
@@ -61,6 +66,14 @@ def _deepseek(functions: Sequence[Function]) -> AnswerParser:
     return TaggedParser(_BEGIN, _END, read_deepseek)
 
 
+def _gemma(begin: str, end: str, quote: str) -> "Family":
+    def make_parser(functions: Sequence[Function]) -> AnswerParser:
+        return TaggedParser(begin, end, partial(read_gemma, quote=quote, functions=functions))
+
+    return Family((begin, quote), make_parser)
+
+
+_KIMI_TAGS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _FAMILIES = (
     Family((_NAMED, "```json"), _deepseek, _FENCED),
     Family((_NAMED,), _deepseek, _DEEPSEEK),
@@ -83,6 +96,12 @@ _FAMILIES = (
         lambda functions: WholeParser("[", read_json, TaggedParser("[TOOL_CALLS]", "", read_json)),
         CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
     ),
+    Family(
+        ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+        lambda functions: TaggedParser(*_KIMI_TAGS, read_kimi),
+    ),
+    _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     Family(
         ("[func_name1(params_name1=params_value1",),
         lambda functions: WholeParser("[", read_python, PlainParser()),

@@ -7,7 +7,8 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -16,6 +17,7 @@ from parrot.serve.prompts.answers import ToolCall
 from parrot.serve.prompts.call_grammars import Function
 
 _MAX_PYTHON = 2**14  # characters; a longer one is text
+_MAX_DEPTH = 64
 
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s;]*")
@@ -24,6 +26,15 @@ _DEEPSEEK_CALL = re.compile(
     r"|(?P<name>[^\n<]+)<｜tool▁sep｜>(?P<bare>.*?))<｜tool▁call▁end｜>\s*",
     re.DOTALL,
 )
+_KIMI_CALL = re.compile(
+    r"\s*<\|tool_call_begin\|>\s*(?P<id>(?:[^\s<]*\.)?(?P<name>[^\s<.]+):\d+)\s*"
+    r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>\s*",
+    re.DOTALL,
+)
+_GEMMA_CALL = re.compile(r"\s*call:([^\s{}]+)(\{.*\})\s*", re.DOTALL)
+_GEMMA_KEY = re.compile(r"[^,:{}\[\]]+")
+_GEMMA_BARE = re.compile(r"[^,{}\[\]]+")
+_WHITE = re.compile(r"\s*")
 _CODER_CALL = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _CODER_ARGUMENT = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _GLM_CALL = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
@@ -84,6 +95,118 @@ def read_deepseek(text: str) -> list[ToolCall] | None:
             return None
         calls.append(ToolCall.of(found["typed"] or found["name"], arguments))
     return calls or None
+
+
+def read_kimi(text: str) -> list[ToolCall] | None:
+    """Calls keep the ids that the model gives them, since it is shown them again."""
+    calls: list[ToolCall] = []
+    for found in _whole(_KIMI_CALL, text) or ():
+        try:
+            arguments = orjson.loads(found["arguments"])
+        except orjson.JSONDecodeError:
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        call = ToolCall.of(found["name"], arguments)
+        is_new = all(found["id"] != other.id for other in calls)
+        calls.append(replace(call, id=found["id"]) if is_new else call)
+    return calls or None
+
+
+def read_gemma(text: str, quote: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+    """`call:look{at:<quote>sky<quote>,n:[1,{far:true}]}`. Values without quotes are JSON, or text
+    if the function wants some."""
+    found = _GEMMA_CALL.fullmatch(text)
+    if found is None:
+        return None
+    reader = _GemmaReader(found[2], quote)
+    try:
+        arguments = reader.value()
+    except ValueError:
+        return None
+    if reader.at < len(found[2]) or not isinstance(arguments, dict):
+        return None
+    schemas = _properties(found[1], functions)
+    typed = {
+        key: _typed(str(value), schemas.get(key)) if isinstance(value, _Bare) else _plain(value)
+        for key, value in arguments.items()
+    }
+    return [ToolCall.of(found[1], typed)]
+
+
+class _Bare(str):
+    """A value without quotes."""
+
+
+def _plain(value: Any) -> Any:
+    """With JSON in place of what has no quotes."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return _typed(str(value), None) if isinstance(value, _Bare) else value
+
+
+class _GemmaReader:
+    """Reads values one after the other; `at` is the place behind the last one."""
+
+    def __init__(self, text: str, quote: str) -> None:
+        self._text = text
+        self._quote = quote
+        self.at = 0
+
+    def value(self, depth: int = 0) -> Any:
+        """Raises `ValueError` if there is none."""
+        if depth > _MAX_DEPTH:
+            raise ValueError("it is too deep")
+        if self._takes("{"):
+            fields = list(self._items("}", lambda: self._field(depth + 1)))
+            found = dict(fields)
+            if len(found) < len(fields):
+                raise ValueError("a key is there twice")
+            return found
+        if self._takes("["):
+            return list(self._items("]", lambda: self.value(depth + 1)))
+        return self._string(_GEMMA_BARE)
+
+    def _items(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
+        if self._takes(end):
+            return
+        yield read()
+        while not self._takes(end):
+            self._require(",")
+            yield read()
+
+    def _field(self, depth: int) -> tuple[str, Any]:
+        key = self._string(_GEMMA_KEY)
+        self._require(":")
+        return str(key), self.value(depth)
+
+    def _string(self, bare: re.Pattern[str]) -> str:
+        if self._takes(self._quote):
+            begin, end = self.at, self._text.find(self._quote, self.at)
+            if end < 0:
+                raise ValueError("a quote is not closed")
+            self.at = end + len(self._quote)
+            return self._text[begin:end]
+        found = bare.match(self._text, self.at)
+        text = "" if found is None else found[0].strip()
+        if found is None or not text or self._quote in text:
+            raise ValueError("a value is missing")
+        self.at = found.end()
+        return _Bare(text)
+
+    def _takes(self, text: str) -> bool:
+        white = _WHITE.match(self._text, self.at)
+        assert white is not None  # it may be empty
+        if not self._text.startswith(text, white.end()):
+            return False
+        self.at = white.end() + len(text)
+        return True
+
+    def _require(self, text: str) -> None:
+        if not self._takes(text):
+            raise ValueError(f"{text} is missing")
 
 
 def read_coder(text: str, functions: Sequence[Function]) -> list[ToolCall] | None:

@@ -8,6 +8,7 @@ from parrot.engine.core.output import Detokenizer, Generation, Language, StopStr
 from parrot.engine.sim.tokenizer import BOS_ID, EOS_ID, byte_tokenizer_response
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import SamplingConfig
+from tests.support.byte_tokenizer import plain_byte_tokenizer
 
 LANGUAGE = Language.of(byte_tokenizer_response())
 TOKENIZER = LANGUAGE.tokenizer
@@ -241,3 +242,17 @@ def test_a_stream_waits_while_its_text_is_uncertain():
 def test_the_tokenizer_id_is_of_its_content():
     assert LANGUAGE.tokenizer_id == Language.of(byte_tokenizer_response()).tokenizer_id
     assert len(LANGUAGE.tokenizer_id) == 64
+
+
+def test_special_tokens_of_calls_are_text() -> None:
+    """Gemma's; all others stay hidden, and what ServeCore is told of the tokenizer is as it was."""
+    special = {"<|tool_call>": 256, "<tool_call|>": 257, '<|"|>': 258, "<end>": 259}
+    response = plain_byte_tokenizer(260, special)
+    language = Language.of(response)
+    assert language.response is response
+    text = '<|tool_call>call:look{at:<|"|>sky<|"|>}<tool_call|>'
+    ids = [*language.tokenizer.encode(text).ids, 259]
+    assert set(special.values()) <= set(ids)
+    assert decode(language.tokenizer, ids) == text
+    detokenizer = Detokenizer(language.tokenizer)
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text

@@ -22,7 +22,10 @@ HERMES, LLAMA, MISTRAL = "<tool_call>", '{"name": f, "parameters": args}', "[TOO
 DEEPSEEK, FENCED = "<｜tool▁sep｜>", "<｜tool▁sep｜>...```json"
 CODER, GLM = "<tool_call><function=name>", "<tool_call>name<arg_key>"
 PYTHON = "[func_name1(params_name1=params_value1)]"
+FUNCTION_GEMMA, GEMMA = "<start_function_call>call:x{y:<escape>", '<|tool_call>call:x{y:<|"|>'
+KIMI = "<|tool_calls_section_begin|>...<|tool_call_argument_begin|>"
 TEMPLATES = [HERMES, LLAMA, MISTRAL, DEEPSEEK, FENCED, CODER, GLM, PYTHON]
+TEMPLATES += [FUNCTION_GEMMA, GEMMA, KIMI]
 FUNCTIONS = [
     {
         "name": "look",
@@ -41,6 +44,12 @@ PIECES = st.lists(
             "<｜tool▁calls▁end｜>",
             '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}<｜tool▁call▁end｜>',
             "<｜tool▁call▁begin｜>",
+            *("<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call>", ","),
+            *("<tool_call|>", '<|"|>', "call:look{at:<escape>sky<escape>}", ":", "call:look{"),
+            'call:look{at:<|"|>sky<|"|>}',
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_end|>"),
+            '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"at": "sky"}'
+            "<|tool_call_end|>",
         ]
     ),
     max_size=8,
@@ -104,6 +113,9 @@ FENCED_CALL = (
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
     '```json\n{"at": "sky"}\n```<｜tool▁call▁end｜>'
 )
+KIMI_CALL = (
+    '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"at": "sky"}<|tool_call_end|>'
+)
 BARE_CALL = '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}<｜tool▁call▁end｜>'
 
 
@@ -136,6 +148,31 @@ BARE_CALL = '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}<｜t
             [SKY],
         ),
         (GLM, "<tool_call>look</tool_call>", "", ["{}"]),
+        (
+            FUNCTION_GEMMA,
+            "So.<start_function_call>call:look{at:<escape>sky<escape>}<end_function_call>\n"
+            "<start_function_call>call:look{n:3,x:[1.5,true,<escape>a,b]}<escape>],y:{k:null}}",
+            "So.",
+            [SKY, '{"n":3,"x":[1.5,true,"a,b]}"],"y":{"k":null}}'],
+        ),
+        (FUNCTION_GEMMA, "<start_function_call>call:look{}<end_function_call>", "", ["{}"]),
+        (
+            GEMMA,
+            '<|tool_call>call:look{at: 10:30 , n: -2,<|"|>a b<|"|>:<|"|>"{}"<|"|>, x:[], y:[[{}]]}'
+            "<tool_call|>",
+            "",
+            ['{"at":"10:30","n":-2,"a b":"\\"{}\\"","x":[],"y":[[{}]]}'],
+        ),
+        (GEMMA, '<|tool_call>call:look{at:<|"|>7<|"|>}<tool_call|>', "", ['{"at":"7"}']),
+        (GEMMA, "<|tool_call>call:look{at:7}<tool_call|>", "", ['{"at":"7"}']),
+        (
+            KIMI,
+            f"Hm.\n<|tool_calls_section_begin|>\n{KIMI_CALL}\n{KIMI_CALL.replace(':0', ':1')}"
+            "<|tool_calls_section_end|>",
+            "Hm.",
+            [SKY, SKY],
+        ),
+        (KIMI, f"<|tool_calls_section_begin|>{KIMI_CALL}", "", [SKY]),
         (PYTHON, "[look(at=\"sky\"), look(at='sky')]", "", [SKY, SKY]),
         (
             PYTHON,
@@ -172,6 +209,20 @@ def test_calls_of_each_family(template: str, text: str, shown: str, calls: list[
         (DEEPSEEK, f"{BEGIN}{BARE_CALL}so{END}"),
         (DEEPSEEK, f"{BEGIN}{BARE_CALL.replace('sky', 'sky}')}}}{END}"),
         (LLAMA, '{"name": "look"}; {"a": 1}'),
+        *(
+            (GEMMA, f"<|tool_call>{inner}<tool_call|>")
+            for inner in (
+                *("", "look{}", "call:look", "call:look{", "call:look{}}", "call:look{a}"),
+                *("call:look{a:}", "call:look{a:1,}", "call:look{a:1,a:2}", "call:look{a:[1}"),
+                *('call:look{a:<|"|>x}', 'call:look{a:x<|"|>y<|"|>}', "call:look{a:1 b:{}}"),
+                "call:look{a:" + "[" * 30_000 + "]" * 30_000 + "}",
+                "call:look{" + "a:{" * 300 + "}" * 301,
+            )
+        ),
+        (KIMI, "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+        (KIMI, f"<|tool_calls_section_begin|>{KIMI_CALL}so<|tool_calls_section_end|>"),
+        (KIMI, f"<|tool_calls_section_begin|>{KIMI_CALL.replace(':0', '')}"),
+        (KIMI, f"<|tool_calls_section_begin|>{KIMI_CALL.replace('}', '')}"),
     ],
 )
 def test_what_only_looks_like_a_call_is_text(template: str, text: str) -> None:
@@ -180,11 +231,28 @@ def test_what_only_looks_like_a_call_is_text(template: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     "inner",
-    ["", "no json", "[]", "3", '{"name": 3, "arguments": {}}', '{"name": "f", "arguments": "x"}'],
+    [
+        "",
+        "no json",
+        "[]",
+        "3",
+        f'{{"name": "f", "arguments": {{"a": {"[" * 400 + "]" * 400}}}}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "f", "arguments": "x"}',
+    ],
 )
 def test_what_is_no_call_is_text(inner: str) -> None:
     for text in (f"<tool_call>{inner}</tool_call>", f"So \n<tool_call>{inner}</tool_call> there"):
         assert said(read_answer(parser(HERMES)(), text)) == (text, [])
+
+
+def test_calls_of_kimi_keep_their_ids() -> None:
+    """Its chat template shows them again. An id that is there twice is another one's."""
+    calls = [KIMI_CALL, KIMI_CALL.replace(":0", ":1"), KIMI_CALL]
+    text = f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+    ids = [call.id for call in read_answer(parser(KIMI)(), text).calls]
+    assert ids[:2] == ["functions.look:0", "functions.look:1"]
+    assert ids[2].startswith("call_")
 
 
 def test_only_the_first_call() -> None:
