@@ -9,7 +9,6 @@ is ever read as markup."""
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -104,15 +103,12 @@ def render_transcript(
     whole = template.render(messages, **options)
 
     def find_ends(start: int, num_known: int) -> Ends:
-        marked = _mark(template, messages, options)
-        found = (
-            _split_end(whole, marked, messages, start, num_known)
-            if num_known and are_as_sent
-            else None
-        )
-        first = num_known - 1  # the answer, which may be another one than was generated
+        found, first = None, num_known - 1  # an answer, which may not be the one that was generated
+        if num_known and are_as_sent:
+            marked = _mark(template, messages, options, num_known)
+            found = _split_end(whole, marked, messages, start, num_known)
         if found is None:
-            found, first = _split(whole, marked, messages), 0
+            found, first = _split(whole, _mark(template, messages, options), messages), 0
         ends, told_apart = found
         if not ends or ends[-1][0] < len(whole):
             ends.append((len(whole), PieceKind.CONSTANT))
@@ -124,23 +120,45 @@ def render_transcript(
 
 class _Marked(NamedTuple):
     """The prompt with marks in the places of texts: the markup around them, of which there is one
-    more, and the indices of their messages."""
+    more, and the indices of their messages; -1 for messages that are known."""
 
     gaps: Sequence[str]
     shown: Sequence[int]
 
 
 def _mark(
-    template: ChatTemplate, messages: Sequence[Message], options: Mapping[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    num_known: int = 0,
 ) -> _Marked:
     mark = sentinel()
     marked = template.render(
-        [{**m, "content": f"{mark}{i}m"} if _text(m) else m for i, m in enumerate(messages)],
+        [
+            *_mark_known(mark, messages[:num_known]),
+            *[
+                {**m, "content": f"{mark}{i}m"} if _text(m) else m
+                for i, m in enumerate(messages[num_known:], num_known)
+            ],
+        ],
         **options,
     )
     first, *behind = marked.split(mark)
     parts = [part.partition("m") for part in behind]
     return _Marked([first, *[gap for _, _, gap in parts]], [int(index) for index, _, _ in parts])
+
+
+def _mark_known(mark: str, messages: Sequence[Message]) -> Iterator[Message]:
+    """Most of a long conversation's are the same then: a role and a mark."""
+    plain: dict[Any, Message] = {}
+    for message in messages:
+        if len(message) > 2 or not _text(message):
+            yield {**message, "content": f"{mark}-1m"} if _text(message) else message
+            continue
+        role = message.get("role")
+        if role not in plain:
+            plain[role] = {**message, "content": f"{mark}-1m"}
+        yield plain[role]
 
 
 def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[Ends, set[int]]:
@@ -172,10 +190,9 @@ def _split_end(
     """Do the same for what stands behind `begin`, which is the place of all messages but the first
     `num_known`, from its end on. None if not every one of them can be told from markup."""
     gaps, shown = marked
-    first = bisect_left(shown, num_known)
-    stop = len(whole) - len(gaps[-1])
-    is_in_order = list(shown) == sorted(set(shown))
-    if not (is_in_order and gaps[-1] and whole.endswith(gaps[-1])) or first == len(shown):
+    first = next((at for at, i in enumerate(shown) if i >= num_known), len(shown))
+    stop, new = len(whole) - len(gaps[-1]), list(shown[first:])
+    if not (new and new == sorted(set(new)) and gaps[-1] and whole.endswith(gaps[-1])):
         return None
     ends: Ends = [(len(whole), PieceKind.CONSTANT)]
     for at in range(len(shown) - 1, first - 1, -1):
@@ -193,7 +210,7 @@ def _split_end(
         if gap:
             ends.append((start, PieceKind.CONSTANT))
         stop = start - len(gap)
-    return (ends[::-1], set(shown[first:])) if stop == begin else None
+    return (ends[::-1], set(new)) if stop == begin else None
 
 
 def _kind(message: Message) -> PieceKind:

@@ -157,24 +157,23 @@ class Responses:
                 text = f"response `{previous.id}` has variables in its prompt: send its items"
                 raise InvalidRequest(text, param=param)
         token = new_token()
-        items = [
-            item.model_copy(update={"id": f"{item.id_prefix}_{token}_i{i}"})
-            for i, item in self._items(request, tenant)
-        ]
+        items = list(self._items(request, tenant, token))
         has_variables = request.parrot is not None and bool(request.parrot.inputs)
         return Record(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
 
-    def _items(self, request: ResponseRequest, tenant: str) -> Iterator[tuple[int, Item]]:
-        """The items of the request's input and their places."""
+    def _items(self, request: ResponseRequest, tenant: str, token: str) -> Iterator[Item]:
+        """The items of the request's input, with ids that have the response's token."""
         for i, item in enumerate(request.input):
             if isinstance(item, Item):
-                yield i, item
+                item.id = f"{item.id_prefix}_{token}_i{i}"
+                yield item
             elif isinstance(item, OtherItem):
                 raise UnsupportedField(
                     f"items of type `{item.type}` are not supported", param=f"input.{i}.type"
                 )
             elif isinstance(item, ItemReference) and not item.id.startswith("rs_"):
-                yield i, self._store.find_item(item.id, tenant, param=f"input.{i}.id")
+                found = self._store.find_item(item.id, tenant, param=f"input.{i}.id")
+                yield found.model_copy(update={"id": f"{found.id_prefix}_{token}_i{i}"})
 
     async def _whole(
         self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
