@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.public import (
@@ -19,6 +19,16 @@ from parrot.serve.sessions import Session
 from parrot.utils.ids import IdCounter
 
 logger = logging.getLogger(__name__)
+
+
+class ObservedRead(NamedTuple):
+    """`k`: a read of the first `k` of several variables; None: of one."""
+
+    id: int
+    options: ReadOptions
+    var_ids: Sequence[str]
+    k: int | None
+    is_stream: bool
 
 
 class Observer(Protocol):
@@ -64,19 +74,10 @@ class Observer(Protocol):
     ) -> None:
         return
 
-    def read_began(
-        self,
-        session: Session,
-        read_id: int,
-        options: ReadOptions,
-        var_ids: Sequence[str],
-        k: int | None,
-        is_stream: bool,
-    ) -> None:
-        """`k`: a read of the first `k` of several variables; None for a read of one."""
+    def read_began(self, session: Session, read: ObservedRead) -> None:
         return
 
-    def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
+    def read_ended(self, session: Session, read: ObservedRead, error: BaseException | None) -> None:
         """`error`: what the read raised, also when it was cancelled; None if it was answered."""
         return
 
@@ -116,8 +117,8 @@ class Observers:
         if not self._observers:
             yield
             return
-        read_id = self._read_ids.next()
-        self.tell(lambda one: one.read_began(session, read_id, options, var_ids, k, is_stream))
+        read = ObservedRead(self._read_ids.next(), options, var_ids, k, is_stream)
+        self.tell(lambda one: one.read_began(session, read))
         failure: BaseException | None = None
         try:
             yield
@@ -125,4 +126,4 @@ class Observers:
             failure = error
             raise
         finally:
-            self.tell(lambda one: one.read_ended(session, read_id, failure))
+            self.tell(lambda one: one.read_ended(session, read, failure))

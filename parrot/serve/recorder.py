@@ -16,7 +16,6 @@ from parrot.protocol.public import (
     CallParameter,
     CallResponse,
     NativeCallRequest,
-    ReadOptions,
     SemanticCallRequest,
     SessionCreateRequest,
     SessionScoped,
@@ -25,7 +24,7 @@ from parrot.protocol.template import Text, parse_template
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.observers import Observer
+from parrot.serve.observers import ObservedRead, Observer
 from parrot.serve.sessions import Session
 from parrot.serve.views import session_view
 from parrot.utils.clock import Clock
@@ -134,32 +133,24 @@ class Recorder(Observer):
     ) -> None:
         self._note(trace.CancelAsked, session, request_id=request_id, var_id=var_id)
 
-    def read_began(
-        self,
-        session: Session,
-        read_id: int,
-        options: ReadOptions,
-        var_ids: Sequence[str],
-        k: int | None,
-        is_stream: bool,
-    ) -> None:
+    def read_began(self, session: Session, read: ObservedRead) -> None:
         self._note(
             trace.ReadBegan,
             session,
-            read_id=read_id,
-            var_ids=list(var_ids),
-            k=k,
-            is_stream=is_stream,
-            options=_options(options, "var_ids", "k"),
+            read_id=read.id,
+            var_ids=list(read.var_ids),
+            k=read.k,
+            is_stream=read.is_stream,
+            options=_options(read.options, "var_ids", "k"),
         )
 
-    def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
+    def read_ended(self, session: Session, read: ObservedRead, error: BaseException | None) -> None:
         outcome = None
         if isinstance(error, ParrotError):
             outcome = error.type
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = trace.WITHDRAWN
-        self._note(trace.ReadEnded, session, read_id=read_id, error=outcome)
+        self._note(trace.ReadEnded, session, read_id=read.id, error=outcome)
 
     def core_closed(self, kv: KvCounts) -> None:
         recomputed = kv.recomputed.total()

@@ -119,7 +119,7 @@ class FakeServe(Observer):
     def read_began(self, *about: object) -> None:
         self.reading.set()
 
-    def read_ended(self, session: Session, read_id: int, error: BaseException | None) -> None:
+    def read_ended(self, session: Session, read: object, error: BaseException | None) -> None:
         if error is not None:
             self.withdrawn.set()
 

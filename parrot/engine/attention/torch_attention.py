@@ -310,16 +310,11 @@ def attend(
     if q.device.type == "cpu":
         out, lse = _flash_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=None)
         return out, lse
-    return attend_reference(q, k, v, mask=mask, is_causal=is_causal)
+    return attend_reference(q, k, v, mask, is_causal)
 
 
 def attend_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
 ) -> Partial:
     """`attend` in plain operations, on any device."""
     scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2)
