@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
@@ -45,6 +46,8 @@ class TensorSource(Protocol):
 
     def get(self, name: str, device: torch.device) -> torch.Tensor: ...
 
+    def four_bit(self, name: str) -> FourBit | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -60,13 +63,23 @@ class Checkpoint:
 
     def take(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
         tensor = self.tensors.get(name, device)
+        self._check(name, tensor)
+        return tensor
+
+    def take_four_bit(self, name: str) -> FourBit | None:
+        """A matrix as the source keeps it, if its numbers have four bits."""
+        matrix = self.tensors.four_bit(name)
+        if matrix is not None:
+            self._check(name, matrix.codes)
+        return matrix
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
         expected = self.shapes[name]
         if tuple(tensor.shape) != expected:
             raise ConfigError(
                 f"{self.source}: tensor {name!r} has shape {list(tensor.shape)}, "
                 f"the configuration wants {list(expected)}"
             )
-        return tensor
 
 
 class SafetensorsFolder:
@@ -97,6 +110,9 @@ class SafetensorsFolder:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
+    def four_bit(self, name: str) -> None:
+        """None has."""
+
 
 class RandomTensors:
     """Normal with a small deviation; norms as identities. Made on the device that wants them, and
@@ -115,6 +131,9 @@ class RandomTensors:
             return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
         generator = torch.Generator(device).manual_seed(self._seed ^ crc32(name.encode()))
         return torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
+
+    def four_bit(self, name: str) -> None:
+        """None has."""
 
 
 def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:
@@ -235,8 +254,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Read, convert and pack the weights, a layer per thread at a time."""
+def load_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, four_bit: bool = False
+) -> Decoder:
+    """Read, convert and pack the weights, a layer per thread at a time. With `four_bit`, those that
+    the checkpoint keeps so are multiplied so where that is faster; `dtype` is then bfloat16."""
     if device.type == "cuda":
         _require_room(checkpoint, dtype, device)
 
@@ -245,10 +267,11 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)
+    packed = [checkpoint.take_four_bit] if four_bit else []
     num_threads = torch.get_num_threads()
     loaders = max(1, min(4, os.cpu_count() or 1))
     with ThreadPoolExecutor(loaders, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        decoder = Decoder(checkpoint.spec, take, dtype, device, pool.map)
+        decoder = Decoder(checkpoint.spec, take, dtype, device, pool.map, *packed)
     torch.set_num_threads(num_threads)  # it is also what later threads begin with
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.layers import (
     ACTIVATIONS,
     MLP,
+    FourBitLinear,
     LayerNorm,
     Linear,
     Norm,
@@ -29,6 +31,8 @@ None of q, k and v is changed. A result may be overwritten by the next call."""
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
+# A matrix of the checkpoint by name, if its numbers have four bits and are to be multiplied so.
+TakeFourBit = Callable[[str], FourBit | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Layer:
     attn_norm: Norm
     mlp_norm: Norm
     qk_norm: QKNorm | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.mlp.up, self.mlp.down
 
     def __call__(self, x: torch.Tensor, angles: Angles | None, attend: Attend) -> torch.Tensor:
         if self.spec.pre_norm:
@@ -84,6 +92,7 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         map_layers: Callable[[Callable[[int], Layer], range], Iterable[Layer]] = map,
+        take_four_bit: TakeFourBit = lambda name: None,
     ) -> None:
         """`map_layers` may build the layers in parallel."""
         self.spec = spec
@@ -98,7 +107,7 @@ class Decoder:
             self._project_out = make_linear(take(f"{names.project_out}.weight"), None)
         self._rope = Rope(spec.rope, spec.head_dim, device) if spec.rope is not None else None
         self.layers = list(
-            map_layers(lambda i: _build_layer(spec, take, i), range(spec.num_layers))
+            map_layers(lambda i: _build_layer(spec, take, take_four_bit, i), range(spec.num_layers))
         )
         self.norm = _build_norm(spec, take, names.final_norm) if spec.final_norm else None
         head = self.embed if spec.tie_embeddings else take(f"{names.lm_head}.weight")
@@ -106,11 +115,14 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights; a tied embedding counts twice where its copy is packed."""
+        """Memory of the weights. A tied embedding counts twice where its copy is packed, and so do
+        weights that are there with four bits, too."""
         count = self.spec.num_weights
         if self.spec.tie_embeddings and self.device.type == "cpu":
             count += self.embed.numel()
-        return count * self.dtype.itemsize
+        linears = [x for layer in self.layers for x in layer.linears]
+        extra = sum(x.num_bytes for x in linears if isinstance(x, FourBitLinear))
+        return count * self.dtype.itemsize + extra
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -141,14 +153,19 @@ class Decoder:
         return self.head(self.final(hidden))
 
 
-def _build_layer(spec: DecoderSpec, take: TakeTensor, index: int) -> Layer:
+def _build_layer(
+    spec: DecoderSpec, take: TakeTensor, take_four_bit: TakeFourBit, index: int
+) -> Layer:
     names = spec.names
     prefix = names.layer.format(i=index)
 
     def linear(*parts: str, bias: bool) -> Linear:
-        weight = torch.cat([take(f"{prefix}.{part}.weight") for part in parts])
+        weights = [f"{prefix}.{part}.weight" for part in parts]
         biases = torch.cat([take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
-        return make_linear(weight, biases)
+        found = [matrix for name in weights if (matrix := take_four_bit(name)) is not None]
+        if len(found) == len(weights) and FourBitLinear.takes(whole := FourBit.joined(found)):
+            return FourBitLinear(whole, biases)
+        return make_linear(torch.cat([take(name) for name in weights]), biases)
 
     ups = (names.gate, names.up) if spec.gated else (names.up,)
     up, down = linear(*ups, bias=spec.mlp_bias), linear(names.down, bias=spec.mlp_bias)

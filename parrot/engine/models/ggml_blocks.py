@@ -8,7 +8,7 @@ A block is 32 numbers of a row. Byte j of four-bit numbers holds number j (low h
 Other kinds are left to the `gguf` package, whose numpy takes four to six times as long."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,13 @@ class FourBit:
         numbers = self.codes.float().view(rows, -1, BLOCK)
         numbers.mul_(self.scales.unsqueeze(-1)).add_(self.least.unsqueeze(-1))
         return numbers.view(rows, columns)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[FourBit]") -> "FourBit":
+        """The rows of all parts, one below the other."""
+        codes = torch.cat([part.codes for part in parts])
+        scales = torch.cat([part.scales for part in parts])
+        return cls(codes, scales, torch.cat([part.least for part in parts]))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FourBit":
         """The matrix with its rows changed, as `change` does it to a tensor [rows, any]."""

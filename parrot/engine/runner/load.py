@@ -11,6 +11,7 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.models.checkpoint import (
+    Checkpoint,
     load_decoder,
     open_checkpoint,
     open_tokenizer,
@@ -43,9 +44,8 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
         raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
-    max_threads = _default_threads()
     if device.type == "cpu":
-        torch.set_num_threads(instance.num_threads or max_threads)
+        torch.set_num_threads(instance.num_threads or _default_threads())
     checkpoint = open_checkpoint(
         config.model, dummy=instance.load_format == "dummy", seed=config.random_seed
     )
@@ -58,7 +58,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
         )
     use_triton = device.type == "cuda" and _use_triton(instance, spec, device)
-    model = load_decoder(checkpoint, resolve_dtype(config.dtype, device), device)
+    model = _load_decoder(config, checkpoint, device)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
     quantised = instance.kv_cache_dtype == "fp8"
     layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
@@ -66,6 +66,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     num_host_blocks = 0
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
         num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes, num_blocks)
+    adapts = device.type == "cpu" and not instance.num_threads
     runner: ModelRunner | CudaRunner
     if use_triton:
         runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size)
@@ -80,7 +81,7 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
             quantised=quantised,
             num_host_blocks=num_host_blocks,
-            max_threads=max_threads if device.type == "cpu" and not instance.num_threads else None,
+            max_threads=torch.get_num_threads() if adapts else None,
         )
     logger.info(
         "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
@@ -94,6 +95,13 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
         runner.info.max_seq_len,
     )
     return runner, tokenizer
+
+
+def _load_decoder(config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device) -> Decoder:
+    """With the dtype that the config names. `auto` also multiplies weights as a file keeps them."""
+    dtype = resolve_dtype(config.dtype, device)
+    four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
+    return load_decoder(checkpoint, dtype, device, four_bit=four_bit)
 
 
 def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.device) -> bool:

@@ -1,0 +1,111 @@
+"""Weights of four bits: as files keep them, and in products that never make more of them."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.ggml_blocks import CutOff, FourBit, dequantise, four_bit
+from parrot.engine.models.layers import FourBitLinear
+
+CPU = torch.device("cpu")
+KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "F16", "F32")]
+needs_kernel = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the kernel needs AVX512"
+)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 3), st.integers(0, 99))
+def test_numbers_are_those_of_the_gguf_package(
+    kind: gguf.GGMLQuantizationType, rows: int, blocks: int, seed: int
+) -> None:
+    numbers = np.random.default_rng(seed).normal(size=(rows, 32 * blocks)).astype(np.float32)
+    raw = gguf.quantize(numbers, kind)
+    want = gguf.dequantize(raw, kind)
+    data = memoryview(bytearray(raw.tobytes() + b"after it"))
+    assert torch.equal(dequantise(data, kind.value, numbers.shape), torch.from_numpy(want))
+    with pytest.raises(CutOff):
+        dequantise(data[:-9], kind.value, numbers.shape)
+    assert (four_bit(data, kind.value, numbers.shape) is not None) == (kind.name in "Q4_0 Q4_1")
+
+
+def test_a_kind_that_nobody_reads() -> None:
+    with pytest.raises(NotImplementedError, match="12345"):
+        dequantise(memoryview(bytearray(64)), 12345, (1, 32))
+
+
+def some_matrix(rows: int, columns: int, offset: float) -> FourBit:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(rows, columns // 32, generator=generator) * 0.02 + 0.001
+    return FourBit(codes, scales, scales * -offset)
+
+
+@needs_kernel
+@pytest.mark.parametrize("offset", [0.0, 7.5, 15.0])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (192, 96), (576, 1536)])
+def test_the_kernels_weight_is_within_its_bound(rows: int, columns: int, offset: float) -> None:
+    matrix = some_matrix(rows, columns, offset)
+    assert FourBitLinear.takes(matrix)
+    linear = FourBitLinear(matrix, None)
+    with torch.inference_mode():
+        eye = torch.eye(columns, dtype=torch.bfloat16)
+        weight = torch.cat([linear(part) for part in eye.split(4)]).T.float()
+    most = torch.maximum(matrix.least.abs(), (matrix.least + 15 * matrix.scales).abs())
+    bound = (most * (1 / 160 + 2**-9)).repeat_interleave(32, 1)  # and what the output is rounded by
+    assert ((weight - matrix.numbers()).abs() <= bound).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 40])
+def test_products_with_bias_and_residual(num_rows: int) -> None:
+    matrix = some_matrix(128, 96, 7.5)
+    bias, x, residual = torch.randn(128), torch.randn(num_rows, 96), torch.randn(num_rows, 128)
+    want = x.bfloat16().double() @ matrix.numbers().double().T + bias.double() + residual.double()
+    with torch.inference_mode():
+        got = FourBitLinear(matrix, bias.bfloat16())(x.bfloat16(), residual.bfloat16())
+    error = (got.double() - want).norm() / want.norm()
+    assert error < 0.01
+
+
+def test_shapes_that_the_kernel_does_not_take() -> None:
+    assert not FourBitLinear.takes(some_matrix(96, 32, 0.0))
+
+
+def log_probabilities(model: Decoder, token_ids: list[int]) -> torch.Tensor:
+    """Of the next token after each of a few, with plain causal attention."""
+
+    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        heads = (x.transpose(0, 1) for x in (q, *(t.repeat_interleave(group, 1) for t in (k, v))))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return out.transpose(0, 1).reshape(len(q), -1)
+
+    with torch.inference_mode():
+        ids = torch.tensor(token_ids)
+        hidden = model.forward(ids, torch.arange(len(ids)), attend)
+        return model.logits(hidden).log_softmax(-1)
+
+
+@needs_kernel
+def test_the_embedded_model_says_the_same_with_four_bits() -> None:
+    checkpoint = open_checkpoint("embedded")
+    exact = load_decoder(checkpoint, torch.float32, CPU)
+    rounded = load_decoder(checkpoint, torch.bfloat16, CPU)
+    packed = load_decoder(checkpoint, torch.bfloat16, CPU, four_bit=True)
+    assert all(isinstance(x, FourBitLinear) for layer in packed.layers for x in layer.linears)
+    assert packed.num_bytes < 1.3 * rounded.num_bytes
+    divergences: dict[str, list[float]] = {"rounded": [], "packed": []}
+    for first in range(40):
+        ids = [504, 9804 + first, 314, 253 + 37 * first]
+        want = log_probabilities(exact, ids)
+        for name, model in (("rounded", rounded), ("packed", packed)):
+            got = log_probabilities(model, ids)
+            divergences[name] += (want.exp() * (want - got)).sum(-1).tolist()
+    means = {name: sum(found) / len(found) for name, found in divergences.items()}
+    assert means["packed"] < 1.2 * means["rounded"] < 0.006, means
+    assert max(divergences["packed"]) < 0.05, means
