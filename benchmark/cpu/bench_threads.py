@@ -1,6 +1,6 @@
 """What adapting the number of threads gives on a CPU that other processes use, too.
 
-    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python -m benchmark.engine.bench_threads
+    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python -m benchmark.cpu.bench_threads
 
 In each scene (idle; processes that use a core each; as many that use a third of one, as ServeCore
 and a program do), the same decoding is timed with fixed numbers of threads and with the engine's

@@ -1,0 +1,1 @@
+"""Speed on a CPU that others use, too."""
