@@ -2,23 +2,32 @@
 
     python -m benchmark.serve.bench_page --output benchmark/results/page.json
 
-One ServeCore with simulated engines that cost nothing serves programs, in turns with nobody looking
-and with viewers who follow the overview, the placement and one session each. `ratio` is that of
-ServeCore's CPU time for a call, of turns that follow each other; sessions of 50 calls stay live, so
-the views grow with every turn.
+One ServeCore with simulated engines serves programs, at a pace that the engines' steps set, in
+turns with nobody looking and with viewers who follow the overview, the placement and one session
+each; all three change all the time. `share` is what viewers take of ServeCore's thread, and so of
+the calls that it could serve: the median difference of CPU seconds a second, of turns that follow
+each other. Sessions of 50 calls stay live, so the views grow with every turn.
 """
 
 import argparse
 import asyncio
-import json
-from collections.abc import AsyncIterator
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.serve.bench_calls import ENGINE, Program, connect, pinned, run, spend, summary
+from benchmark.serve.bench_calls import (
+    ZERO_COST,
+    Program,
+    connect,
+    cpu_seconds,
+    pinned,
+    run,
+)
 from parrot.cluster import Cluster
 from parrot.serve.page.visitors import page_key
 
@@ -26,23 +35,26 @@ _WARM_UP_TURNS = 2
 
 
 class Viewer:
-    """A browser that draws nothing."""
+    """A feed in a browser that draws nothing. `began`: it has its first rows."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.began = asyncio.Event()
 
     async def follow(self, http: aiohttp.ClientSession, url: str) -> None:
         async with http.get(url) as feed:
             assert feed.status == 200, await feed.text()
             async for chunk in feed.content.iter_any():
                 self.num_bytes += len(chunk)
+                self.began.set()
 
 
 @asynccontextmanager
 async def looking(cluster: Cluster, session_id: int, count: int) -> AsyncIterator[list[Viewer]]:
-    """So many viewers, each with a feed of every view."""
+    """So many viewers of every view, from when each has its first rows."""
     api = f"{cluster.core_url}/ui/api"
-    viewers = [Viewer() for _ in range(count)]
+    views = ("overview", "placement", f"sessions/{session_id}") * count
+    viewers = [Viewer() for _ in views]
     jar = aiohttp.CookieJar(unsafe=True)  # of a host that is an address
     connector = aiohttp.TCPConnector(limit=0)
     async with AsyncExitStack() as stack:
@@ -57,47 +69,69 @@ async def looking(cluster: Cluster, session_id: int, count: int) -> AsyncIterato
         group = await stack.enter_async_context(asyncio.TaskGroup())
         feeds = [
             group.create_task(viewer.follow(http, f"{api}/{view}"))
-            for viewer in viewers
-            for view in ("overview", "placement", f"sessions/{session_id}")
+            for viewer, view in zip(viewers, views, strict=True)
         ]
+        for viewer in viewers:
+            await viewer.began.wait()
         yield viewers
         for feed in feeds:
             feed.cancel()
 
 
-async def compare(cluster: Cluster, args: argparse.Namespace) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+async def load(cluster: Cluster, programs: Sequence[Program], num_calls: int) -> float:
+    """CPU seconds of ServeCore a second, while so many calls are made."""
+    pid = cluster.process("core").pid
+    began, before = time.monotonic(), cpu_seconds(pid)
+    await run(programs, num_calls)
+    return (cpu_seconds(pid) - before) / (time.monotonic() - began)
+
+
+def summary(on: list[float], off: list[float]) -> dict[str, object]:
+    """`share_error`: the standard error of the median, by the quartiles."""
+    low, middle, high = statistics.quantiles([a - b for a, b in zip(on, off, strict=True)], n=4)
+    return {
+        "load": statistics.median(on),
+        "load_alone": statistics.median(off),
+        "share": middle,
+        "share_error": 1.25 * (high - low) / 1.35 / len(on) ** 0.5,
+        "share_quartiles": [low, high],
+    }
+
+
+async def compare(cluster: Cluster, args: argparse.Namespace, report: Report) -> None:
     async with connect() as http:
         for count in args.viewers:
             programs = [Program(http, cluster.core_url) for _ in range(args.concurrency)]
             await run(programs, args.concurrency)
-            session_id = programs[0].session_id
             looked, alone, num_bytes = [], [], 0
+            began = time.monotonic()
             for turn in range(-_WARM_UP_TURNS, args.turns):
-                async with looking(cluster, session_id, count) as viewers:
-                    with_viewers = await spend(cluster, programs, args.calls)
+                async with looking(cluster, programs[0].session_id, count) as viewers:
+                    with_viewers = await load(cluster, programs, args.calls)
                     num_bytes += sum(viewer.num_bytes for viewer in viewers)
-                without = await spend(cluster, programs, args.calls)
+                without = await load(cluster, programs, args.calls)
                 if turn >= 0:
                     looked.append(with_viewers)
                     alone.append(without)
-            rows.append({"viewers": count, "num_bytes": num_bytes} | summary(on=looked, off=alone))
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            num_calls = 2 * args.calls * (args.turns + _WARM_UP_TURNS)
+            known = {"viewers": count, "calls_per_s": num_calls / (time.monotonic() - began)}
+            report.add("rows", known | {"num_bytes": num_bytes} | summary(looked, alone))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--viewers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--calls", type=int, default=1000, help="of each turn")
-    parser.add_argument("--turns", type=int, default=16, help="of each kind")
+    parser.add_argument("--calls", type=int, default=128, help="of each turn")
+    parser.add_argument("--turns", type=int, default=30, help="of each kind")
+    parser.add_argument("--step-s", type=float, default=0.08, help="of the engine")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    report.uses("engine", ENGINE)
+    engine = {"engine_type": "sim", "instance": ZERO_COST | {"step_s": args.step_s}}
+    report.uses("engine", engine)
     core = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}
-    with Cluster(core=core, engines=[ENGINE]) as cluster, pinned(cluster):
-        report["rows"] = asyncio.run(compare(cluster, args))
+    with Cluster(core=core, engines=[engine]) as cluster, pinned(cluster):
+        asyncio.run(compare(cluster, args, report))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Keeping those who look up to date: a view is read once for all of its viewers."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ _MAX_VIEWERS = 256
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """`read_at`: when it was read last, and `due`: when it may be again. `spent_s`: the CPU time
-    that it and its viewers took since."""
+    """`reader` reads it again and again, and `news` ends when there are changes, or raises why
+    there are no more. `spent_s`: the CPU time that it and its viewers took since it was read."""
 
     topic: Topic
-    due: float
-    read_at: float = 0.0
+    news: "asyncio.Future[None]"
+    reader: "asyncio.Task[None] | None" = None
     spent_s: float = 0.0
     num_viewers: int = 0
 
@@ -50,34 +51,71 @@ class Feed:
         `QuotaExceeded` when too many look already."""
         if self._num_viewers >= _MAX_VIEWERS:
             raise QuotaExceeded(f"{_MAX_VIEWERS} views of the page are open already")
-        now = self._clock.now()
-        watched = self._watched.setdefault(name, _Watched(Topic(read), due=now))
+        watched = self._watched.get(name) or self._watch(name, read)
         watched.num_viewers += 1
         self._num_viewers += 1
         try:
             while True:
-                if (changes := self._next(watched, since)) is not None:
-                    since, began = changes.version, self._cpu_time()
-                    yield changes.event
-                    self._spent(watched, min(self._cpu_time() - began, _MAX_SEND_S))
-                await self._clock.sleep(max(0.0, watched.due - self._clock.now()))
+                news, changes = watched.news, self._since(watched, since)
+                if changes is None:
+                    await asyncio.shield(news)
+                    continue
+                since, began = changes.version, self._cpu_time()
+                yield changes.event
+                watched.spent_s += min(self._cpu_time() - began, _MAX_SEND_S)
         finally:
             self._num_viewers -= 1
             watched.num_viewers -= 1
             if not watched.num_viewers:
-                del self._watched[name]
+                self._forget(name, watched)
 
-    def _next(self, watched: _Watched, since: str | None) -> Changes | None:
-        """What has changed, read anew if it is time to."""
-        now, began = self._clock.now(), self._cpu_time()
-        if now >= watched.due:
-            watched.topic.update()
-            watched.read_at, watched.spent_s, watched.due = now, 0.0, now + _INTERVAL_S
+    def _watch(self, name: object, read: ReadRows) -> _Watched:
+        loop = asyncio.get_running_loop()
+        watched = _Watched(Topic(read), loop.create_future())
+        self._update(watched)
+        self._watched[name] = watched
+        watched.reader = loop.create_task(self._read(watched), name=f"feed of {name}")
+        return watched
+
+    def _forget(self, name: object, watched: _Watched) -> None:
+        if watched.reader is not None:
+            watched.reader.cancel()
+        if self._watched.get(name) is watched:
+            del self._watched[name]
+
+    async def _read(self, watched: _Watched) -> None:
+        """Whatever a reading raises is for the viewers."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._pause(watched)
+            try:
+                has_changed = self._update(watched)
+            except Exception as error:  # noqa: BLE001
+                watched.news.set_exception(error)
+                watched.news.exception()  # all may have gone
+                return
+            if has_changed:
+                news, watched.news = watched.news, loop.create_future()
+                news.set_result(None)
+
+    async def _pause(self, watched: _Watched) -> None:
+        """Until the time for the next reading. Viewers may spend more meanwhile."""
+        began = self._clock.now()
+        while True:
+            pause_s = max(_INTERVAL_S, watched.spent_s * len(self._watched) / _LOAD)
+            rest_s = began + pause_s - self._clock.now()
+            if rest_s <= 0:
+                return
+            await self._clock.sleep(rest_s)
+
+    def _update(self, watched: _Watched) -> bool:
+        began = self._cpu_time()
+        has_changed = watched.topic.update()
+        watched.spent_s = self._cpu_time() - began
+        return has_changed
+
+    def _since(self, watched: _Watched, since: str | None) -> Changes | None:
+        began = self._cpu_time()
         changes = watched.topic.since(since)
-        self._spent(watched, self._cpu_time() - began)
+        watched.spent_s += self._cpu_time() - began
         return changes
-
-    def _spent(self, watched: _Watched, seconds: float) -> None:
-        watched.spent_s += seconds
-        pause_s = watched.spent_s * len(self._watched) / _LOAD
-        watched.due = max(watched.due, watched.read_at + pause_s)

@@ -35,7 +35,7 @@ class Topic:
         self._rows: dict[str, tuple[int, bytes]] = {}
         self._gone: dict[str, int] = {}  # in order of their numbers
         self._forgotten = 0  # rows that went in this update, or earlier, may be unknown
-        self._last: tuple[int, Changes] | None = None  # since which update, for who comes next
+        self._made: dict[int, Changes] = {}  # since which update, for who comes next
 
     @property
     def version(self) -> str:
@@ -55,7 +55,7 @@ class Topic:
         if not changed and not gone:
             return False
         self._number = number
-        self._last = None
+        self._made.clear()
         for key in gone:
             del known[key]
             self._gone[key] = number
@@ -71,16 +71,16 @@ class Topic:
         has."""
         number = self._number_of(version)
         if number is None or number < self._forgotten:
-            return self._changes(-1, [])
-        if number == self._number:
+            number = -1
+        elif number == self._number:
             return None
-        if self._last is None or self._last[0] != number:
-            gone = [key for key, at in self._gone.items() if at > number]
-            self._last = number, self._changes(number, gone)
-        return self._last[1]
+        if (changes := self._made.get(number)) is None:
+            changes = self._made[number] = self._changes(number)
+        return changes
 
-    def _changes(self, number: int, gone: list[str]) -> Changes:
+    def _changes(self, number: int) -> Changes:
         """Those behind an update; all rows for -1."""
+        gone = [key for key, at in self._gone.items() if at > number >= 0]
         rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
         payload = {"version": self.version, "whole": number < 0, "rows": rows, "gone": gone}
         return Changes(self.version, b"event: changes\ndata: %b\n\n" % orjson.dumps(payload))

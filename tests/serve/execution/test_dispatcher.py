@@ -75,9 +75,9 @@ class World:
             constant_prefix_var_timeout=600.0,
             max_engines_num=4,
         )
-        self.dispatcher = Dispatcher(config, self.clock, self._connect)
+        self.dispatcher = Dispatcher(config, self.clock, self.connect)
 
-    def _connect(self, info: EngineInfo) -> FakeEngine:
+    def connect(self, info: EngineInfo) -> FakeEngine:
         return self.engines[info.engine_name]
 
     async def join(self, engine: FakeEngine) -> int:
@@ -408,8 +408,11 @@ async def test_what_was_followed_goes_on_elsewhere_or_when_it_is_wanted_again(wo
     await world.settle()
     world.dispatcher.follow(completion)
     await world.settle()
+    # Too late, in the same turn of the loop: the engine's text is not heard any more.
+    (context_id,) = first.chunks
+    first.chunks[context_id].put_nowait(StreamChunk(ids=[120], text="x"))
     world.withdraw(completion)
-    first.resume.set()  # too late: the engine's text is not heard any more
+    first.resume.set()
     await world.settle()
     assert completion.output.partial_text == ""
     first.script = Script(text=lambda _: "ef", hang_after=0)

@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 
+from parrot.protocol.engine_api import HeartbeatRequest, RuntimeInfo
 from parrot.protocol.errors import NoEngine, NotFound
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
 from tests.serve.execution.test_dispatcher import World, world  # noqa: F401 - a fixture
 from tests.support.fake_engine import Script, fake_engine
 
@@ -45,7 +48,7 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
 
 
 async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world: World) -> None:  # noqa: F811
-    engine = fake_engine()
+    engine = fake_engine(tasks_capacity=1)
     engine_id = await world.join(engine)
     world.dispatcher.drains.drain(engine_id, is_wanted=True)
     waits = world.submit("Go")
@@ -53,11 +56,34 @@ async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world
     assert engine.requests == []
     world.dispatcher.drains.drain(engine_id, is_wanted=False)
     assert await waits.output.wait()
+
+    engine.script = Script(hang_after=0)
+    runs, queued = world.submit("One"), world.submit("Two")
+    await world.settle()
     world.dispatcher.drains.drain(engine_id, is_wanted=True)
-    given_up = world.submit("Go on")
-    await world.clock.advance(31.0)
+    runtime = RuntimeInfo()
+    beat = HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=runtime)
+    for _ in range(4):
+        world.dispatcher.fleet.heartbeat(beat)
+        await world.clock.advance(8.0)
     with pytest.raises(NoEngine):
-        await given_up.output.wait()
+        await queued.output.wait()
     world.dispatcher.check_integrity()
+    engine.resume.set()
+    assert await runs.output.wait()
     with pytest.raises(NotFound, match="no live engine 7"):
         world.dispatcher.drains.drain(7, is_wanted=True)
+
+
+async def test_an_engine_that_drains_gets_no_call_for_what_it_has() -> None:
+    few = World()
+    many = few.dispatcher = Dispatcher(CoreConfig(), few.clock, few.connect)
+    engines = [fake_engine(f"e{n}") for n in range(7)]
+    ids = [await few.join(engine) for engine in engines]
+    first = few.submit("A beginning that is worth something. " * 20)
+    await first.output.wait()
+    holder = next(n for n, engine in enumerate(engines) if engine.requests)
+    many.drains.drain(ids[holder], is_wanted=True)
+    await few.submit("?", previous=first).output.wait()
+    assert len(engines[holder].requests) == 1
+    await many.close()
