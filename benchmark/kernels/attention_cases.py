@@ -1,7 +1,7 @@
 """Steps to time: decodes of requests under shared prefixes, with fresh random KV in pages that
 lie in random order, in several pools so that no run finds its KV in the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,12 +9,10 @@ import torch
 from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from benchmark.kernels.timing import time_graph
 from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.converted_pages import ConvertedPages
+from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.quantised import dequantise, quantise
-from parrot.engine.attention.tree_attention import (
-    KernelConfig,
-    PlanBuffers,
-    TreeAttention,
-)
+from parrot.engine.attention.tree_attention import KernelConfig, TreeAttention, split_for
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView
@@ -115,10 +113,20 @@ def normal(*size: int, std: float = 1.0) -> torch.Tensor:
     return torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(std=std)
 
 
+def split_of(shape: AttentionShape) -> SplitConfig:
+    """The engine's cuts, but no fills that are left to the library."""
+    room = 2048 if shape.number_bytes == 1 else 0
+    split = split_for(shape, torch.bfloat16, DEVICE, converted_pages=room)
+    return replace(split, dense=None)
+
+
 def prepared(
     work: WorkList, shape: AttentionShape, config: KernelConfig | None = None
 ) -> tuple[TreeAttention, PlanBuffers]:
-    return TreeAttention(shape, work.num_slots, DEVICE, config), PlanBuffers(work, DEVICE)
+    page = torch.Size((shape.num_kv_heads, shape.page_size, shape.head_dim))
+    converted = ConvertedPages(len(work.converted_pages), page, normal(0))
+    attention = TreeAttention(shape, work.num_slots, DEVICE, config, converted=converted)
+    return attention, PlanBuffers(work, DEVICE)
 
 
 class Bench:
@@ -134,7 +142,7 @@ class Bench:
         self.out = torch.empty_like(self.q)
 
     def plan(self, gate: GateConfig | None) -> WorkList:
-        return plan_work(self.step, self.shape, gate, SplitConfig())
+        return plan_work(self.step, self.shape, gate, split_of(self.shape))
 
     def time_us(self, work: WorkList, config: KernelConfig | None = None) -> float:
         """Microseconds of one layer, over the pools in turn."""

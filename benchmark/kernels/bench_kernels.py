@@ -29,6 +29,7 @@ from benchmark.kernels.attention_cases import (
     floor_us,
     normal,
     prepared,
+    split_of,
     step_rows,
 )
 from benchmark.kernels.layers import MODELS, LayerProducts
@@ -134,12 +135,12 @@ def bench_quantised() -> Rows:
         plain, quantised = (time_case(work, shape_of(kv_heads, 32, 128, n)) for n in (2, 1))
         row: Row = {"case": name, "kv_heads": kv_heads, "bfloat16_us": plain["us"]}
         yield row | quantised | {"speedup": plain["us"] / quantised["us"]}
-    for tokens, start in ((2048, 0), (2048, 6144)):
+    for tokens, start in ((64, 8192), (256, 8192), (2048, 0), (2048, 6144), (8192, 24576)):
         times = {}
         for number_bytes in (2, 1):
             shape = shape_of(8, 32, 128, number_bytes)
             step, layer, q = fill_step(tokens, start, 1, shape)
-            attention, plan = prepared(plan_work(step, shape, None, SplitConfig()), shape)
+            attention, plan = prepared(plan_work(step, shape, None, split_of(shape)), shape)
             out = torch.empty_like(q)
             call = partial(attention.run, q, layer, plan, out)
             times[number_bytes] = time_graph(call, replays=10)
@@ -179,7 +180,7 @@ def bench_fills() -> Rows:
             "floor_us": operations / MATRIX_RATE * 1e6,
         }
         for name, gate in (("us", GateConfig()), ("unshared_us", None)):
-            attention, plan = prepared(plan_work(step, shape, gate, SplitConfig()), shape)
+            attention, plan = prepared(plan_work(step, shape, gate, split_of(shape)), shape)
             out = torch.empty_like(q)
             row[name] = time_graph(partial(attention.run, q, layer, plan, out), replays=10)
         row["tflop_s"] = operations / row["us"] / 1e6

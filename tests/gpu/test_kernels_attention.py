@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, TreeAttention
+from parrot.engine.attention.converted_pages import ConvertedPages
+from parrot.engine.attention.plan_buffers import Capacity, PlanBuffers
+from parrot.engine.attention.tree_attention import TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import NewKV
@@ -53,7 +55,12 @@ class Run:
         work = plan_work(case.step, shape, gate, split or SplitConfig(min_span=(64,) * 3))
         self.case = case
         self.plan = PlanBuffers(work, device, capacity)
-        self.attention = TreeAttention(shape, self.plan.capacity.slots, device)
+        converted = ConvertedPages(
+            self.plan.capacity.converted_pages, case.k_cache.shape[1:], case.q
+        )
+        for pages in (converted.k, converted.v):
+            pages.fill_(float("nan"))
+        self.attention = TreeAttention(shape, self.plan.capacity.slots, device, converted=converted)
         self.attention.partial_out.fill_(float("nan"))
         self.attention.partial_lse.fill_(float("nan"))
         self.out = torch.full_like(case.q, float("nan"))
@@ -180,6 +187,43 @@ def test_a_large_step_of_decodes_and_fills(quantised: bool) -> None:
     run = Run(case, shape, gate=GateConfig(), split=SplitConfig())
     run.launch()
     run.check()
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "dtype"),
+    [
+        (4, 2, 128, torch.bfloat16),
+        (1, 4, 64, torch.bfloat16),
+        (3, 3, 64, torch.float16),
+        (4, 1, 64, torch.float32),
+    ],
+)
+def test_fills_that_read_converted_pages(
+    group: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype
+) -> None:
+    shape = AttentionShape(group * kv_heads, kv_heads, dim, page)
+    requests = [*MIXED, Request((SYSTEM, APP), 9, 300), Request((), 700, 130), Request((), 40, 200)]
+    case = make_case(requests, shape, dtype=dtype, device="cuda", quantised=True)
+    split = SplitConfig(
+        min_span=(64,) * 3, converted_pages=1500 // page, converted_rows=100 * group
+    )
+    run = Run(case, shape, split=split)
+    assert len(run.plan.converted_fills)
+    assert len(run.plan.fills)
+    run.launch()
+    first = run.check()
+    run.launch()
+    assert torch.equal(run.check(), first)
+    roomy = dataclasses.replace(run.plan.capacity, converted_pages=999, converted_fills=99)
+    graphed = Run(case, shape, split=split, capacity=roomy)
+    graphed.launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.launch()
+    graphed.out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(graphed.check(), first)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

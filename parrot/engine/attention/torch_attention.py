@@ -107,7 +107,9 @@ class TorchAttention:
         size = self.shape.page_size
         requests, positions = step.requests, step.positions.astype(np.int64)
         slots = step.tables[requests, positions // size] * size + positions % size
-        items = np.concatenate((work.narrow, work.shared, work.fills)).astype(np.int64)
+        items = np.concatenate((work.narrow, work.shared, work.fills, work.converted_fills)).astype(
+            np.int64
+        )
         calls, owners = [], []
         for members in _group(items[:, Q_COUNT], _num_keys(items, work, positions)):
             call, rows = self._call(items[members], work, step, positions)

@@ -4,20 +4,19 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig, WorkList
-from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles, merge_partials
+from parrot.engine.attention.converted_pages import ConvertedPages
+from parrot.engine.attention.plan_buffers import PlanBuffers
+from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig
+from parrot.engine.kernels.attention_kernels import attend_items, merge_partials
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
-from parrot.engine.kernels.quantised_kernels import (
-    attend_quantised_items,
-    attend_quantised_tiles,
-)
+from parrot.engine.kernels.quantised_kernels import attend_quantised_items
+from parrot.engine.kernels.tile_kernels import attend_tiles
 
 _HOPPER = 9
 _DENSE_TOKENS = 1024
@@ -70,87 +69,6 @@ def config_for(shape: AttentionShape) -> KernelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """Room for a plan in fixed buffers; a captured graph always launches all of it. It has tiles
-    for narrow items that are even or not, and holds both."""
-
-    num_tokens: int
-    narrow: int
-    shared: int
-    fills: int
-    slots: int
-    is_even: bool = False
-
-    @classmethod
-    def of(cls, work: WorkList) -> "Capacity":
-        return cls(
-            len(work.token_order),
-            len(work.narrow),
-            len(work.shared),
-            len(work.fills),
-            work.num_slots,
-            work.narrow_is_even,
-        )
-
-    def holds(self, work: WorkList) -> bool:
-        need = Capacity.of(work)
-        return (
-            need.num_tokens <= self.num_tokens
-            and need.narrow <= self.narrow
-            and need.shared <= self.shared
-            and need.fills <= self.fills
-            and need.slots <= self.slots
-        )
-
-
-class PlanBuffers:
-    """`work` on the device, at fixed addresses: one int32 buffer, one copy per plan.
-
-        [ narrow | shared | fills | token_order | slot_indptr | slot_of ]
-
-    A smaller plan leaves zeros behind: items without tokens, tokens without slots."""
-
-    def __init__(
-        self, work: WorkList, device: torch.device, capacity: Capacity | None = None
-    ) -> None:
-        """`capacity`: by default just enough for this plan."""
-        capacity = capacity or Capacity.of(work)
-        sizes = (
-            capacity.narrow * ITEM_FIELDS,
-            capacity.shared * ITEM_FIELDS,
-            capacity.fills * ITEM_FIELDS,
-            capacity.num_tokens,
-            capacity.num_tokens + 1,
-            capacity.slots,
-        )
-        # Items are read as 32-byte rows: keep every part aligned.
-        starts = np.cumsum([0, *(-(-size // 32) * 32 for size in sizes)]).tolist()
-        self.capacity = capacity
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(starts[-1], dtype=torch.int32, device=device)
-        parts = list(zip(starts, sizes, strict=False))
-        self._host_parts = [self._host[a : a + n].numpy() for a, n in parts]
-        views = [self._device[a : a + n] for a, n in parts]
-        self.narrow, self.shared, self.fills = views[:3]
-        self.token_order, self.slot_indptr, self.slot_of = views[3:]
-        self.upload(work)
-
-    def upload(self, work: WorkList) -> None:
-        """Replace the plan, on the current stream. The previous copy must have been done."""
-        assert self.capacity.holds(work), (self.capacity, Capacity.of(work))
-        items = (work.narrow, work.shared, work.fills)
-        sources = (*items, work.token_order, work.slot_indptr, work.slot_of)
-        for target, source in zip(self._host_parts, sources, strict=True):
-            flat = source.reshape(-1)
-            target[: len(flat)] = flat
-            target[len(flat) :] = 0
-        self._host_parts[4][len(work.slot_indptr) :] = work.num_slots
-        self._device.copy_(self._host, non_blocking=True)
-        self.work = work
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     """The arguments that all launches of one `run` share."""
 
@@ -165,7 +83,8 @@ class TreeAttention:
     """Attention of one layer shape. Owns the buffers of partial results.
 
     `max_slots` bounds the partial results of a plan: float32 [max_slots, heads, head_dim].
-    `upcast` computes in float32 (the interpreter cannot compute in bfloat16)."""
+    `converted`: room for the pages that plans want converted. `upcast` computes in float32 (the
+    interpreter cannot compute in bfloat16)."""
 
     def __init__(
         self,
@@ -174,11 +93,13 @@ class TreeAttention:
         device: torch.device,
         config: KernelConfig | None = None,
         *,
+        converted: ConvertedPages | None = None,
         upcast: bool = False,
     ) -> None:
         self.shape = shape
         self.config = config or config_for(shape)
         self.upcast = upcast
+        self._converted = converted
         self._scale = shape.head_dim**-0.5
         is_cuda = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -202,7 +123,8 @@ class TreeAttention:
         out    [tokens, heads, head_dim], contiguous
         new    needed where the plan has dense spans
         only_last  of a request's tokens, none but the last one's output is wanted"""
-        side = self._side if len(plan.narrow) and len(plan.shared) + len(plan.fills) else None
+        num_wide = len(plan.shared) + len(plan.fills) + len(plan.converted_fills)
+        side = self._side if len(plan.narrow) and num_wide else None
         early = side is None and starts_early(q.device)
         step = _Step(q, kv, plan, out, early)
         self._check(step)
@@ -212,6 +134,10 @@ class TreeAttention:
             self._wide(step, plan.shared, own=False)
         if len(plan.fills):
             self._wide(step, plan.fills, own=True)
+        if len(plan.converted_fills):
+            assert self._converted is not None
+            converted = self._converted.convert(kv, plan.converted_pages)
+            self._wide(replace(step, kv=converted), plan.converted_fills, own=True)
         with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
             if len(plan.narrow):
                 programs = len(plan.narrow) // ITEM_FIELDS * self.shape.num_kv_heads
@@ -301,17 +227,16 @@ class TreeAttention:
             TensorDescriptor.from_tensor(cache.view(-1, shape.head_dim), block)
             for cache in (kv.k, kv.v)
         )
-        kernel, exponents = attend_tiles, []
-        if kv.is_quantised:
-            kernel, exponents = attend_quantised_tiles, [kv.k_exponents, kv.v_exponents]
-        kernel[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+        attend_tiles[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
             step.q,
             k_rows,
             v_rows,
-            *exponents,
+            kv.k_exponents,
+            kv.v_exponents,
             *self._arguments(step, items),
             kv.tables.stride(0),
             OWN=own,
+            QUANTISED=kv.is_quantised,
             **self._constants(rows, tile),
         )
 
@@ -345,11 +270,17 @@ class TreeAttention:
         )
 
 
-def split_for(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> SplitConfig:
-    """The cuts that suit a device."""
+def split_for(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, converted_pages: int = 0
+) -> SplitConfig:
+    """The cuts that suit a device and the numbers of a pool. `converted_pages`: room for them."""
+    split = SplitConfig(converted_pages=converted_pages)
+    if shape.number_bytes == 1:
+        split = replace(split, waves=(4.0, 1.0, 1.0), min_span=(256, 256, 256), uneven=1.0)
     if device.type != "cuda":
-        return SplitConfig()
-    return SplitConfig(
+        return split
+    return replace(
+        split,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         dense=_DENSE_TOKENS if can_be_dense(shape, dtype, device) else None,
     )

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from parrot.engine.attention.converted_pages import ConvertedPages
+from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
-from parrot.engine.attention.tree_attention import PlanBuffers, TreeAttention, dense_attention
+from parrot.engine.attention.tree_attention import TreeAttention, dense_attention
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV
 
@@ -23,13 +25,21 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """Attention over a pool [layers, 2, blocks, kv_heads, block_size, head_dim].
+    """Attention over a pool [layers, 2, blocks, kv_heads, block_size, head_dim]. `converted`: room
+    for pages that steps convert, of a quantised pool.
 
     The last block of the memory belongs to no context: padding writes there."""
 
     def __init__(
-        self, pool: PooledKV, num_heads: int, max_slots: int, *, upcast: bool = False
+        self,
+        pool: PooledKV,
+        num_heads: int,
+        max_slots: int,
+        *,
+        converted: ConvertedPages | None = None,
+        upcast: bool = False,
     ) -> None:
+        """`converted`: of a sibling, whose steps come before or after."""
         memory, exponents = pool.numbers, pool.exponents
         _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
         self.is_quantised = exponents is not None
@@ -42,6 +52,9 @@ class TritonAttention:
         self.device = memory.device
         self.num_layers = len(memory)
         self._upcast = upcast
+        self.converted = converted
+        if converted is None and self.is_quantised:
+            self.converted = ConvertedPages.of(memory, pool.dtype)
         self._kernels = self._make_kernels(max_slots)
 
     @property
@@ -50,7 +63,9 @@ class TritonAttention:
 
     def sibling(self, max_slots: int) -> "TritonAttention":
         """Attention over the same memory, with partial results of its own."""
-        return TritonAttention(self._pool, self.shape.num_heads, max_slots)
+        return TritonAttention(
+            self._pool, self.shape.num_heads, max_slots, converted=self.converted
+        )
 
     def ensure_slots(self, num_slots: int) -> None:
         """Make room for a plan's partial results. Captured graphs keep using the old room, so
@@ -59,7 +74,9 @@ class TritonAttention:
             self._kernels = self._make_kernels(num_slots)
 
     def _make_kernels(self, max_slots: int) -> TreeAttention:
-        return TreeAttention(self.shape, max_slots, self.device, upcast=self._upcast)
+        return TreeAttention(
+            self.shape, max_slots, self.device, converted=self.converted, upcast=self._upcast
+        )
 
     def view(self, layer: int, plan: TritonPlan) -> KVView:
         (k, v), (k_exponents, v_exponents) = self._layers[layer], self._exponents[layer]

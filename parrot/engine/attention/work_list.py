@@ -1,4 +1,4 @@
-"""One step's attention as a list of work items, planned in numpy, anew only when it must be.
+"""One step's attention as a list of work items, planned in numpy.
 
 An item is (query tokens, a span of KV, a run of slots for partial results). A shared node gives
 items whose queries are the tokens of all its requests; what a request does not share gives items
@@ -10,11 +10,11 @@ covers gets its output directly; the partial results of others are merged by a s
     own KV         |1|2| 3   |      slots 1 3 5 7 9
 
 Three classes of items go to three launches: narrow (few rows, that is tokens times query heads per
-KV head: decodes), shared (nodes with more rows) and fills. Long beginnings of contexts, which see
+KV head: decodes), shared (nodes with more rows) and fills. Over quantised KV there is a fourth:
+fills whose pages a kernel converts to the type of q first. Long beginnings of contexts, which see
 nothing but themselves, can be left to a library ("dense"); they are no items.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,15 +36,16 @@ OPEN_END = 1 << 30
 """A span's end when it reaches as far as the query's own position."""
 
 ITEM_FIELDS = 8
-Q_FIRST, Q_COUNT, TABLE_ROW, KV_FIRST, KV_END, SLOT, OWN = range(7)
+Q_FIRST, Q_COUNT, TABLE_ROW, KV_FIRST, KV_END, SLOT, OWN, CONVERTED_FIRST = range(ITEM_FIELDS)
 """Columns of an item. Its keys are the positions [KV_FIRST, KV_END) of block table row TABLE_ROW.
 
 OWN: its tokens are rows Q_FIRST... of q, one request's, and each sees keys up to its own position.
 Else its tokens are `token_order[Q_FIRST...]` and see all of its keys. Token j of it writes partial
-`slot_of[SLOT + j]`; a negative SLOT means straight to the output."""
+`slot_of[SLOT + j]`; a negative SLOT means straight to the output. CONVERTED_FIRST, of converted
+fills: page i of the row is converted page CONVERTED_FIRST + i, if it is among them."""
 
 
-NARROW, SHARED, FILL = range(3)
+NARROW, SHARED, FILL, CONVERTED_FILL = range(4)
 
 _UNEVEN_RATIO = 1.5
 """Longest to mean length from which narrow spans count as uneven."""
@@ -54,9 +55,6 @@ _EVEN_RATIO = 1.25
 
 _SPLIT_ROUNDING = 0.4
 """Added before rounding down: a span of 1.6 targets is split in two, one of 1.5 is not."""
-
-_MAX_GROWTH = 64
-"""Tokens that contexts may grow before a plan is made again, to keep the splits even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,8 @@ class SplitConfig:
     `hidden_bytes`: of narrow KV that the device reads while one program of a shared item takes a
     key. The two run side by side, so a shared span that ends before the narrow ones do need not be
     split for the sake of time. `dense`: of a fill from position 0, as many tokens as are a multiple
-    of this are dense, from `dense_min` tokens on. None: no fill is."""
+    of this are dense, from `dense_min` tokens on. None: no fill is. `converted_pages`: the most
+    pages that a step converts, for fills of at least `converted_rows` rows."""
 
     num_sms: int = 132
     waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
@@ -80,6 +79,8 @@ class SplitConfig:
     hidden_bytes: int = 110_000
     dense: int | None = None
     dense_min: int = 4096
+    converted_pages: int = 0
+    converted_rows: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ class WorkList:
     [slot_indptr[t], slot_indptr[t + 1]); an empty range means that it was written directly.
     `narrow_is_even`: its longest item is not much longer than the others.
     `dense`: (first row of q, tokens) of what no item covers: tokens 0... of one context each.
+    `converted_pages`: pages of the pool, those of `converted_fills`, to be converted in this order.
 
     `num_shared_tokens`: KV tokens whose repeated reading the plan saves."""
 
@@ -132,6 +134,8 @@ class WorkList:
     narrow_is_even: bool
     shared: IntArray
     fills: IntArray
+    converted_fills: IntArray
+    converted_pages: IntArray
     tile_rows: int
     token_order: IntArray
     slot_indptr: IntArray
@@ -151,8 +155,13 @@ class WorkList:
             changed[:, TABLE_ROW] = rows[items[:, TABLE_ROW]]
             return changed
 
-        items = [mapped(items) for items in (self.narrow, self.shared, self.fills)]
-        return replace(self, narrow=items[0], shared=items[1], fills=items[2])
+        return replace(
+            self,
+            narrow=mapped(self.narrow),
+            shared=mapped(self.shared),
+            fills=mapped(self.fills),
+            converted_fills=mapped(self.converted_fills),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,47 +178,6 @@ class _Spans:
     causal_first: LongArray
 
 
-class WorkPlanner:
-    """Plans steps, and returns the previous plan while the same contexts only decode.
-
-    A plan stays right as its contexts grow, since the device reads their positions.
-    `num_shared_steps` and `num_shared_tokens` count, to notice sharing that is off."""
-
-    def __init__(self, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig) -> None:
-        self._arguments = (shape, gate, split)
-        self._context_ids: tuple[int, ...] = ()
-        self._starts: IntArray = np.zeros(0, dtype=np.int32)
-        self.last: WorkList | None = None
-        self.num_shared_steps = 0
-        self.num_shared_tokens = 0
-
-    def plan(
-        self, context_ids: Sequence[int], step: StepRows, table_rows: IntArray | None = None
-    ) -> WorkList:
-        """The step's work list; the same object as last time means that nothing has to be sent.
-
-        Its items name the rows of the step's tables, or `table_rows[i]` in the place of row i.
-
-        `context_ids` names the rows of `step`. While a context is in consecutive steps, the pages
-        that it has filled stay where they are in its row of the table."""
-        key = tuple(context_ids)
-        work = self.last
-        if work is None or key != self._context_ids or not self._still_holds(work, step):
-            work = plan_work(step, *self._arguments)
-            self.last = work = work if table_rows is None else work.with_table_rows(table_rows)
-            self._context_ids, self._starts = key, step.starts.copy()
-        self.num_shared_steps += work.num_shared_tokens > 0
-        self.num_shared_tokens += work.num_shared_tokens
-        return work
-
-    def _still_holds(self, work: WorkList, step: StepRows) -> bool:
-        """Whether the same contexts only decode, then and now, not far from each other."""
-        if step.q_lens.max(initial=0) != 1 or len(step.q_lens) != len(work.token_order):
-            return False
-        growth = step.starts - self._starts
-        return bool((growth >= 0).all() and (growth < _MAX_GROWTH).all())
-
-
 def plan_work(
     step: StepRows, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig
 ) -> WorkList:
@@ -223,19 +191,23 @@ def plan_work(
     token_order, first_in_order = _order_tokens(step, order)
     num_dense = _num_dense(step, split)
     spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
-    items, item_kinds, lengths = _cut(spans, shape, split)
+    kinds = _kinds(spans, shape, split)
+    converted_first, converted_pages = _conversions(spans, kinds, step.tables, shape.page_size)
+    items, item_kinds, lengths = _cut(spans, kinds, converted_first, shape, split)
     indptr, slot_of = _assign_slots(items, token_order)
     own = items[:, OWN] != 0
     items[own, Q_FIRST] = token_order[items[own, Q_FIRST]]
     narrow = lengths[item_kinds == NARROW]
     is_even = narrow.max(initial=0) * len(narrow) <= _EVEN_RATIO * narrow.sum()
     num_shared_pages = sum((n.hi - n.lo - 1) * (n.end_page - n.first_page) for n in shared)
-    by_kind = [items[item_kinds == kind].astype(np.int32) for kind in (NARROW, SHARED, FILL)]
+    by_kind = [items[item_kinds == kind].astype(np.int32) for kind in range(4)]
     return WorkList(
         narrow=by_kind[NARROW],
         narrow_is_even=bool(is_even),
         shared=by_kind[SHARED],
         fills=by_kind[FILL],
+        converted_fills=by_kind[CONVERTED_FILL],
+        converted_pages=converted_pages,
         tile_rows=split.tile_rows,
         token_order=token_order,
         slot_indptr=indptr,
@@ -294,15 +266,40 @@ def _spans(
     )
 
 
+def _kinds(spans: _Spans, shape: AttentionShape, split: SplitConfig) -> LongArray:
+    """The kind of each span. Long fills are converted as far as there is room."""
+    rows = spans.q_count * shape.group
+    kinds = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
+    kinds[rows <= split.narrow_rows] = NARROW
+    long = (kinds == FILL) & (rows >= split.converted_rows)
+    num_pages = np.where(long, -(-spans.length // shape.page_size), 0)
+    kinds[long & (np.cumsum(num_pages) <= split.converted_pages)] = CONVERTED_FILL
+    return kinds
+
+
+def _conversions(
+    spans: _Spans, kinds: LongArray, tables: IntArray, page_size: int
+) -> tuple[LongArray, IntArray]:
+    """CONVERTED_FIRST of each span, and the pages that are converted."""
+    first = spans.kv_first // page_size
+    counts = np.where(kinds == CONVERTED_FILL, -(-spans.length // page_size), 0)
+    converted_first = np.cumsum(counts) - counts - first
+    span = np.repeat(np.arange(len(counts)), counts)
+    columns = np.arange(len(span)) - converted_first[span]
+    return converted_first, tables[spans.table_row[span], columns]
+
+
 def _cut(
-    spans: _Spans, shape: AttentionShape, split: SplitConfig
+    spans: _Spans,
+    kinds: LongArray,
+    converted_first: LongArray,
+    shape: AttentionShape,
+    split: SplitConfig,
 ) -> tuple[LongArray, LongArray, LongArray]:
     """Items with their kinds and numbers of keys, most work first. Q_FIRST is still a place in
     sorted order and SLOT is zero."""
-    is_narrow = spans.q_count * shape.group <= split.narrow_rows
-    wide = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
-    kinds = np.where(is_narrow, NARROW, wide)
-    tokens_per_block = np.where(is_narrow, split.narrow_rows, split.tile_rows) // shape.group
+    rows = np.where(kinds == NARROW, split.narrow_rows, split.tile_rows)
+    tokens_per_block = rows // shape.group
     blocks = -(-spans.q_count // tokens_per_block)
     chunk = _chunk_lengths(spans, kinds, blocks, shape, split)
     parts = -(-spans.length // chunk)
@@ -323,6 +320,7 @@ def _cut(
     items[:, KV_FIRST] = kv_first
     items[:, KV_END] = kv_end
     items[:, OWN] = spans.causal_first[span] != OPEN_END
+    items[:, CONVERTED_FIRST] = np.where(kinds == CONVERTED_FILL, converted_first, 0)[span]
     seen = np.flatnonzero(work > 0)  # the last splits of a fill are invisible to its first tokens
     most_first = seen[np.argsort(-work[seen], kind="stable")]
     return items[most_first], kinds[span[most_first]], work[most_first]
@@ -332,6 +330,7 @@ def _chunk_lengths(
     spans: _Spans, kinds: LongArray, blocks: LongArray, shape: AttentionShape, split: SplitConfig
 ) -> LongArray:
     """Tokens per split of each span: even splits, none far above its class's fair share."""
+    kinds = np.minimum(kinds, FILL)
     work = (blocks * spans.length).astype(np.float64)
     by_kind = np.bincount(kinds, weights=work, minlength=3)
     waves = np.array(split.waves)

@@ -1,8 +1,8 @@
 """The attention kernels, launched by `tree_attention` and tuned as `docs/kernels.md` says.
 
 `attend_items` reads KV through pointers and does everything: short own spans, any page size.
-`attend_tiles` reads whole pages with the bulk copy engine, for spans that many query rows share
-and for fills. `merge_partials` combines what several items found for one token."""
+`attend_tiles` (in `tile_kernels`) reads whole pages with the bulk copy engine, for spans that many
+query rows share and for fills. `merge_partials` combines what several items found for one token."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -54,7 +54,32 @@ def load_rows(q_ptr, token, head, live, offs_d, stride_q, D: tl.constexpr, UPCAS
 
 
 @triton.jit
-def _attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED: tl.constexpr):
+def tile_rows(offs_m, kv_head, q_count, G: tl.constexpr, BM: tl.constexpr):
+    """Of each row of a tile: which token of its item it is of, of which head, and whether it is of
+    any. Rows are tokens times the G heads that read one KV head."""
+    member = offs_m // G
+    return member, kv_head * G + offs_m % G, (member < q_count) & (offs_m < (BM // G) * G)
+
+
+@triton.jit
+def visible_keys(positions, q_first, kv_end, member, own):
+    """The position of the item's first token, and where the keys end that each row sees."""
+    position = tl.load(positions + q_first, mask=own, other=NO_POSITION)
+    return position, tl.minimum(kv_end, position + 1 + member)
+
+
+@triton.jit
+def page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Pages of the tile of keys at `first`: one id, or one per key where a tile spans pages."""
+    if PAGE % BN == 0:
+        pages = tl.load(table + first // PAGE)
+    else:
+        pages = tl.load(table + (first + offs_n) // PAGE)
+    return pages
+
+
+@triton.jit
+def attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED: tl.constexpr):
     """One step of online softmax in base 2, over a tile of keys."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -115,16 +140,6 @@ def store_rows(
     else:
         store_partials(acc, maximum, total, slot, head, live, offs_d,
                         partial_out, partial_lse, H, D)  # fmt: skip
-
-
-@triton.jit
-def page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Pages of the tile of keys at `first`: one id, or one per key where a tile spans pages."""
-    if PAGE % BN == 0:
-        pages = tl.load(table + first // PAGE)
-    else:
-        pages = tl.load(table + (first + offs_n) // PAGE)
-    return pages
 
 
 @triton.jit
@@ -191,10 +206,9 @@ def attend_items(
 ):
     """Program (kv head, item): softmax(q k^T) v over the item's span, for its tokens' heads.
 
-    Rows of the tile are tokens times the G heads that read one KV head. An own span ends at the
-    position of its tokens, read here, so a plan outlives the growth of its sequences. Loads that
-    wait for loads are what a short item spends its time on: all of an item at once, then pages,
-    positions and tokens side by side, and each page id a turn before its tile.
+    An own span ends at the position of its tokens, read here, so a plan outlives the growth of its
+    sequences. Loads that wait for loads are what a short item spends its time on: all of an item at
+    once, then pages, positions and tokens side by side, and each page id a turn before its tile.
     ALL_MASKED: one loop with masks, for short spans; else whole tiles first, then the rest.
     DEPENDENT: the kernel before, which wrote q and the newest KV, may still run."""
     kv_head = tl.program_id(0)
@@ -209,12 +223,9 @@ def attend_items(
     offs_m = tl.arange(0, BM)
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
-    member = offs_m // G
-    head = kv_head * G + offs_m % G
-    live = (member < q_count) & (offs_m < (BM // G) * G)
+    member, head, live = tile_rows(offs_m, kv_head, q_count, G, BM)
     token = row_tokens(token_order, q_first, own, member, live, q_count)
-    position = tl.load(positions + q_first, mask=own, other=NO_POSITION)
-    row_end = tl.minimum(kv_end, position + 1 + member)
+    position, row_end = visible_keys(positions, q_first, kv_end, member, own)
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)
@@ -237,7 +248,7 @@ def attend_items(
                            PAGE, BN, False, UPCAST)  # fmt: skip
             v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
                            PAGE, BN, False, UPCAST)  # fmt: skip
-            acc, maximum, total = _attend(
+            acc, maximum, total = attend(
                 q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, False
             )
             pages = next_pages
@@ -247,7 +258,7 @@ def attend_items(
                        PAGE, BN, True, UPCAST)  # fmt: skip
         v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
                        PAGE, BN, True, UPCAST)  # fmt: skip
-        acc, maximum, total = _attend(
+        acc, maximum, total = attend(
             q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
         )
         pages = next_pages
@@ -255,100 +266,6 @@ def attend_items(
         gdc_launch_dependents()
     store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
                 out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
-
-
-@triton.jit
-def attend_tiles(
-    q_ptr,
-    k_rows,
-    v_rows,
-    tables,
-    positions,
-    token_order,
-    items,
-    slot_of,
-    out_ptr,
-    partial_out,
-    partial_lse,
-    scale_log2,
-    stride_q,
-    stride_table,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    OWN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """The work of `attend_items` for tall tiles over whole pages; BN divides PAGE.
-
-    `k_rows`, `v_rows`: tensor descriptors [pages * kv_heads * PAGE, D] with blocks [BN, D]. A tile
-    is one block, so a single thread asks for it: no pointers in registers, no index arithmetic,
-    and twice as many tiles at work in a multiprocessor. OWN: the items are fills, whose last
-    tiles need the causal mask; else all rows see all keys, which end with a page."""
-    kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * 8
-    q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
-    if q_count == 0:  # padding of a captured grid
-        return
-    table = tables + table_row * stride_table
-    offs_m = tl.arange(0, BM)
-    offs_n = tl.arange(0, BN)
-    offs_d = tl.arange(0, D)
-    member = offs_m // G
-    head = kv_head * G + offs_m % G
-    live = (member < q_count) & (offs_m < (BM // G) * G)
-    page = tl.load(table + kv_first // PAGE)
-    token = row_tokens(token_order, q_first, OWN, member, live, q_count)
-    q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
-    acc = tl.zeros([BM, D], dtype=tl.float32)
-    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
-    total = tl.zeros([BM], dtype=tl.float32)
-    row_end = kv_end + member * 0
-    whole = kv_end
-    if OWN:
-        position = tl.load(positions + q_first)
-        row_end = tl.minimum(kv_end, position + 1 + member)
-        shortest = tl.minimum(kv_end, position + 1)
-        whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
-    for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
-        next_page = tl.load(table + (first + BN) // PAGE)
-        row = (page * (H // G) + kv_head) * PAGE + first % PAGE
-        k = k_rows.load([row, 0])
-        v = v_rows.load([row, 0])
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        acc, maximum, total = _attend(
-            q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, False
-        )
-        page = next_page
-    if OWN:
-        end = tl.minimum(kv_end, position + q_count)
-        for first in tl.range(whole, end, BN, num_stages=1):
-            page = tl.load(table + first // PAGE)
-            row = (page * (H // G) + kv_head) * PAGE + first % PAGE
-            k = k_rows.load([row, 0])
-            # What lies past the end may be NaN, and zero weights do not stop a NaN.
-            v = tl.where((first + offs_n)[:, None] < end, v_rows.load([row, 0]), 0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            else:
-                v = v.to(k.dtype)
-            acc, maximum, total = _attend(
-                q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
-            )
-    slot = row_slots(slot_of, slot_first, member, live, q_count)
-    if OWN:
-        store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
-                    out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
-    else:
-        store_partials(acc, maximum, total, slot, head, live, offs_d,
-                        partial_out, partial_lse, H, D)  # fmt: skip
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3_kernels import (
+from parrot.engine.kernels.quantised_kernels import (
     bits_of,
     codes_of,
     exponent_of,
@@ -76,9 +76,9 @@ def rope_and_store_kernel(
 ):
     """Program (token, block of HEADS heads): normalise each head of q and k if asked, rotate it by
     the token's position, then q back in place, k and v to the token's place in its page. KEEP_K: k
-    back in place too. QUANTISED: the pages get codes and exponents (`e4m3_kernels`), and KEEP_K
-    puts back the numbers that these stand for, of k and v. DEPENDENT: the kernel before may still
-    run, which wrote qkv. EARLY: the next one may start at once, which pays for few tokens.
+    back in place too. QUANTISED: the pages get codes and exponents (`quantised_kernels`), and
+    KEEP_K puts back the numbers that these stand for, of k and v. DEPENDENT: the kernel before may
+    still run, which wrote qkv. EARLY: the next one may start at once, which pays for few tokens.
 
     Rotated are the halves of a head, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     token = tl.program_id(0).to(tl.int64)

@@ -1,10 +1,12 @@
-"""`attend_items` and `attend_tiles` of `attention_kernels`, which see, over KV in e4m3 with a power
-of two for each token and head (`e4m3_kernels`).
+"""KV in e4m3 with a power of two for each row, as `attention.quantised` defines it: its numbers in
+kernels, `attend_items` of `attention_kernels`, which see, over it, and its conversion to other
+types for long fills.
 
-The powers are no part of the matrix products. That of a key multiplies its column of scores. That
-of a value becomes part of its column of weights: the online softmax runs over scores in base 2 plus
-the value's exponent, so that weights times values need no other factor and the weights are as large
-as float16 likes them; only the sum of the weights takes the exponent out again."""
+In attention the powers are no part of the matrix products. That of a key multiplies its column of
+scores. That of a value becomes part of its column of weights: the online softmax runs over scores
+in base 2 plus the value's exponent, so that weights times values need no other factor and the
+weights are as large as float16 likes them; only the sum of the weights takes the exponent out
+again."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -13,30 +15,114 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parrot.engine.kernels.attention_kernels import (
     NO_MAXIMUM,
-    NO_POSITION,
     NO_SCORE,
     load_item,
     load_rows,
     page_ids,
     row_slots,
     row_tokens,
-    store_partials,
     store_rows,
-)
-from parrot.engine.kernels.e4m3_kernels import (
-    inverse_of,
-    numbers_of,
-    numbers_of_pairs,
-    power_of,
+    tile_rows,
+    visible_keys,
 )
 
+_INFINITY = tl.constexpr(0x7F800000)
+_LEAST_EXPONENT = tl.constexpr(87)
+_NOT_FINITE = tl.constexpr(255)
 _ONE = tl.constexpr(127)  # the exponent of 1
 _HEADROOM = tl.constexpr(8.0)
 """Weights are up to 2 to this, so that float16 has more room for small ones."""
 
+_FLOAT16_OF_PAIRS: tl.constexpr = tl.constexpr("""
+{
+    .reg .b32 sorted;
+    .reg .b16 even, odd;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}
+""")
+
 
 @triton.jit
-def _weigh(
+def bits_of(x):
+    """The bits of |x|, x in float32: they are ordered as the numbers are, and NaN comes last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def exponent_of(largest):
+    """The exponent, plus 127, by which a row is divided whose largest number has these bits: the
+    least that brings it to 448 or below."""
+    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT)
+    return tl.where(largest >= _INFINITY, _NOT_FINITE, exponent)
+
+
+@triton.jit
+def power_of(exponent):
+    """2 to the exponent - 127; infinity for a row that is not finite."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_of(exponent):
+    """2 to the 127 - exponent; 0 for a row that is not finite."""
+    return (tl.maximum(254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes_of(x):
+    """uint8 codes, to the nearest, of numbers in float32 up to 448. (The interpreter's conversion
+    rounds towards zero.)"""
+    bits = bits_of(x)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # The last bit of numbers from 2^14 on is that of the subnormal ones.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(bits < 0x3C800000, small, normal)
+    code = tl.where(bits > _INFINITY, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def float32_of(codes):
+    """The numbers of int32 codes: e4m3's exponent has fewer bits, so they are too small by a
+    constant factor at first, also where they are subnormal."""
+    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+    numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
+
+
+@triton.jit
+def numbers_of_pairs(pairs, IN_FLOAT32: tl.constexpr):
+    """The even and the odd numbers of int16 pairs of codes, in float16 or float32.
+
+    Both are exact. Pairs, since the matrix unit's operands can be transposed on their way to
+    registers in units of two bytes only; four numbers take three instructions."""
+    if IN_FLOAT32:
+        wide = pairs.to(tl.int32)
+        even = float32_of(wide)
+        odd = float32_of(wide >> 8)
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            _FLOAT16_OF_PAIRS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
+def numbers_of(codes, IN_FLOAT32: tl.constexpr):
+    """The numbers of uint8 codes, in float16 or float32."""
+    if IN_FLOAT32:
+        numbers = float32_of(codes.to(tl.int32))
+    else:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return numbers
+
+
+@triton.jit
+def weigh_codes(
     scores,
     k_exponents,
     v_exponents,
@@ -155,12 +241,9 @@ def attend_quantised_items(
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
     pair = tl.arange(0, D // 2)
-    member = offs_m // G
-    head = kv_head * G + offs_m % G
-    live = (member < q_count) & (offs_m < (BM // G) * G)
+    member, head, live = tile_rows(offs_m, kv_head, q_count, G, BM)
     token = row_tokens(token_order, q_first, own, member, live, q_count)
-    position = tl.load(positions + q_first, mask=own, other=NO_POSITION)
-    row_end = tl.minimum(kv_end, position + 1 + member)
+    position, row_end = visible_keys(positions, q_first, kv_end, member, own)
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)
@@ -195,7 +278,7 @@ def attend_quantised_items(
         next_v_exponents = _load_exponents(v_exponents_ptr, rows, offs_n, PAGE, BN)
         scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
         scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
-        weights, addend, decay, maximum = _weigh(
+        weights, addend, decay, maximum = weigh_codes(
             scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, True
         )
         # Summed over the keys of a tile only in the end: that takes all warps.
@@ -216,116 +299,35 @@ def attend_quantised_items(
 
 
 @triton.jit
-def _exponents_at(k_exponents, v_exponents, BN: tl.constexpr):
-    """Where the exponents of a tile's keys, then of its values, are for row 0. One load for both
-    gives each thread one of them; the layout of scores has each thread load dozens."""
-    both = tl.arange(0, 2 * BN)
-    return tl.where(both < BN, k_exponents + both, v_exponents + (both - BN))
-
-
-@triton.jit
-def _split_exponents(exponents, BN: tl.constexpr):
-    return tl.split(tl.permute(tl.reshape(exponents.to(tl.int32), [2, BN]), (1, 0)))
-
-
-@triton.jit
-def attend_quantised_tiles(
-    q_ptr,
-    k_rows,
-    v_rows,
-    k_exponents_ptr,
-    v_exponents_ptr,
-    tables,
-    positions,
-    token_order,
-    items,
-    slot_of,
-    out_ptr,
-    partial_out,
-    partial_lse,
-    scale_log2,
-    stride_q,
-    stride_table,
-    G: tl.constexpr,
-    H: tl.constexpr,
+def convert_pages_kernel(
+    k_ptr,
+    v_ptr,
+    k_exponents,
+    v_exponents,
+    pages,
+    k_out,
+    v_out,
+    ROWS: tl.constexpr,
     D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    OWN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """`attend_tiles`; the descriptors are of uint8 codes. Exponents are fetched a tile ahead."""
-    HKV: tl.constexpr = H // G
-    kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * 8
-    q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
-    if q_count == 0:  # padding of a captured grid
+    """Program (i, block of rows): out[i] = the numbers of the rows [ROWS, D] of page `pages[i]`."""
+    page = tl.load(pages + tl.program_id(0))
+    if page < 0:  # padding of a captured grid
         return
-    table = tables + table_row * stride_table
-    offs_m = tl.arange(0, BM)
-    offs_n = tl.arange(0, BN)
+    offs_r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs_r < ROWS
+    row = page.to(tl.int64) * ROWS + offs_r
+    place = tl.program_id(0).to(tl.int64) * ROWS + offs_r
     offs_d = tl.arange(0, D)
-    member = offs_m // G
-    head = kv_head * G + offs_m % G
-    live = (member < q_count) & (offs_m < (BM // G) * G)
-    page = tl.load(table + kv_first // PAGE)
-    row = (page * HKV + kv_head) * PAGE + kv_first % PAGE
-    exponents_at = _exponents_at(k_exponents_ptr, v_exponents_ptr, BN)
-    exponents = tl.load(exponents_at + row)
-    token = row_tokens(token_order, q_first, OWN, member, live, q_count)
-    q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
-    IN_FLOAT32: tl.constexpr = q.dtype == tl.float32
-    if not IN_FLOAT32:
-        q = q.to(tl.float16)
-    acc = tl.zeros([BM, D], dtype=tl.float32)
-    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
-    total = tl.zeros([BM], dtype=tl.float32)
-    row_end = kv_end + member * 0
-    whole = kv_end
-    if OWN:
-        position = tl.load(positions + q_first)
-        row_end = tl.minimum(kv_end, position + 1 + member)
-        shortest = tl.minimum(kv_end, position + 1)
-        whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
-    for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
-        next_page = tl.load(table + (first + BN) // PAGE)
-        row = (page * HKV + kv_head) * PAGE + first % PAGE
-        k = numbers_of(k_rows.load([row, 0]), IN_FLOAT32)
-        v = numbers_of(v_rows.load([row, 0]), IN_FLOAT32)
-        next_row = (next_page * HKV + kv_head) * PAGE + (first + BN) % PAGE
-        next_exponents = tl.load(exponents_at + next_row)
-        k_exponents, v_exponents = _split_exponents(exponents, BN)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        weights, addend, decay, maximum = _weigh(
-            scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, False
-        )
-        total = total * decay + tl.sum(addend, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        page = next_page
-        exponents = next_exponents
-    if OWN:
-        end = tl.minimum(kv_end, position + q_count)
-        for first in tl.range(whole, end, BN, num_stages=1):
-            page = tl.load(table + first // PAGE)
-            row = (page * HKV + kv_head) * PAGE + first % PAGE
-            k = numbers_of(k_rows.load([row, 0]), IN_FLOAT32)
-            v = numbers_of(v_rows.load([row, 0]), IN_FLOAT32)
-            # What lies past the end may be NaN, and zero weights do not stop a NaN.
-            inside = first + offs_n < end
-            v = tl.where(inside[:, None], v, 0.0).to(k.dtype)
-            k_exponents, v_exponents = _split_exponents(tl.load(exponents_at + row), BN)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            weights, addend, decay, maximum = _weigh(
-                scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, True
-            )
-            total = total * decay + tl.sum(addend, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    slot = row_slots(slot_of, slot_first, member, live, q_count)
-    if OWN:
-        store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
-                   out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
-    else:
-        store_partials(acc, maximum, total, slot, head, live, offs_d,
-                       partial_out, partial_lse, H, D)  # fmt: skip
+    source = row[:, None] * D + offs_d[None, :]
+    target = place[:, None] * D + offs_d[None, :]
+    k_codes = tl.load(k_ptr + source, mask=inside[:, None], other=0)
+    v_codes = tl.load(v_ptr + source, mask=inside[:, None], other=0)
+    k_power = power_of(tl.load(k_exponents + row, mask=inside, other=0).to(tl.int32))
+    v_power = power_of(tl.load(v_exponents + row, mask=inside, other=0).to(tl.int32))
+    kind = k_out.dtype.element_ty
+    k = numbers_of(k_codes, kind == tl.float32).to(tl.float32) * k_power[:, None]
+    v = numbers_of(v_codes, kind == tl.float32).to(tl.float32) * v_power[:, None]
+    tl.store(k_out + target, k.to(kind), mask=inside[:, None])
+    tl.store(v_out + target, v.to(kind), mask=inside[:, None])

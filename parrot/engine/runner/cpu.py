@@ -11,7 +11,7 @@ import torch
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
-from parrot.engine.attention.work_list import WorkPlanner
+from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
     RunnerInfo,

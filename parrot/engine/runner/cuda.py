@@ -9,7 +9,7 @@ import torch
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import split_for
-from parrot.engine.attention.work_list import WorkPlanner
+from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
     LaunchedStep,
@@ -129,7 +129,9 @@ class CudaRunner:
             layer_weights=layer_weights,
         )
         shape = self._attention.shape
-        split = split_for(shape, model.dtype, device)
+        converted = self._attention.converted
+        room = 0 if converted is None else len(converted)
+        split = split_for(shape, model.dtype, device, converted_pages=room)
         self.planner = WorkPlanner(shape, options.gate, split)
         self.computer = StepComputer(
             make_forward(model, max_seq_len),

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, config_for
+from parrot.engine.attention.plan_buffers import Capacity, PlanBuffers
+from parrot.engine.attention.tree_attention import config_for
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
@@ -28,6 +29,7 @@ _MIN_SHARED = 8
 _WANTED_OFTEN = 8
 _LAUNCH_S = 200e-6
 _MAX_MIXED = 2048
+_MAX_CONVERTED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Rooms:
         # Splitting aims for so many programs, and each item is one per KV head.
         self._kv_heads = shape.num_kv_heads
         self._config = config_for(shape)
+        self._converted_pages = min(split.converted_pages, _MAX_CONVERTED)
+        self._converted_tokens = -(-split.converted_rows // shape.group)
         self._extra = -(-int(split.num_sms * split.waves[0]) // shape.num_kv_heads)
 
     def largest(self, size: StepSize) -> Capacity:
@@ -91,7 +95,10 @@ class Rooms:
         tiles = 2 * -(-size.rows // self._tile_tokens) + 2 * self._extra
         narrow = size.logits + 4 * self._extra
         slots = 4 * size.rows + narrow * self._narrow_tokens
-        return Capacity(size.rows, narrow, tiles, tiles, slots)
+        room = Capacity(size.rows, narrow, tiles, tiles, slots)
+        if not self._converted_pages or size.rows < self._converted_tokens:
+            return room
+        return replace(room, converted_fills=tiles, converted_pages=self._converted_pages)
 
     def of(self, size: StepSize, work: WorkList) -> Capacity | None:
         """The room for a plan; None if it is larger than any, or has parts that no graph runs."""
@@ -99,7 +106,9 @@ class Rooms:
         if work.dense or not largest.holds(work):
             return None
         if size.logits is not None:
-            return largest
+            if len(work.converted_fills):
+                return largest
+            return replace(largest, converted_fills=0, converted_pages=0)
         shared = _MIN_SHARED if len(work.shared) else 0
         while shared < len(work.shared):
             shared *= 2
@@ -186,4 +195,4 @@ class StepGraphs:
 
 
 def _launched(room: Capacity) -> int:
-    return room.narrow + room.shared + room.fills
+    return room.narrow + room.shared + room.fills + room.converted_fills

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.attention.tree_attention import PlanBuffers
+from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
 from parrot.engine.kernels.launch import MATRIX_RATE

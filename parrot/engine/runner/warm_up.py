@@ -39,12 +39,15 @@ class SyntheticPlans:
         return plans
 
     def for_graphs(self, size: StepSize) -> list[WorkList]:
-        """A prompt; or decodes with short contexts, long ones, and a shared prefix."""
+        """A prompt, with pages to convert and without; or decodes with short contexts, long ones,
+        and a shared prefix."""
         rows = size.rows
         if size.logits is not None:
             length = min(rows, self.max_seq_len)
             work = self._plan([length] * (rows // length), length)
-            return [work.with_table_rows(np.zeros(rows, dtype=np.int32))]  # any row will do
+            work = work.with_table_rows(np.zeros(rows, dtype=np.int32))  # any row will do
+            none = work.converted_fills[:0]
+            return [work, replace(work, converted_fills=none, converted_pages=none[:, 0])]
         lengths = [min(n, self.max_seq_len - 1) for n in _CONTEXTS]
         plans = [self._plan([1] * rows, n) for n in lengths]
         if self.gate is not None and rows > 1:

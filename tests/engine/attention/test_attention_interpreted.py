@@ -1,5 +1,7 @@
 """The attention kernels in Triton's interpreter, against float64: outputs and log-sum-exps."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -7,13 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import (
-    Capacity,
-    KernelConfig,
-    PlanBuffers,
-    TileConfig,
-    TreeAttention,
-)
+from parrot.engine.attention.converted_pages import ConvertedPages
+from parrot.engine.attention.plan_buffers import Capacity, PlanBuffers
+from parrot.engine.attention.tree_attention import KernelConfig, TileConfig, TreeAttention
 from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
@@ -50,11 +48,21 @@ def run(
     """Poison every buffer, run twice, and insist on the same bits both times."""
     work = plan_work(case.step, shape, gate, split)
     need = Capacity.of(work)
-    capacity = Capacity(
-        need.num_tokens, need.narrow + spare, need.shared + spare, need.fills, need.slots + spare
+    capacity = replace(
+        need,
+        narrow=need.narrow + spare,
+        shared=need.shared + spare,
+        slots=need.slots + spare,
+        converted_fills=need.converted_fills + spare,
+        converted_pages=need.converted_pages + spare,
     )
     plan = PlanBuffers(work, CPU, capacity)
-    attention = TreeAttention(shape, work.num_slots + spare, CPU, config, upcast=True)
+    converted = ConvertedPages(capacity.converted_pages, case.k_cache.shape[1:], case.q)
+    for pages in (converted.k, converted.v):
+        pages.fill_(float("nan"))
+    attention = TreeAttention(
+        shape, work.num_slots + spare, CPU, config, converted=converted, upcast=True
+    )
     results = []
     new = NewKV(case.k_new, case.v_new)
     for _ in range(2):
@@ -103,6 +111,25 @@ def test_fills_with_cached_prefixes_beside_decodes(group: int, page: int, quanti
     ]
     case = make_case(requests, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape))
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(("group", "page"), [(1, 16), (3, 64), (4, 64)])
+def test_fills_that_read_converted_pages(group: int, page: int, spare: int) -> None:
+    shape = AttentionShape(2 * group, 2, 64, page)
+    requests = [
+        Request((SYSTEM,), 7, 90),
+        Request((SYSTEM,), 17),
+        Request((SYSTEM, APP), 1, 33),
+        Request((), 0, 70),
+        Request((), 150, 60),
+    ]
+    case = make_case(requests, shape, dtype=torch.float32, quantised=True)
+    split = replace(SPLITS, converted_pages=400 // page, converted_rows=50 * group)
+    work = plan_work(case.step, shape, SHARE_ALL, split)
+    assert len(work.converted_fills)
+    assert len(work.fills)
+    check(case, run(case, shape, split=split, spare=spare))
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from parrot.engine.attention.context_tree import GateConfig, build_tree, choose_shared
 from parrot.engine.attention.work_list import (
+    CONVERTED_FIRST,
     KV_END,
     KV_FIRST,
     OWN,
@@ -19,16 +20,17 @@ from parrot.engine.attention.work_list import (
     SplitConfig,
     StepRows,
     WorkList,
-    WorkPlanner,
     plan_work,
 )
+from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.kernels.attention_shape import AttentionShape
 
 PAGE = 16
 FREE_SHARING = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(32,) * 3)
 SOME_DENSE = SplitConfig(num_sms=4, min_span=(32,) * 3, dense=8, dense_min=16)
-SPLITS = st.sampled_from([SMALL_SPLITS, SOME_DENSE])
+SOME_CONVERTED = SplitConfig(num_sms=4, min_span=(32,) * 3, converted_pages=6, converted_rows=20)
+SPLITS = st.sampled_from([SMALL_SPLITS, SOME_DENSE, SOME_CONVERTED])
 
 
 def shape_of(group: int, kv_heads: int = 2) -> AttentionShape:
@@ -65,7 +67,7 @@ def _step(requests: list[tuple[tuple[int, ...], int, int]]) -> StepRows:
 
 
 def items_of(work: WorkList) -> np.ndarray:
-    return np.concatenate((work.narrow, work.shared, work.fills))
+    return np.concatenate((work.narrow, work.shared, work.fills, work.converted_fills))
 
 
 def item_tokens(work: WorkList, item: np.ndarray) -> np.ndarray:
@@ -149,6 +151,24 @@ def test_dense_is_the_beginning_of_a_long_fill_from_position_0(
     starts, q_lens = (np.array(n, dtype=np.int32) for n in ((9, start), (3, length)))
     work = plan_work(StepRows(tables, starts, q_lens), shape_of(1), None, SOME_DENSE)
     assert work.dense == dense
+
+
+@given(steps(), st.sampled_from([1, 4]))
+def test_converted_fills_find_their_pages_among_the_conversions(step: StepRows, group: int) -> None:
+    work = plan_work(step, shape_of(group), FREE_SHARING, SOME_CONVERTED)
+    assert len(work.converted_pages) <= SOME_CONVERTED.converted_pages
+    read = set()
+    for item in work.converted_fills:
+        row = item[TABLE_ROW]
+        end = min(item[KV_END], step.starts[row] + step.q_lens[row])
+        for page in range(item[KV_FIRST] // PAGE, -(-end // PAGE)):
+            assert work.converted_pages[item[CONVERTED_FIRST] + page] == step.tables[row, page]
+            read.add(int(item[CONVERTED_FIRST] + page))
+    assert read == set(range(len(work.converted_pages)))
+    rows = np.concatenate([step.q_lens[work.fills[:, TABLE_ROW]], [0]]) * group
+    if (rows >= SOME_CONVERTED.converted_rows).any():  # there was no room for one of them
+        pages = -(-(step.starts + step.q_lens) // PAGE)
+        assert pages[step.q_lens * group >= SOME_CONVERTED.converted_rows].sum() > 6
 
 
 @given(steps())

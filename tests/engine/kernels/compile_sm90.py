@@ -83,15 +83,14 @@ def attention_variant(
     max_registers: int | None = None,
     quantised: bool = False,
 ) -> dict[str, Any]:
-    from parrot.engine.kernels.attention_kernels import attend_items, attend_tiles
-    from parrot.engine.kernels.quantised_kernels import (
-        attend_quantised_items,
-        attend_quantised_tiles,
-    )
+    from parrot.engine.kernels.attention_kernels import attend_items
+    from parrot.engine.kernels.quantised_kernels import attend_quantised_items
+    from parrot.engine.kernels.tile_kernels import attend_tiles
 
     pointers = dict(ATTENTION_POINTERS)
+    exponents = ("k_exponents_ptr", "v_exponents_ptr")
     if quantised:
-        pointers |= dict.fromkeys(("k_exponents_ptr", "v_exponents_ptr"), "*u8")
+        pointers |= dict.fromkeys(exponents, "*u8")
     types = {"scale_log2": "fp32", "stride_q": "i32", "stride_table": "i32"}
     divisible = {*pointers, "stride_q"}
     constants = {
@@ -107,7 +106,9 @@ def attention_variant(
     if tiles:
         kind = "u8" if quantised else "bf16"
         types |= dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<{kind}[{keys},{dim}]>")
-        constants["OWN"] = own
+        constants |= {"OWN": own, "QUANTISED": quantised}
+        if not quantised:
+            constants |= dict.fromkeys(exponents)
     elif quantised:
         pointers |= {"k_ptr": "*i16", "v_ptr": "*i16"}
         divisible |= {"k_ptr", "v_ptr"}
@@ -122,15 +123,29 @@ def attention_variant(
             "ALL_MASKED": rows == 16 if all_masked is None else all_masked,
             "DEPENDENT": True,
         }
-    kernels = (attend_quantised_items, attend_quantised_tiles)
+    items = attend_quantised_items if quantised else attend_items
     return compile_kernel(
-        (kernels if quantised else (attend_items, attend_tiles))[tiles],
+        attend_tiles if tiles else items,
         {**pointers, **types},
         constants,
         divisible=tuple(divisible),
         num_warps=warps,
         num_stages=stages,
         max_registers=max_registers,
+    )
+
+
+def convert_variant() -> dict[str, Any]:
+    from parrot.engine.kernels.quantised_kernels import convert_pages_kernel
+
+    pointers = dict.fromkeys(("k_ptr", "v_ptr", "k_exponents", "v_exponents"), "*u8")
+    pointers |= {"pages": "*i32", "k_out": "*bf16", "v_out": "*bf16"}
+    return compile_kernel(
+        convert_pages_kernel,
+        pointers,
+        {"ROWS": 512, "D": 128, "BLOCK": 32},
+        divisible=tuple(pointers),
+        num_warps=4,
     )
 
 
@@ -396,6 +411,7 @@ def mask_variant(*, warps: int = 4) -> dict[str, Any]:
 
 VARIANTS = {
     "attention": attention_variant,
+    "convert": convert_variant,
     "merge": merge_variant,
     "norm": norm_variant,
     "rope": rope_variant,

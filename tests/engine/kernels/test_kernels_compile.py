@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared quantised": {**QUANTISED, "rows": 64, "tiles": True},
     "shared quantised D64 G3": {**QUANTISED, "rows": 64, "tiles": True, "dim": 64, "group": 3},
     "fill quantised": {**QUANTISED, "rows": 64, "tiles": True, "own": True},
+    "converted pages": {"kernel": "convert"},
     "merge": {"kernel": "merge"},
     "norm": {"kernel": "norm"},
     "rope": {"kernel": "rope"},

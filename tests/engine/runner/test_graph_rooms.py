@@ -7,10 +7,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.graphs import Rooms, StepSize
+from parrot.engine.runner.warm_up import SyntheticPlans
 
 SHAPE = AttentionShape(32, 32, 64, 64)
 SPLIT = SplitConfig()
@@ -41,3 +45,39 @@ def test_no_room_for_what_no_graph_has() -> None:
     assert rooms.of(StepSize(8), work) is not None
     assert rooms.of(StepSize(8), replace(work, dense=((0, 4096),))) is None
     assert rooms.of(StepSize(4), work) is None
+
+
+def test_only_plans_that_convert_pages_take_rooms_that_do() -> None:
+    split = SplitConfig(converted_pages=1000)
+    shape = AttentionShape(32, 8, 64, 64, number_bytes=1)
+    rooms, size = Rooms(shape, split), StepSize(128, 8)
+    for num_tokens, converts in ((63, False), (64, True)):
+        tables = np.arange(40, dtype=np.int32)[None]
+        counts = (np.array([n], dtype=np.int32) for n in (2000, num_tokens))
+        work = plan_work(StepRows(tables, *counts), shape, None, split)
+        room = rooms.of(size, work)
+        assert room is not None
+        assert room.holds(work)
+        assert (room.converted_fills > 0) is (room.converted_pages > 0) is converts
+    longer = replace(work, converted_pages=np.arange(513, dtype=np.int32))
+    assert rooms.of(size, longer) is None
+
+
+@pytest.mark.parametrize("number_bytes", [1, 2])
+def test_plans_to_capture_fit_their_rooms_with_pages_to_convert_and_without(
+    number_bytes: int,
+) -> None:
+    shape = AttentionShape(32, 8, 64, 64, number_bytes)
+    split = SplitConfig(converted_pages=1000 if number_bytes == 1 else 0)
+    rooms, plans = Rooms(shape, split), SyntheticPlans(shape, GateConfig(), split, 8192, 16384)
+    captured = set()
+    for size in (StepSize(16, 8), StepSize(256, 8), StepSize(8)):
+        for work in plans.for_graphs(size):
+            room = rooms.of(size, work)
+            assert room is not None
+            for capacity in (room, rooms.largest(size)):
+                buffers = PlanBuffers(work, torch.device("cpu"), capacity)
+                assert (buffers.converted_pages >= 0).sum() == len(work.converted_pages)
+            captured.add((size.rows, room.converted_fills > 0))
+    converting = {(256, True)} if number_bytes == 1 else set()
+    assert captured == {(16, False), (256, False), (8, False)} | converting

@@ -1,0 +1,177 @@
+"""Attention of tall tiles over whole pages, which the bulk copy engine fetches."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from parrot.engine.kernels.attention_kernels import (
+    NO_MAXIMUM,
+    attend,
+    load_item,
+    load_rows,
+    row_slots,
+    row_tokens,
+    store_partials,
+    store_rows,
+    tile_rows,
+    visible_keys,
+)
+from parrot.engine.kernels.quantised_kernels import numbers_of, weigh_codes
+
+
+@triton.jit
+def _exponents_at(k_exponents, v_exponents, BN: tl.constexpr):
+    """Where the exponents of a tile's keys, then of its values, are for row 0. One load for both
+    gives each thread one of them; the layout of scores has each thread load dozens."""
+    both = tl.arange(0, 2 * BN)
+    return tl.where(both < BN, k_exponents + both, v_exponents + (both - BN))
+
+
+@triton.jit
+def _load_tile(rows, row, QUANTISED: tl.constexpr, IN_FLOAT32: tl.constexpr):
+    """A tile [BN, D] of one KV head's keys or values."""
+    tile = rows.load([row, 0])
+    if QUANTISED:
+        tile = numbers_of(tile, IN_FLOAT32)
+    elif IN_FLOAT32:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    k,
+    v,
+    exponents,
+    acc,
+    maximum,
+    total,
+    first,
+    row_end,
+    offs_n,
+    scale_log2,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
+    if QUANTISED:
+        both = tl.reshape(exponents.to(tl.int32), [2, BN])
+        k_exponents, v_exponents = tl.split(tl.permute(both, (1, 0)))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        weights, addend, decay, maximum = weigh_codes(
+            scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, MASKED
+        )
+        total = total * decay + tl.sum(addend, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    else:
+        acc, maximum, total = attend(
+            q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED
+        )
+    return acc, maximum, total
+
+
+@triton.jit
+def attend_tiles(
+    q_ptr,
+    k_rows,
+    v_rows,
+    k_exponents_ptr,
+    v_exponents_ptr,
+    tables,
+    positions,
+    token_order,
+    items,
+    slot_of,
+    out_ptr,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    stride_q,
+    stride_table,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    OWN: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The work of `attend_items` for tall tiles over whole pages; BN divides PAGE.
+
+    `k_rows`, `v_rows`: tensor descriptors [pages * kv_heads * PAGE, D] with blocks [BN, D]. A tile
+    is one block, so a single thread asks for it: no pointers in registers, no index arithmetic,
+    and twice as many tiles at work in a multiprocessor. OWN: the items are fills, whose last
+    tiles need the causal mask; else all rows see all keys, which end with a page. QUANTISED: the
+    descriptors are of codes (`quantised_kernels`); their exponents are fetched a tile ahead."""
+    HKV: tl.constexpr = H // G
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 8
+    q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
+    if q_count == 0:  # padding of a captured grid
+        return
+    table = tables + table_row * stride_table
+    offs_m = tl.arange(0, BM)
+    offs_n = tl.arange(0, BN)
+    offs_d = tl.arange(0, D)
+    member, head, live = tile_rows(offs_m, kv_head, q_count, G, BM)
+    page = tl.load(table + kv_first // PAGE)
+    exponents = 0
+    if QUANTISED:
+        row = (page * HKV + kv_head) * PAGE + kv_first % PAGE
+        exponents_at = _exponents_at(k_exponents_ptr, v_exponents_ptr, BN)
+        exponents = tl.load(exponents_at + row)
+    token = row_tokens(token_order, q_first, OWN, member, live, q_count)
+    q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
+    IN_FLOAT32: tl.constexpr = q.dtype == tl.float32
+    if QUANTISED and not IN_FLOAT32:
+        q = q.to(tl.float16)
+    acc = tl.zeros([BM, D], dtype=tl.float32)
+    maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
+    total = tl.zeros([BM], dtype=tl.float32)
+    row_end = kv_end + member * 0
+    whole = kv_end
+    if OWN:
+        position, row_end = visible_keys(positions, q_first, kv_end, member, OWN)
+        shortest = tl.minimum(kv_end, position + 1)
+        whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
+    for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
+        next_page = tl.load(table + (first + BN) // PAGE)
+        row = (page * HKV + kv_head) * PAGE + first % PAGE
+        k = _load_tile(k_rows, row, QUANTISED, IN_FLOAT32)
+        v = _load_tile(v_rows, row, QUANTISED, IN_FLOAT32)
+        next_exponents = exponents
+        if QUANTISED:
+            next_row = (next_page * HKV + kv_head) * PAGE + (first + BN) % PAGE
+            next_exponents = tl.load(exponents_at + next_row)
+        acc, maximum, total = _attend_tile(
+            q, k, v, exponents, acc, maximum, total, first, row_end, offs_n, scale_log2,
+            BN, False, QUANTISED,
+        )  # fmt: skip
+        page = next_page
+        exponents = next_exponents
+    if OWN:
+        end = tl.minimum(kv_end, position + q_count)
+        for first in tl.range(whole, end, BN, num_stages=1):
+            page = tl.load(table + first // PAGE)
+            row = (page * HKV + kv_head) * PAGE + first % PAGE
+            k = _load_tile(k_rows, row, QUANTISED, IN_FLOAT32)
+            # What lies past the end may be NaN, and zero weights do not stop a NaN.
+            inside = (first + offs_n)[:, None] < end
+            v = tl.where(inside, _load_tile(v_rows, row, QUANTISED, IN_FLOAT32), 0.0).to(k.dtype)
+            if QUANTISED:
+                exponents = tl.load(exponents_at + row)
+            acc, maximum, total = _attend_tile(
+                q, k, v, exponents, acc, maximum, total, first, row_end, offs_n, scale_log2,
+                BN, True, QUANTISED,
+            )  # fmt: skip
+    slot = row_slots(slot_of, slot_first, member, live, q_count)
+    if OWN:
+        store_rows(acc, maximum, total, slot_first, slot, q_first + member, head, live, offs_d,
+                   out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
+    else:
+        store_partials(acc, maximum, total, slot, head, live, offs_d,
+                       partial_out, partial_lse, H, D)  # fmt: skip
