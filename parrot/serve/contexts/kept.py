@@ -35,7 +35,7 @@ class Kept:
         self._next_use = next_use
         self._drop = drop
         self._sizes: dict[Context, int] = {}
-        self._tips: dict[Context, None] = {}
+        self._tips: dict[Context, None] = {}  # as far as prompts are counted: few
         self._used = 0
         self._gone: set[Context] = set()  # of these, those that the ledger has freed
 
@@ -51,7 +51,7 @@ class Kept:
             self._remove(link)
             self._sizes[link] = size = self._size(link)
             self._used += size
-        if not self._tips_below(context):
+        if self.max_prompts is not None and not self._tips_below(context):
             self._tips[context] = None
 
     def freed(self, context: Context) -> None:
@@ -84,7 +84,7 @@ class Kept:
         `num_new` more: what is expected to be used again only later counts for less."""
         safe = set() if match is None else set(match.lineage())
         lost: list[Context] = []
-        if self.max_prompts is not None and len(self._tips) >= self.max_prompts:
+        if self._tips and self.max_prompts is not None and len(self._tips) >= self.max_prompts:
             below = [] if match is None else self._tips_below(match)
             lost = self._only_below(below[0] if below else next(iter(self._tips)))
         if self.max_size is not None:

@@ -1,15 +1,14 @@
 """Conversations that the server behind an engine renders itself, with the model's own template.
 
     {"tools": [...]}                        the options that the server gets
-    {"role": "user"}                        then each message: what else it says, its text, and how
-    Is it raining?                          long that was
-    14
+    {"role": "user"}                        then each message: what else it says, and its text
+    Is it raining?
     {"role": "assistant"}
     <answer>
 
-That is the prompt's text in ServeCore, which never gets to the model. Like a prompt, it is the same
-exactly if the conversation is: it can be read from its end. So contexts, turns that continue others
-and results are found by it as ever.
+That is the prompt's text in ServeCore, which never gets to the model. Like a prompt's, its pieces
+are the same exactly if the conversation is. So contexts, turns that continue others and results are
+found by it as ever.
 
 Answers come as text: reasoning between `<think>` and `</think>`, then what is said, then each call
 as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, whatever the model's own markup is."""
@@ -63,7 +62,7 @@ def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
                 parts.append(part)
                 length += len(part)
                 ends.append((length, of_kind))
-        markup = f"\n{len(part)}\n"
+        markup = "\n"
     return Transcript("".join(parts), lambda start, num_known: ends)
 
 
