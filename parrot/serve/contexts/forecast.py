@@ -205,15 +205,17 @@ class ReadyPrefixes:
         end = self._hasher.root(options.tenant, options.chat)
         segments: list[Segment] = []
         keys: list[bytes] = []
-        for link in self._chain(preceding(completion), end):
+        for link in self._chain(preceding(completion), end, may_group=not options.chat):
             segments += link.segments
             keys += link.keys
         return ReadyPrefix(segments, keys, keys[-1] if keys else end, forecast)
 
-    def _chain(self, completions: Sequence[Completion], end: bytes) -> Iterator[Link]:
+    def _chain(
+        self, completions: Sequence[Completion], end: bytes, *, may_group: bool
+    ) -> Iterator[Link]:
         """The links behind the prefix key `end`, with the old ones of a long conversation in
-        groups: hundreds would be looked at for each of its turns."""
-        may_group = not any(completion.options.chat for completion in completions)
+        groups: hundreds would be looked at for each of its turns. A chat's segments have markup
+        between them, so they cannot be one."""
         at = 0
         while at < len(completions):
             stop = at + 1
