@@ -2,10 +2,6 @@
 
 import math
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +12,6 @@ from parrot import P
 from parrot.cluster import Cluster
 from parrot.protocol.errors import Cancelled, NativeFunctionFailed, PromptTooLong
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GREEDY = P.SamplingConfig(temperature=0, max_gen_length=12)
 
 
@@ -253,51 +248,3 @@ def test_a_cancelled_call_is_gone_and_the_next_one_runs(vm: P.VirtualMachine) ->
         with pytest.raises(Cancelled):
             list(pieces)
         assert about("Something else.").get()
-
-
-PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
-PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for day in range(3))
-
-
-@pytest.fixture(scope="module")
-def started(
-    embedded_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All examples at once: together they take few more of the engine's steps than the longest."""
-    document = tmp_path_factory.mktemp("examples") / "document.txt"
-    document.write_text(PARAGRAPHS)
-    shorter = {
-        "chain_summary.py": [str(document), "--max-chunks", "2"],
-        "map_reduce_summary.py": [str(document)],
-        "linux_terminal.py": ["pwd", "ls"],
-    }
-    processes = {
-        program: subprocess.Popen(
-            [
-                sys.executable,
-                str(EXAMPLES / program),
-                "--core",
-                embedded_cluster.core_url,
-                *shorter.get(program, []),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for program in PROGRAMS
-    }
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_example_programs_run_to_their_end(
-    program: str, started: dict[str, subprocess.Popen[str]]
-) -> None:
-    stdout, stderr = started[program].communicate(timeout=110)
-    assert started[program].returncode == 0, stderr
-    assert "---" in stdout
-    assert "Traceback" not in stderr

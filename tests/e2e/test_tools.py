@@ -50,7 +50,7 @@ CHAT_TOOLS = [{"type": "function", "function": tool} for tool in (WEATHER, CLOCK
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = write_embedded_folder(tmp_path_factory.mktemp("model") / MODEL, HERMES)
-    with Cluster(engines=[{"model": str(folder), "dtype": "float32"}]) as running:
+    with Cluster(engines=[{"model": str(folder)}]) as running:
         yield running
 
 

@@ -1,0 +1,64 @@
+"""The example programs on the real embedded model, from their first line to their last."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parrot.cluster import Cluster
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
+PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for day in range(3))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(engines=[{"model": "embedded"}]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def started(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All examples at once: together they take few more of the engine's steps than the longest."""
+    document = tmp_path_factory.mktemp("examples") / "document.txt"
+    document.write_text(PARAGRAPHS)
+    shorter = {
+        "chain_summary.py": [str(document), "--max-chunks", "2"],
+        "map_reduce_summary.py": [str(document)],
+        "linux_terminal.py": ["pwd", "ls"],
+    }
+    processes = {
+        program: subprocess.Popen(
+            [
+                sys.executable,
+                str(EXAMPLES / program),
+                "--core",
+                cluster.core_url,
+                *shorter.get(program, []),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for program in PROGRAMS
+    }
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_example_programs_run_to_their_end(
+    program: str, started: dict[str, subprocess.Popen[str]]
+) -> None:
+    stdout, stderr = started[program].communicate(timeout=110)
+    assert started[program].returncode == 0, stderr
+    assert "---" in stdout
+    assert "Traceback" not in stderr
