@@ -61,7 +61,7 @@ def side_by_side() -> str:
 
 def drafts() -> str:
     """Milliseconds a token of one sequence without drafts and with them; the text is forced."""
-    edits = [row for row in load("drafts_h200.json")["rows"] if row["case"] == "edit"]
+    found = [*load("drafts_h200.json")["rows"], *load("drafts_new_h200.json")["rows"]]
     rows = [
         [
             {"edit": "edited file", "new": "new text"}[row["case"]],
@@ -73,10 +73,26 @@ def drafts() -> str:
             row["drafted"],
             row["acceptance"],
         ]
-        for row in [*edits, *load("drafts_new_h200.json")["rows"]]
+        for row in sorted(found, key=lambda row: (row["case"], row["batch"]))
     ]
     head = ["text", "batch", "without", "with", "ratio", "tokens a step", "drafted", "accepted"]
     return table(head, rows)
+
+
+def drafted_applications() -> str:
+    """Seconds of whole applications without drafts and with them; their texts are forced."""
+    rows: list[Row] = [
+        [
+            f"`{row['case']}`{calls}",
+            row[f"{part}off_s"],
+            row[f"{part}on_s"],
+            f"{row[f'{part}speedup']:.2f}",
+        ]
+        for row in load("drafts_h200.json")["applications"]
+        for part, calls in (("", f", {row['calls']} calls"), ("revise_", ", those that revise"))
+        if not part or row["revise_off_s"] != row["off_s"]
+    ]
+    return table(["application", "without, s", "with, s", "ratio"], rows)
 
 
 def _name(key: str) -> str:

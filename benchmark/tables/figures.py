@@ -137,7 +137,7 @@ def _distance() -> list[str]:
 
 
 def _drafts() -> list[str]:
-    edits = [row for row in load("drafts_h200.json")["rows"] if row["case"] == "edit"]
+    edits = sorted(load("drafts_h200.json")["rows"], key=lambda row: row["batch"])
     new = load("drafts_new_h200.json")["rows"]
     batches = _list([str(row["batch"]) for row in edits])
     drafted = _list([f"{row['on_ms']:.3g}" for row in edits])
