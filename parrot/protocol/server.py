@@ -43,6 +43,7 @@ KEEP_ALIVE_S = 15.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _JSON = "application/json"
 _MAX_FIELDS = 64
+_TURN_BYTES = 2**16
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
@@ -204,11 +205,15 @@ class EventStream(Response):
         idle = loop.call_later(  # most streams are over before
             KEEP_ALIVE_S, lambda: tasks.spawn(self._keep_alive(send), name="keep-alive")
         )
+        size = 0  # of what was sent in this turn of the loop
         try:
             async with aclosing(_encoded(self._events)) as chunks:
                 async for chunk in chunks:
                     self._sent_at = loop.time()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if (size := size + len(chunk)) > _TURN_BYTES:
+                        size = 0
+                        await asyncio.sleep(0)  # events that never wait leave nobody else a turn
         finally:
             idle.cancel()
             if tasks:
