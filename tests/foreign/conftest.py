@@ -3,18 +3,21 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from parrot.cluster import Cluster
 from tests.foreign.servers import KINDS, ForeignServer, engine_config
 
+Server = TypeVar("Server", bound=ForeignServer)
 
-def start_server(kind: type[ForeignServer], folder: Path) -> ForeignServer:
+
+def start_server(kind: type[Server], folder: Path, **options: Any) -> Server:
     python = os.environ.get(kind.variable)
     if not python:
         pytest.skip(f"needs a foreign server: {kind.variable} is not set")
-    server = kind(python, folder)
+    server = kind(python, folder, **options)
     try:
         server.start()
     except BaseException:

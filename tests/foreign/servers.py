@@ -114,8 +114,11 @@ class LlamaCppPython(ForeignServer):
         return (int(stat[11]) + int(stat[12])) / float(os.sysconf("SC_CLK_TCK"))
 
 
+@dataclass
 class Vllm(ForeignServer):
-    """`metric` reads one of its metrics."""
+    """`metric` reads one of its metrics. `num_blocks`: of its KV cache; None: as it likes."""
+
+    num_blocks: int | None = None
 
     variable = "PARROT_VLLM_PYTHON"
 
@@ -125,8 +128,15 @@ class Vllm(ForeignServer):
             write_embedded_folder(folder)
         options = {"model": str(folder), "served-model-name": MODEL, "port": str(self.port)}
         options |= {"host": "127.0.0.1", "dtype": "float32", "max-model-len": "2048"}
+        options |= {"tool-call-parser": "hermes"}
+        if self.num_blocks is not None:
+            options |= {"num-gpu-blocks-override": str(self.num_blocks)}
         words = [word for k, v in options.items() for word in (f"--{k}", v)]
-        switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        switches = [
+            "--enforce-eager",
+            "--enable-prompt-tokens-details",
+            "--enable-auto-tool-choice",
+        ]
         return ["vllm.entrypoints.openai.api_server", *words, *switches]
 
     def environment(self) -> dict[str, str]:

@@ -204,11 +204,67 @@ async def test_constraints_are_kept_or_refused(
     messages = [{"role": "user", "content": "Which city is the capital of France?"}]
     body = {"model": MODEL, "messages": messages, "max_tokens": 48, "temperature": 0} | constraint
     status, payload = await answer(http, body, "/v1/chat/completions")
-    if isinstance(server, Vllm):
+    if isinstance(server, Vllm) or "response_format" in constraint:
         assert status == 200, payload
         assert is_right(payload["choices"][0]["message"]["content"]), payload
     else:
         assert (status, payload["error"]["code"]) == (400, "unsupported_field")
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": "Answer in one sentence."},
+        {"role": "user", "content": "Which city is the capital of France?"},
+    ]
+    given = {"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0}
+    return given | fields
+
+
+async def test_a_conversation_is_rendered_by_the_server(
+    http: aiohttp.ClientSession, server: ForeignServer
+) -> None:
+    """By the model's own template: the answer is the one without Parrot."""
+    async with aiohttp.ClientSession(server.url) as direct:
+        _, own = await answer(direct, chat(), "/v1/chat/completions")
+    status, payload = await answer(http, chat(), "/v1/chat/completions")
+    assert status == 200, payload
+    said, own_said = [one["choices"][0]["message"]["content"] for one in (payload, own)]
+    assert said[:30] == own_said[:30]
+    assert payload["usage"]["completion_tokens"] > 0
+
+
+async def test_tools_are_called_or_refused(
+    http: aiohttp.ClientSession, server: ForeignServer
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"large": {"type": "boolean"}},
+        "required": ["large"],
+        "additionalProperties": False,
+    }
+    judge = {"name": "judge", "parameters": parameters, "strict": True}
+    tool = {"type": "function", "function": judge}
+    choice = {"type": "function", "function": {"name": "judge"}}
+    body = chat(tools=[tool], tool_choice=choice, max_tokens=64)
+    status, payload = await answer(http, body, "/v1/chat/completions")
+    if not isinstance(server, Vllm):
+        assert (status, payload["error"]["param"]) == (400, "tools")
+        return
+    assert status == 200, payload
+    (called,) = payload["choices"][0]["message"]["tool_calls"]
+    assert called["function"]["name"] == "judge"
+    assert set(json.loads(called["function"]["arguments"])) == {"large"}
+    told = {"role": "tool", "tool_call_id": called["id"], "content": "It is."}
+    said = {"role": "assistant", "content": None, "tool_calls": [called]}
+    body = chat(messages=[*body["messages"], said, told], tools=[tool])
+    status, payload = await answer(http, body, "/v1/chat/completions")
+    assert status == 200, payload
+
+
+async def test_a_callers_span_is_passed_on(http: aiohttp.ClientSession) -> None:
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    async with http.post("/v1/completions", json=completion(), headers=headers) as response:
+        assert response.status == 200, await response.text()
 
 
 async def test_embeddings_of_a_model_that_the_server_only_generates_with(http: Any) -> None:
