@@ -155,7 +155,8 @@ class HostTier(Generic[W]):
     def take_transfers(self, copied_blocks: Collection[int] = ()) -> list[Transfer]:
         """Take the copies that are due, to be begun before anything else is planned, and before the
         step planned last runs. That step first copies some blocks: until then nothing is written
-        to these, although they were given away."""
+        to these, although they were given away. What leaves the device waits for nothing: the step
+        may write to it."""
         if self._stores.may_choose:
             chosen = self._stores.choose(self._max_storing)
             for at in range(0, len(chosen), self._per_transfer):
@@ -163,7 +164,9 @@ class HostTier(Generic[W]):
                 self._plan(True, blocks, slots, keys)
         busy = set(copied_blocks)
         self._planned.sort(key=_comes_back)  # into blocks that may have to be copied before
-        begun = [f for f in self._planned if busy.isdisjoint(f.transfer.blocks)]
+        begun = [
+            f for f in self._planned if not _comes_back(f) or busy.isdisjoint(f.transfer.blocks)
+        ]
         self._planned = [f for f in self._planned if f not in begun] if busy else []
         self._flights.update({flight.transfer.transfer_id: flight for flight in begun})
         return [flight.transfer for flight in begun]

@@ -232,6 +232,21 @@ def test_what_is_given_away_in_a_hurry_is_copied_before_it_is_written():
     assert not harness.runner.violations
 
 
+def test_a_block_that_a_step_copies_holds_no_copy_of_another_back():
+    """Both were given away, and the step is about to write to the other."""
+    pool = BlockPool(2, 4)
+    tier: HostTier[str] = HostTier(pool, 4, 1, lambda: None)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    pool.release(blocks)
+    assert pool.allocate(2) is not None
+    (transfer,) = tier.take_transfers(copied_blocks=blocks[:1])
+    assert transfer.to_host
+    assert {*transfer.blocks} == {*blocks}
+
+
 def test_what_a_freed_context_has_on_the_host_goes_first():
     """The end of it before its beginning."""
     harness = Tiered(num_blocks=8, num_host_blocks=20)
