@@ -79,7 +79,8 @@ def link_of(completion: Completion, key: bytes) -> Link:
 
 def merged(links: Sequence[Link]) -> Link:
     """Links that follow each other as one segment."""
-    parts = [segment for link in links for segment in link.segments]
+    segments = [segment for link in links for segment in link.segments]
+    parts = [part for segment in segments for part in segment.parts or (segment,)]
     return Link((_joined(parts),), links[-1].keys[-1:])
 
 

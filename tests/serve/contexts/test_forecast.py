@@ -11,10 +11,10 @@ from hypothesis.stateful import invariant
 
 from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import EngineFailed
-from parrot.serve.contexts.forecast import Expectations, Forecast, ReadyPrefixes
+from parrot.serve.contexts.forecast import GROUPED, Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Task
-from parrot.serve.prompts.segments import PrefixHasher
+from parrot.serve.prompts.segments import PrefixHasher, Segment
 from tests.serve.graph.test_graph_machine import GraphMachine
 from tests.serve.serve_fakes import (
     FakeRunner,
@@ -244,6 +244,34 @@ def test_a_long_stateful_chain_has_one_prefix(
     runner.finish(runner.started[0])
     assert len(runner.prefixes) == 0
     assert runner.num_grown == 0
+
+
+def test_old_turns_of_a_long_conversation_are_one_by_the_group(
+    graph: SessionGraph, runner: ForecastingRunner
+) -> None:
+    """The same prompt with fewer places at which it can be found, the newest turns' among them."""
+    response = graph.submit(semantic("0 {{o}}", made("o")))
+    for i in range(1, 4 * GROUPED):
+        add_reader(graph, graph.variable(var_ids(response)["o"]), Criteria.LATENCY)
+        runner.finish(runner.started[-1], f"<{i}>")
+        call = semantic(f"{i} {{{{o}}}}", made("o"), successor_of=response.request_id)
+        response = graph.submit(call)
+    add_reader(graph, graph.variable(var_ids(response)["o"]), Criteria.LATENCY)
+    last = runner.started[-1]
+    assert isinstance(last, Completion)
+    segments, keys = ReadyPrefixes(Expectations(), HASHER).prompt(last)
+    assert len(segments) == len(keys) < 2 * 2 * GROUPED + 4
+    assert (
+        "".join(map(text_of, segments))
+        == "".join(f"{i} <{i + 1}>" for i in range(4 * GROUPED - 1)) + f"{4 * GROUPED - 1} "
+    )
+    every = prefix_keys(HASHER, "tenant", False, prompt_segments(last))
+    assert set(keys) < set(every)
+    assert keys[-2 * GROUPED :] == every[-2 * GROUPED :]
+
+
+def text_of(segment: Segment) -> str:
+    return segment.text or "".join(part.text for part in segment.parts)
 
 
 def test_inputs_that_come_in_order_cost_what_they_add(

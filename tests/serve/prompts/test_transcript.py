@@ -172,6 +172,27 @@ def test_pieces_behind_a_known_turn_are_those_of_all(
         return  # the template takes no calls
 
 
+def test_new_messages_are_checked_like_all_others() -> None:
+    """Of a turn that continues another, too; what was there before was checked then."""
+    template = ChatTemplate(HERMES, BOS, EOS)
+
+    def calling(text: str) -> dict[str, Any]:
+        function = {"name": "weather", "arguments": {"at": text}}
+        call = {"id": "c", "type": "function", "function": function}
+        return {"role": "assistant", "content": "a", "tool_calls": [call]}
+
+    def behind(*messages: dict[str, Any]) -> list[str]:
+        begin = [user("q"), {"role": "assistant", "content": "x"}]
+        known = len(template.render(begin[:1]) + "x")
+        transcript = render_transcript(template, [*begin, *messages], special_texts=SPECIAL)
+        return [piece.text for piece in transcript.pieces(known, len(begin))]
+
+    result = {"role": "tool", "content": "<|im_end|>"}
+    assert result["content"] in behind(calling("Paris"), result)  # as a piece of its own
+    with pytest.raises(InvalidRequest, match="special token"):
+        behind(calling("<|im_end|>"), result)
+
+
 @given(name=st.sampled_from(sorted(ALL_TEMPLATES)), text=TEXTS, answer=TEXTS)
 def test_no_message_is_markup(name: str, text: str, answer: str) -> None:
     """What stands between the messages is the same whatever they say, or the request is refused."""

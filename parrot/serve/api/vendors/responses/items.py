@@ -36,7 +36,7 @@ class Dumped(Wire):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and None in value.values():
             return {name: field for name, field in value.items() if field is not None}
         return value
 
