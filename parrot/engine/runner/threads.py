@@ -60,7 +60,7 @@ class ThreadPolicy:
 
     From time to time a few steps are run with one thread less or more, or half or twice as many; if
     those were faster, that number is kept, and left again should it turn out worse. The more time a
-    probe lost, the later is the next one, unless steps become slower."""
+    probe lost, the later is the next one; if steps become slower, fewer are tried at once."""
 
     def __init__(self, most: int) -> None:
         """`most`: threads, at least one. It is the number that the first steps have."""
@@ -103,8 +103,9 @@ class ThreadPolicy:
             if kind.trial == _TRIAL_STEPS:
                 kind.fallback = None
         kind.until_probe -= 1
-        if kind.settled is not None and kind.usual > _CHANGED * kind.settled:
-            kind.turn = kind.until_probe = 0
+        has_slowed = kind.settled is not None and kind.usual > _CHANGED * kind.settled
+        if has_slowed and kind.threads > 1:
+            kind.turn = kind.until_probe = 0  # the next probe is of fewer
         if kind.until_probe <= 0 and self._most > 1:
             kind.probed = self._next(kind)
 

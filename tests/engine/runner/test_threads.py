@@ -64,6 +64,24 @@ def test_no_fixed_number_is_a_tenth_faster(cores: int, num_rows: int, seed: int)
         assert best_fixed(machine, cores, 1000, num_rows) > 0.9 * taken
 
 
+def crowded(seed: int) -> Machine:
+    """Each thread waits for its core now and then, and two of them for each other."""
+    numbers = random.Random(seed)
+
+    def seconds(num_rows: int, threads: int) -> float:
+        chances = 2 if threads == 1 else 12 * threads
+        waits = sum(numbers.random() < 0.4 for _ in range(chances))
+        return idle(num_rows, threads) + sum(numbers.expovariate(25.0) for _ in range(waits))
+
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_times_that_vary_tenfold(seed: int) -> None:
+    taken = run(ThreadPolicy(2), crowded(seed), 1000)
+    assert best_fixed(lambda extra: crowded(seed + extra), 2, 1000, 1) > 0.88 * taken
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_neighbour_that_comes_and_goes(seed: int) -> None:
     policy = ThreadPolicy(2)
