@@ -1,6 +1,7 @@
 """The subcommands and their options."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -46,10 +47,8 @@ def engine(context: typer.Context) -> None:
 
 
 def _run_server(module: str, name: str, args: list[str]) -> None:
-    import runpy
-
-    sys.argv = [name, *args]
-    runpy.run_module(module, run_name="__main__")
+    sys.argv[0] = name  # as its help shows it
+    import_module(module).main(args)
 
 
 @app.command()

@@ -86,11 +86,11 @@ def _spare_garbage_collection() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = server_options("Run Parrot's ServeCore.", "core_server.log").parse_args(argv)
-    _spare_garbage_collection()
     try:
         options = given_options(args, "host", "port", "insecure")
         settings = core_settings(args.config_path, options, os.environ)
         config = parse_config(CoreConfig, settings.payload, settings.blamed)
+        _spare_garbage_collection()
         run_server(args, serve(config))
     except ConfigError as error:
         sys.exit(f"error: {error}")

@@ -25,7 +25,7 @@ def parrot(*args: str, stdin: str = "", **env: str) -> Result:
     with (
         patch.object(OUT, "_width", _WIDTH),
         patch.object(ERR, "_width", _WIDTH),
-        patch.object(sys, "argv", sys.argv),  # which the servers' commands replace
+        patch.object(sys, "argv", [*sys.argv]),  # whose first the servers' commands replace
     ):
         result = CliRunner().invoke(app, args, input=stdin, env=env, prog_name="parrot")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
