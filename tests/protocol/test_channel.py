@@ -93,11 +93,32 @@ async def test_a_channel_that_breaks_is_opened_anew_and_costs_pieces_only(
     await client.close()
 
 
-async def test_a_channel_that_cannot_be_opened_fails_the_request() -> None:
-    engine = Engine(channel=[Unavailable("no engine")])
+async def test_a_channel_that_sends_nonsense_is_opened_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine(channel=[("open", b"{}")])
+    client, found = EngineClient(engine), list[StreamChunk]()
+    engine.answer.set()
+    await client.generate(GenerateRequest(context_id=1), found.append)
+    engine.more.put_nowait(("chunks", b'{"chunks": 1}'))
+    await settled()
+    await client.generate(GenerateRequest(context_id=2), found.append)
+    assert engine.opened == ["/channel", "/channel"]
+    assert "a channel broke" in caplog.text
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [(Unavailable("no engine"), "no engine"), (("done", b"{}"), "before it was open")],
+)
+async def test_a_channel_that_cannot_be_opened_fails_the_request(
+    event: tuple[str, bytes] | ParrotError, message: str
+) -> None:
+    engine = Engine(channel=[event])
     client = EngineClient(engine)
     for _ in range(2):
-        with pytest.raises(Unavailable, match="no engine"):
+        with pytest.raises(Unavailable, match=message):
             await client.generate(GenerateRequest(context_id=1), print)
     assert engine.opened == ["/channel", "/channel"]
     await client.close()

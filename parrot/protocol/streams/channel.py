@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 
 from parrot.protocol.engine_api import StreamChunk
-from parrot.protocol.errors import NotFound, ParrotError
+from parrot.protocol.errors import NotFound, ParrotError, Unavailable
 from parrot.protocol.streams.payloads import ChannelChunks, ContextChunk
 from parrot.protocol.transport import Transport, until_done
 from parrot.utils.ids import new_token
@@ -47,19 +47,24 @@ class ChunkChannel:
         await self._tasks.close()
 
     async def _run(self, opened: "asyncio.Future[str | None]") -> None:
+        broken: ParrotError = Unavailable("a channel ended before it was open")
         try:
             await self._read(opened)
         except ParrotError as error:
             if isinstance(error, NotFound) and not opened.done():
                 opened.set_result(None)
                 return  # and it is not asked for again
-            if opened.done():
-                logger.warning("a channel broke: %s", error.message)
-            else:
-                opened.set_exception(error)
-                opened.exception()  # for whoever waits, if anybody still does
-        finally:
+            broken = error
+        except ValueError as error:
+            broken = Unavailable(f"a channel sent what is no event of one: {error}")
+        except asyncio.CancelledError:
             opened.cancel()
+            raise
+        if opened.done():
+            logger.warning("a channel broke: %s", broken.message)
+        else:
+            opened.set_exception(broken)
+            opened.exception()  # for whoever waits, if anybody still does
         self._opened = None
         self._sinks.clear()
 
