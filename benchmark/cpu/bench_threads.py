@@ -60,6 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     most = args.threads
     fixed = args.fixed or sorted({1, max(1, most // 2), max(1, most - 1), most})
+    report.uses("model", args.model)
     checkpoint = open_checkpoint(args.model, dummy=args.dummy)
     torch.set_num_threads(most)
     model = load_decoder(checkpoint, resolve_dtype("auto", CPU), CPU)
