@@ -105,7 +105,7 @@ def arms_of(args: argparse.Namespace, dtype: str) -> dict[str, Callable[[], floa
     }
     shared = partial(parrot_rate, runner, loads[8], SHARED_PREFIX)
     arms[f"parrot_{dtype}_b8_shared_{SHARED_PREFIX}"] = shared
-    if not args.without_transformers:
+    if dtype in DTYPES and not args.without_transformers:
         twin = twin_of(args.model, DTYPES[dtype])
         for batch in (1, 8):
             arm = partial(transformers_rate, twin, loads[batch])
@@ -121,6 +121,8 @@ def ratios_of(rates: dict[str, list[float]], dtypes: list[str]) -> dict[str, flo
         pairs[f"{name}: batch 16 / batch 1"] = f"{ours}_b16", f"{ours}_b1"
         pairs[f"{name}: parrot / transformers, batch 1"] = f"{ours}_b1", f"{theirs}_b1"
         pairs[f"{name}: parrot / transformers, batch 8"] = f"{ours}_b8", f"{theirs}_b8"
+    four_bit = "auto: parrot's, of which some are in four bits / parrot's in bfloat16, batch 1"
+    pairs[four_bit] = "parrot_auto_b1", "parrot_bfloat16_b1"
     both = "parrot bfloat16 / transformers float32, batch 1"
     pairs[both] = "parrot_bfloat16_b1", "transformers_float32_b1"
     return {
@@ -134,7 +136,7 @@ def ratios_of(rates: dict[str, list[float]], dtypes: list[str]) -> dict[str, flo
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "auto"], default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--decode", type=int, default=64)
@@ -151,6 +153,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             if round_number:
                 rates[name].append(rate)
             print(f"round {round_number}  {name:38s} {rate:8.1f} tokens/s", flush=True)
+    report.uses("model", args.model)
     report["machine"] = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT"),
