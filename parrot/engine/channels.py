@@ -42,7 +42,7 @@ class Channels:
 
 
 class _Channel:
-    """What is put while nobody takes waits, so that a reader that lags gets more at once."""
+    """Keeps what is put until somebody takes it, so that a reader that lags gets more at once."""
 
     def __init__(self) -> None:
         self._chunks: list[dict[str, Any]] = []

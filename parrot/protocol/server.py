@@ -176,7 +176,7 @@ Event = tuple[str | None, BaseModel | Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: JSON, or a line as it is."""
 
 Events = Event | list[Event] | bytes
-"""What is sent at once; bytes are encoded already."""
+"""Events that are sent at once; bytes are encoded already."""
 
 
 class EventStream(Response):

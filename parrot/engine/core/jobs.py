@@ -107,7 +107,7 @@ class EngineRequest:
     drafts: DraftSources = field(default_factory=DraftSources)
 
     def reading(self) -> "Pooling | Scoring | None":
-        """The state of what is made of a piece, from its beginning on."""
+        """A reading of a piece, which begins at its beginning; None if none is wanted."""
         if self.pooling is not None:
             return Pooling(kind=self.pooling)
         return None if self.num_scored is None else Scoring(num_top=self.num_scored)
@@ -115,8 +115,8 @@ class EngineRequest:
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """What is made of a context's final hidden states, step by step. Each position counts once,
-    however often it is computed.
+    """Reads a context's final hidden states, step by step. Each position counts once, however often
+    it is computed.
 
     position   0 .... num_landed ............ num_taken ........ end
                `- landed -'`- in steps on their way -'"""
@@ -238,7 +238,7 @@ class RequestState:
 
     @property
     def context_id(self) -> int:
-        """That of its last piece, on which it generates if it does."""
+        """The last piece's context, on which it generates if it does."""
         return self.wanted.pieces[-1].context_id
 
     def start(self, now: float, totals: StepTotals) -> None:

@@ -309,7 +309,7 @@ class Followers:
             self._begin(generation, followers)
 
     def give(self, context_id: int, chunk: StreamChunk | None) -> None:
-        """None: the output has ended."""
+        """Send a chunk to all followers of this context's output; None ends them."""
         of = self._of
         for follower in (of.pop if chunk is None else of.get)(context_id, ()):
             self._send(follower, chunk)

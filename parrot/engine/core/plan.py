@@ -98,7 +98,7 @@ class StateSum(Protocol):
 
 
 StateRead = StateSum | Logprobs
-"""What is made of some final hidden states."""
+"""The result of reading some final hidden states."""
 
 
 class SequenceStep(NamedTuple):

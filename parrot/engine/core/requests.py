@@ -237,7 +237,7 @@ class RequestTable:
     # -- ending ------------------------------------------------------------------------------
 
     def give(self, request: RequestState, chunk: StreamChunk) -> None:
-        """Some more of its output for those who take it as it comes."""
+        """Send some more of its output to those who take it as it comes."""
         if request.wanted.stream:
             self.outbox.add(request.sink, chunk)
         self.followers.give(request.context_id, chunk)

@@ -48,8 +48,8 @@ class OutputDrafts:
             self._ahead = self._ahead[: self._constraint.num_valid(place, self._ahead)]
 
     def candidate(self, num_pending: int = 0) -> Candidate:
-        """What was found behind the newest token, if the first `num_pending` of its tokens are not
-        to be drafted, but known by then."""
+        """The draft that was found behind the newest token, without its first `num_pending` tokens,
+        which are known by then."""
         if self._place != len(self._output_ids):
             return Candidate(0, 0.0)
         if self._is_forced:

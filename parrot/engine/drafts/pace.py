@@ -109,7 +109,7 @@ class DraftCosts:
         self.turnaround_s += smoothing * (min(seconds, self.plain_s) - self.turnaround_s)
 
     def _fresh(self, size: int, guessed: float) -> float:
-        """What was measured, as far as it is not forgotten."""
+        """Seconds that a step of this size adds: as measured, as far as that is not forgotten."""
         added_s, number = self._added_s[size]
         weight = math.exp2((number - self._num_steps) / _COST_MEMORY)
         return guessed + weight * (added_s - guessed)

@@ -1,4 +1,4 @@
-"""What servers of other makers understand beyond OpenAI's own fields, and what they can do.
+"""Fields that servers of other makers understand beyond OpenAI's own, and what they can do.
 
 A server says who it is in the `owned_by` of its model list. An unknown one gets OpenAI's fields
 only; a sampling field that it cannot carry out is refused by name, never dropped."""

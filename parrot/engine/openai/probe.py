@@ -1,4 +1,4 @@
-"""What a foreign server tells about itself on routes of its own."""
+"""Asks a foreign server about itself on routes of its own."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is None or empty was not told. `can`, `cannot`: of `FEATURES`."""
+    """A server's answers; None or empty: not told. `can`, `cannot`: of `FEATURES`."""
 
     version: str = ""
     kept_tokens: int | None = None

@@ -173,7 +173,7 @@ class Upstream:
         return self._features(self._assumed) if known is None else known
 
     def _features(self, dialect: Dialect, told: Told = _NOTHING) -> frozenset[str]:
-        """What the configuration says goes before what the server says."""
+        """The server's features: the configuration first, then what it told, then the dialect's."""
         usual = (dialect.features(self._target.is_chat) | told.can) - told.cannot
         given = self._instance.features
         has = {name for name in given if given[name]}

@@ -136,7 +136,7 @@ class HostSum:
 
 @dataclass(slots=True)
 class Reads:
-    """What a step's sequences want of their states: each with its first row among the step's
+    """The states that a step's sequences want read: each with its first row among the step's
     tokens. `sums` [pools, hidden] and `scores` (as `score_tokens` gives them, for the targets of
     all) are on their way to the host, once they are computed."""
 

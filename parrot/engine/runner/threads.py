@@ -37,7 +37,7 @@ _TRIAL_STEPS, _FIRST_VERDICT = 16, 4
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one kind of steps. Costs are seconds per row.
+    """The measurements of one kind of steps. Costs are seconds per row.
 
     `usual`: of a step with the number in use, lately; `settled`: at the last failed probe. `turn`:
     which other number is next. `fallback`: the number before the last change and its cost, until

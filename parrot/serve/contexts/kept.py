@@ -1,4 +1,4 @@
-"""What a server of another maker is believed to keep of what it has computed.
+"""The KV that a server of another maker is believed to keep of what it has computed.
 
     used last                                     used first
     |-- tip --|-- tip --|---- tip ----|-- tip --|  dropped ..

@@ -71,7 +71,7 @@ class DraftTexts:
         self._functions: LruDict[int, _Function] = LruDict(_MAX_FUNCTIONS)
 
     async def sources(self, attempt: Attempt) -> DraftSources | None:
-        """None: as the engine does by itself. Engines that do not draft are told nothing."""
+        """The texts for an attempt's drafts; None if the engine finds its own, or has none."""
         completion, tokenizer = attempt.task.completion, attempt.tokenizer
         if tokenizer is None or attempt.engine.info.engine_type is not EngineType.BUILTIN:
             return None

@@ -1,4 +1,4 @@
-"""What has happened to engines, calls and sessions that an operator may wonder about."""
+"""A log of what happened to engines, calls and sessions that an operator may wonder about."""
 
 from collections import deque
 from collections.abc import Iterator

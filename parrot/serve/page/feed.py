@@ -84,7 +84,7 @@ class Feed:
             del self._watched[name]
 
     async def _read(self, watched: _Watched) -> None:
-        """Whatever a reading raises is for the viewers."""
+        """Read the view; an error of the reading is given to the viewers."""
         loop = asyncio.get_running_loop()
         while True:
             await self._pause(watched)

@@ -1,4 +1,4 @@
-"""What the page shows of the past: who used what, and what happened."""
+"""The page's rows of the past: who used what, and what happened."""
 
 from dataclasses import asdict
 from typing import Any

@@ -71,7 +71,7 @@ class PageRows:
         return usage_rows(self._core, visitor)
 
     def events(self, visitor: Visitor) -> Rows:
-        """What has happened to engines, calls and sessions."""
+        """The rows of what happened to engines, calls and sessions."""
         return event_rows(self._core, visitor, self._epoch)
 
     def session(self, session: Session) -> Rows:

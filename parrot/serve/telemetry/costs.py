@@ -62,7 +62,7 @@ class Usage:
 
 
 class Accounts:
-    """What each tenant has used, by function. Tenants without a key of the config are one, `other`,
+    """The use of each tenant, by function. Tenants without a key of the config are one, `other`,
     and so are, for each tenant, the functions that are used least."""
 
     def __init__(self, tenants: Collection[str], max_names: int) -> None:

@@ -101,13 +101,13 @@ class TextCompletion(VendorAnswer):
 
 @dataclass(slots=True)
 class _Echo:
-    """What an answer shows of its prompt. `scored`: how likely its tokens are."""
+    """The part of an answer that shows its prompt. `scored`: how likely its tokens are."""
 
     text: str = ""
     scored: Logprobs | None = None
 
     async def logprobs(self) -> CompletionLogprobs:
-        """Those of an answer, of which the prompt's come first."""
+        """The log probabilities of an answer, of which the prompt's come first."""
         if self.scored is None:
             return CompletionLogprobs(offset=len(self.text))
         logprobs = CompletionLogprobs(offset=0)
