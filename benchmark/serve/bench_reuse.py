@@ -39,7 +39,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
-from parrot.protocol.streams.channel import OnChunk
+from parrot.protocol.streams.pieces import OnChunk
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

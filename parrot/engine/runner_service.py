@@ -11,7 +11,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
-from parrot.engine.service import OnChunk, ServiceState
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     FEATURES,
     SERVER_FEATURES,
@@ -42,6 +42,7 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
+from parrot.protocol.streams.pieces import OnChunk
 from parrot.utils.ids import IdCounter
 
 _WARM_UP_CONTEXT = -1  # no request can name it, nor any below

@@ -1,6 +1,6 @@
 """The interface between the engine's HTTP server and an engine of any type."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.streams.pieces import OnChunk
 
 
 class ServiceState(StrEnum):
@@ -24,9 +25,6 @@ class ServiceState(StrEnum):
     READY = "ready"
     CLOSED = "shutting down"
     LOST = "lost"  # no request can ever be served again: the process should end
-
-
-OnChunk = Callable[[StreamChunk], None]
 
 
 class EngineService(Protocol):

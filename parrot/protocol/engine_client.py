@@ -19,8 +19,8 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
-from parrot.protocol.errors import Unavailable
-from parrot.protocol.streams.channel import ChunkChannel, OnChunk
+from parrot.protocol.streams.channel import ChunkChannel
+from parrot.protocol.streams.pieces import OnChunk, hand_over
 from parrot.protocol.transport import Transport, until_done
 
 
@@ -50,23 +50,13 @@ class EngineClient:
             return await self._generate(_generate_body(request))
         channel = await self._channel.open()
         if channel is None:
-            return await self._generate_in_pieces(request, on_chunk)
+            return await hand_over(self.generate_stream(request), on_chunk)
         with self._channel.sending(request.context_id, on_chunk):
             return await self._generate(_generate_body(request) | {"channel": channel})
 
     async def _generate(self, body: dict[str, Any]) -> GenerateResponse:
         answer = await self._http.request("POST", "/generate", body=body, timeout_s=None)
         return GenerateResponse.model_validate(answer)
-
-    async def _generate_in_pieces(
-        self, request: GenerateRequest, on_chunk: OnChunk
-    ) -> GenerateResponse:
-        async with aclosing(self.generate_stream(request)) as events:
-            async for event in events:
-                if isinstance(event, GenerateResponse):
-                    return event
-                on_chunk(event)
-        raise Unavailable("the stream ended without a result")
 
     async def generate_stream(
         self, request: GenerateRequest

@@ -25,7 +25,7 @@ from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import Question, WireUsage
-from parrot.engine.service import OnChunk, ServiceState
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -52,6 +52,7 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
+from parrot.protocol.streams.pieces import OnChunk, hand_over
 from parrot.utils.clock import Clock, MonotonicClock
 
 _CHARS_PER_TOKEN = 4
@@ -107,12 +108,7 @@ class OpenAIService:
     ) -> GenerateResponse:
         if on_chunk is None:
             return await self._launch_generate(request, stream=False).result()
-        async with aclosing(self.generate_stream(request)) as events:
-            async for event in events:
-                if isinstance(event, GenerateResponse):
-                    return event
-                on_chunk(event)
-        raise AssertionError("a stream ended without its result")
+        return await hand_over(self.generate_stream(request), on_chunk)
 
     async def generate_stream(
         self, request: GenerateRequest

@@ -2,19 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 
-from parrot.protocol.engine_api import StreamChunk
 from parrot.protocol.errors import NotFound, ParrotError, Unavailable
 from parrot.protocol.streams.payloads import ChannelChunks, ContextChunk
+from parrot.protocol.streams.pieces import OnChunk
 from parrot.protocol.transport import Transport, until_done
 from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
-
-OnChunk = Callable[[StreamChunk], None]
 
 
 class ChunkChannel:
