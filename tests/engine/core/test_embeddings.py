@@ -1,6 +1,7 @@
 """Embeddings from the engine core: every hidden state counts once, and nothing of them stays."""
 
 from base64 import b64decode
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,12 +10,10 @@ from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import EmbedResponse
 from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, ModelNumerics
-from tests.engine.core.test_overlap import Overlapping
+from tests.engine.core.reads import CHUNKS, HARNESSES, assert_exact, events
 from tests.support.answer import Answer
 from tests.support.checking_runner import chain
 from tests.support.core_harness import Harness, piece
-
-HARNESSES = pytest.mark.parametrize("make", [Harness, Overlapping])
 
 
 def expected(text: str, pooling: str = "mean") -> bytes:
@@ -135,40 +134,19 @@ def test_an_empty_text_is_refused() -> None:
     assert harness.num_free == 16
 
 
-TEXTS = st.lists(st.text("abc", min_size=1, max_size=14), min_size=1, max_size=4)
-EMBED = st.tuples(st.just("embed"), TEXTS, st.sampled_from(["mean", "last"]), st.integers(-1, 1))
-GENERATE = st.tuples(
-    st.just("generate"), st.text("abc", min_size=1, max_size=9), st.integers(1, 6), st.just(0)
-)
-ABORT = st.tuples(st.just("abort"), st.integers(1, 8), st.none(), st.none())
-STEPS = st.tuples(st.just("steps"), st.integers(1, 3), st.none(), st.none())
-
-
 @HARNESSES
 @given(
-    events=st.lists(st.one_of(EMBED, EMBED, GENERATE, ABORT, STEPS), max_size=14),
+    happening=events(st.sampled_from(["mean", "last"])),
     num_blocks=st.integers(4, 12),
-    chunk=st.sampled_from([None, 1, 3, 5]),
+    chunk=CHUNKS,
 )
 @settings(max_examples=60)
-def test_anything_at_once(make: Any, events: Any, num_blocks: int, chunk: int | None) -> None:
+def test_anything_at_once(make: Any, happening: Any, num_blocks: int, chunk: int | None) -> None:
     """With too little memory and others that come and go, all answers are exact."""
     harness = make(num_blocks=num_blocks, fill_chunk_size=chunk)
-    asked: list[tuple[Answer, list[bytes]]] = []
-    for index, (kind, what, how, priority) in enumerate(events):
-        if kind == "embed":
-            answer = harness.embed(*what, pooling=how, priority=priority)
-            asked.append((answer, [expected(text, how) for text in what]))
-        elif kind == "generate":
-            harness.generate(piece(index, what), length=how)
-        elif kind == "abort":
-            harness.core.requests.abort(what)
-            harness.deliver()
-        else:
-            for _ in range(what):
-                harness.step()
-    harness.run()
-    for answer, wanted in asked:
-        assert isinstance(answer.error, Cancelled) or embeddings(answer) == wanted
-    assert not harness.runner.violations
-    assert all(context.context_id >= 0 for context in harness.core._tree)
+
+    def read(texts: Sequence[str], how: Any, priority: int) -> Answer:
+        answer: Answer = harness.embed(*texts, pooling=how, priority=priority)
+        return answer
+
+    assert_exact(harness, happening, read, expected, embeddings)

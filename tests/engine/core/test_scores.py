@@ -1,5 +1,6 @@
 """Log probabilities of prompts from the engine core: a row for each token, and nothing left."""
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -8,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import ScoreResponse
-from parrot.protocol.errors import Cancelled, EngineFailed, InvalidRequest, ModelNumerics
+from parrot.protocol.errors import EngineFailed, InvalidRequest, ModelNumerics
 from parrot.protocol.sampling import Logprobs
-from tests.engine.core.test_embeddings import ABORT, GENERATE, HARNESSES, STEPS, TEXTS
+from tests.engine.core.reads import CHUNKS, HARNESSES, assert_exact, events
 from tests.support.answer import Answer
 from tests.support.checking_runner import chain
 from tests.support.core_harness import Harness, piece
@@ -104,34 +105,19 @@ def test_what_is_refused() -> None:
     assert harness.num_free == 16
 
 
-SCORE = st.tuples(st.just("score"), TEXTS, st.integers(0, 2), st.integers(-1, 1))
-
-
 @HARNESSES
 @given(
-    events=st.lists(st.one_of(SCORE, SCORE, GENERATE, ABORT, STEPS), max_size=14),
+    happening=events(st.integers(0, 2)),
     num_blocks=st.integers(4, 12),
-    chunk=st.sampled_from([None, 1, 3, 5]),
+    chunk=CHUNKS,
 )
 @settings(max_examples=60)
-def test_anything_at_once(make: Any, events: Any, num_blocks: int, chunk: int | None) -> None:
+def test_anything_at_once(make: Any, happening: Any, num_blocks: int, chunk: int | None) -> None:
     """With too little memory and others that come and go, all answers are exact."""
     harness = make(num_blocks=num_blocks, fill_chunk_size=chunk)
-    asked: list[tuple[Answer, list[Logprobs]]] = []
-    for index, (kind, what, how, priority) in enumerate(events):
-        if kind == "score":
-            answer = harness.score(*what, num_top=how, priority=priority)
-            asked.append((answer, [expected(text, how) for text in what]))
-        elif kind == "generate":
-            harness.generate(piece(index, what), length=how)
-        elif kind == "abort":
-            harness.core.requests.abort(what)
-            harness.deliver()
-        else:
-            for _ in range(what):
-                harness.step()
-    harness.run()
-    for answer, wanted in asked:
-        assert isinstance(answer.error, Cancelled) or scores(answer) == wanted
-    assert not harness.runner.violations
-    assert all(context.context_id >= 0 for context in harness.core._tree)
+
+    def read(texts: Sequence[str], how: Any, priority: int) -> Answer:
+        answer: Answer = harness.score(*texts, num_top=how, priority=priority)
+        return answer
+
+    assert_exact(harness, happening, read, expected, scores)
