@@ -113,20 +113,31 @@ async def test_together_and_alone_and_in_chunks(
         await embed(service, EmbedRequest(inputs=[[1], []]))
     with pytest.raises(InvalidRequest, match="300 is outside of the vocabulary"):
         await embed(service, EmbedRequest(inputs=[[1], [300]]))
-    await service.free_contexts([])
-    service.check_integrity()
-    info = service.runtime_info()
-    assert (info.num_free_blocks, info.num_total_jobs) == (info.num_max_blocks, 0)
-    await service.close()
+    await close_empty(service)
 
 
-async def test_a_simulated_engine_has_none() -> None:
+@asynccontextmanager
+async def simulated() -> AsyncIterator[EngineClient]:
     service = create_service(SimConfig())
     await service.start()
     app = create_app(service, ReorderBuffer(MonotonicClock()), SimConfig())
     async with serve_app(app) as url, HttpClient(url) as http:
+        yield EngineClient(http)
+    await service.close()
+
+
+async def test_a_simulated_engine_has_none() -> None:
+    async with simulated() as engine:
         with pytest.raises(UnsupportedField, match="of type sim makes no embeddings"):
-            await EngineClient(http).embed(EmbedRequest(inputs=["a"]))
+            await engine.embed(EmbedRequest(inputs=["a"]))
+
+
+async def close_empty(service: EngineService) -> None:
+    """Close an engine that has nothing left of what it was asked."""
+    await service.free_contexts([])
+    service.check_integrity()
+    info = service.runtime_info()
+    assert (info.num_free_blocks, info.num_total_jobs) == (info.num_max_blocks, 0)
     await service.close()
 
 

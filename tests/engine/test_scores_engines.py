@@ -10,18 +10,13 @@ import pytest
 import torch
 import transformers
 
-from parrot.engine.app import create_app
-from parrot.engine.config import OpenAIConfig, SimConfig, parse_engine_config
+from parrot.engine.config import OpenAIConfig, parse_engine_config
 from parrot.engine.engine_types import create_service
-from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
-from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
-from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import Logprobs
-from parrot.utils.clock import MonotonicClock
-from tests.engine.test_embeddings_engines import foreign
+from tests.engine.test_embeddings_engines import close_empty, foreign, simulated
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI, Fault
 from tests.support.tiny_model import make_tiny_model
@@ -97,21 +92,13 @@ async def test_together_and_alone_and_in_chunks(folder: Path, engine_type: str) 
         await score(service, ScoreRequest(inputs=[[1], [1] * 513]))
     with pytest.raises(InvalidRequest, match="input 1 is empty"):
         await score(service, ScoreRequest(inputs=[[1], []]))
-    await service.free_contexts([])
-    service.check_integrity()
-    info = service.runtime_info()
-    assert (info.num_free_blocks, info.num_total_jobs) == (info.num_max_blocks, 0)
-    await service.close()
+    await close_empty(service)
 
 
 async def test_a_simulated_engine_has_none() -> None:
-    service = create_service(SimConfig())
-    await service.start()
-    app = create_app(service, ReorderBuffer(MonotonicClock()), SimConfig())
-    async with serve_app(app) as url, HttpClient(url) as http:
+    async with simulated() as engine:
         with pytest.raises(UnsupportedField, match="and scores no prompts"):
-            await EngineClient(http).score(ScoreRequest(inputs=["a"]))
-    await service.close()
+            await engine.score(ScoreRequest(inputs=["a"]))
 
 
 async def test_a_foreign_server_echoes_them() -> None:
