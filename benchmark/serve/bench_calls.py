@@ -250,15 +250,19 @@ async def spend(cluster: Cluster, programs: Sequence[Program], num_calls: int) -
     return 1e3 * (cpu_seconds(pid) - before) / num_calls
 
 
+def quartiles_and_error(values: list[float]) -> tuple[float, float, float, float]:
+    """The quartiles, and the standard error of the median, by the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high, 1.25 * (high - low) / 1.35 / len(values) ** 0.5
+
+
 def summary(on: list[float], off: list[float]) -> dict[str, Any]:
-    """`ratio_error`: the standard error of the median, by the quartiles."""
-    ratios = sorted(a / b for a, b in zip(on, off, strict=True))
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high, error = quartiles_and_error([a / b for a, b in zip(on, off, strict=True)])
     return {
         "on_ms": statistics.median(on),
         "off_ms": statistics.median(off),
         "ratio": middle,
-        "ratio_error": 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5,
+        "ratio_error": error,
         "ratio_quartiles": [low, high],
     }
 

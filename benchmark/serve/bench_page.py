@@ -26,6 +26,7 @@ from benchmark.serve.bench_calls import (
     connect,
     cpu_seconds,
     pinned,
+    quartiles_and_error,
     run,
 )
 from parrot.cluster import Cluster
@@ -87,13 +88,12 @@ async def load(cluster: Cluster, programs: Sequence[Program], num_calls: int) ->
 
 
 def summary(on: list[float], off: list[float]) -> dict[str, object]:
-    """`share_error`: the standard error of the median, by the quartiles."""
-    low, middle, high = statistics.quantiles([a - b for a, b in zip(on, off, strict=True)], n=4)
+    low, middle, high, error = quartiles_and_error([a - b for a, b in zip(on, off, strict=True)])
     return {
         "load": statistics.median(on),
         "load_alone": statistics.median(off),
         "share": middle,
-        "share_error": 1.25 * (high - low) / 1.35 / len(on) ** 0.5,
+        "share_error": error,
         "share_quartiles": [low, high],
     }
 
