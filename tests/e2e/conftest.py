@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 
+import openai
 import pytest
 
 from parrot.cluster import Cluster
@@ -35,3 +36,12 @@ def embedded_cluster() -> Iterator[Cluster]:
 async def client(sim_cluster: Cluster) -> AsyncIterator[ServeClient]:
     async with HttpClient(sim_cluster.core_url) as http:
         yield ServeClient(http)
+
+
+@pytest.fixture
+async def openai_client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of the module's `cluster`, which never asks twice."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{cluster.core_url}/v1", api_key="any", max_retries=0
+    ) as client:
+        yield client

@@ -2,7 +2,7 @@
 transformers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,6 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{cluster.core_url}/v1", api_key="any", max_retries=0
-    ) as client:
-        yield client
-
-
 def assert_as_the_reference(reference: tuple[Any, Any], ids: list[int], found: Any) -> None:
     """All but the first entry, the token's own number and the likeliest one's."""
     model, _ = reference
@@ -60,19 +52,19 @@ def assert_as_the_reference(reference: tuple[Any, Any], ids: list[int], found: A
 
 
 async def test_scores_are_those_of_transformers(
-    client: openai.AsyncOpenAI, reference: tuple[Any, Any]
+    openai_client: openai.AsyncOpenAI, reference: tuple[Any, Any]
 ) -> None:
     """Of texts and of tokens, in chunks beside an answer."""
     ids = [reference[1](text, add_special_tokens=False).input_ids for text in TEXTS]
     messages: list[Any] = [{"role": "user", "content": "Count to twenty."}]
     answering = asyncio.ensure_future(
-        client.chat.completions.create(
+        openai_client.chat.completions.create(
             model="embedded", messages=messages, max_tokens=60, temperature=0
         )
     )
     wanted: dict[str, Any] = {"model": "embedded", "echo": True, "max_tokens": 0, "logprobs": 2}
-    together = await client.completions.create(prompt=TEXTS, **wanted)
-    by_ids = await client.completions.create(prompt=ids, **wanted)
+    together = await openai_client.completions.create(prompt=TEXTS, **wanted)
+    by_ids = await openai_client.completions.create(prompt=ids, **wanted)
     assert (await answering).choices[0].message.content
     for answer in (together, by_ids):
         assert answer.usage is not None
@@ -85,7 +77,7 @@ async def test_scores_are_those_of_transformers(
 
 
 async def test_one_token_behind_each_prompt(
-    client: openai.AsyncOpenAI, reference: tuple[Any, Any]
+    openai_client: openai.AsyncOpenAI, reference: tuple[Any, Any]
 ) -> None:
     """What lm-evaluation-harness sends to servers that generate at least one token, and how it
     reads the answer."""
@@ -96,7 +88,7 @@ async def test_one_token_behind_each_prompt(
         first + tokenizer(b, add_special_tokens=False).input_ids
         for first, (_, b) in zip(encoded, pairs, strict=True)
     ]
-    answer = await client.completions.create(
+    answer = await openai_client.completions.create(
         model="embedded",
         prompt=whole,
         max_tokens=1,

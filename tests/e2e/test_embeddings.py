@@ -23,22 +23,14 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{cluster.core_url}/v1", api_key="any", max_retries=0
-    ) as client:
-        yield client
-
-
-@pytest.fixture
 async def engine(cluster: Cluster) -> AsyncIterator[EngineClient]:
     url = cluster.url(cluster.engine_names[0])
     async with HttpClient(url, bearer_token=cluster.cluster_token) as http:
         yield EngineClient(http)
 
 
-async def embed(client: openai.AsyncOpenAI, texts: list[str]) -> np.ndarray:
-    answer = await client.embeddings.create(model="embedded", input=texts)
+async def embed(openai_client: openai.AsyncOpenAI, texts: list[str]) -> np.ndarray:
+    answer = await openai_client.embeddings.create(model="embedded", input=texts)
     return np.array([item.embedding for item in answer.data])
 
 
@@ -53,20 +45,20 @@ async def until_idle(engine: EngineClient, num_free_blocks: int) -> None:
 
 
 async def test_together_alone_and_beside_an_answer(
-    client: openai.AsyncOpenAI, engine: EngineClient
+    openai_client: openai.AsyncOpenAI, engine: EngineClient
 ) -> None:
     """The same vectors, whatever else runs; afterwards all memory is free."""
     free_before = (await engine.ping()).num_free_blocks
-    together = await embed(client, TEXTS)
-    alone = np.concatenate([await embed(client, [text]) for text in TEXTS])
+    together = await embed(openai_client, TEXTS)
+    alone = np.concatenate([await embed(openai_client, [text]) for text in TEXTS])
     await until_idle(engine, free_before)
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [
         {"role": "user", "content": "Count to twenty."}
     ]
-    answering = client.chat.completions.create(
+    answering = openai_client.chat.completions.create(
         model="embedded", messages=messages, max_tokens=60, temperature=0
     )
-    beside, answer = await asyncio.gather(embed(client, TEXTS), answering)
+    beside, answer = await asyncio.gather(embed(openai_client, TEXTS), answering)
     assert answer.choices[0].message.content
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(alone, together, rtol=1e-3, atol=1e-4)
@@ -75,10 +67,10 @@ async def test_together_alone_and_beside_an_answer(
 
 
 async def test_a_client_that_leaves_frees_all(
-    client: openai.AsyncOpenAI, engine: EngineClient
+    openai_client: openai.AsyncOpenAI, engine: EngineClient
 ) -> None:
     free_before = (await engine.ping()).num_free_blocks
-    asking = asyncio.ensure_future(embed(client, ["word " * 1500] * 8))
+    asking = asyncio.ensure_future(embed(openai_client, ["word " * 1500] * 8))
     until = time.monotonic() + 20
     while (await engine.ping()).num_free_blocks == free_before:
         assert time.monotonic() < until
@@ -89,11 +81,11 @@ async def test_a_client_that_leaves_frees_all(
     await until_idle(engine, free_before)
 
 
-async def test_what_the_model_cannot_take(client: openai.AsyncOpenAI) -> None:
+async def test_what_the_model_cannot_take(openai_client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="input 1 has") as caught:
-        await embed(client, ["a", "word " * 9000])
+        await embed(openai_client, ["a", "word " * 9000])
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="outside of the vocabulary"):
-        await client.embeddings.create(model="embedded", input=[[10**6]])
+        await openai_client.embeddings.create(model="embedded", input=[[10**6]])
     with pytest.raises(openai.NotFoundError):
-        await client.embeddings.create(model="nope", input="a")
+        await openai_client.embeddings.create(model="nope", input="a")
