@@ -1,9 +1,5 @@
 """Calls go to engines that can do what they need, and fail by name where none can."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from parrot.protocol.engine_api import Capabilities, HeartbeatRequest, RuntimeInfo
 from parrot.protocol.errors import ParrotError, UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
@@ -12,14 +8,6 @@ from tests.serve.execution.test_dispatcher import World
 from tests.support.fake_engine import FakeEngine, fake_engine
 
 PLAIN = frozenset({"max_gen_length", "temperature"})
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    yield world
-    world.dispatcher.check_integrity()
-    await world.dispatcher.close()
 
 
 def engine(name: str, *features: str, model: str = "m", max_seq_len: int = 50_000) -> FakeEngine:

@@ -1,7 +1,7 @@
 """The dispatcher with engines inside the process: submit, settle, cancel, engines lost."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import count
 from typing import Any
 
@@ -134,14 +134,6 @@ def value(text: str) -> SemanticVariable:
     variable = SemanticVariable("x", "x", 1)
     variable.set(text)
     return variable
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    yield world
-    world.dispatcher.check_integrity()
-    await world.dispatcher.close()
 
 
 async def error_of(completion: Completion) -> ParrotError:

@@ -1,6 +1,5 @@
 """Engines are told of text that an output may repeat: predictions, and outputs of its function."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -41,14 +40,6 @@ class DraftingEngine:
     def texts(self) -> list[str]:
         sources = self.sources
         return [] if sources is None else [CODEC.decode(ids) for ids in sources.texts]
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    yield world
-    world.dispatcher.check_integrity()
-    await world.dispatcher.close()
 
 
 @pytest.fixture

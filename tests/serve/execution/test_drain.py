@@ -8,11 +8,11 @@ from parrot.protocol.engine_api import HeartbeatRequest, RuntimeInfo
 from parrot.protocol.errors import NoEngine, NotFound
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from tests.serve.execution.test_dispatcher import World, world  # noqa: F401 - a fixture
+from tests.serve.execution.test_dispatcher import World
 from tests.support.fake_engine import Script, fake_engine
 
 
-async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: World) -> None:  # noqa: F811
+async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: World) -> None:
     slow = fake_engine("slow", script=Script(text=lambda _: "abc", hang_after=0))
     slow_id = await world.join(slow)
     before = world.submit("One")
@@ -47,7 +47,7 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
     world.dispatcher.check_integrity()
 
 
-async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world: World) -> None:  # noqa: F811
+async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world: World) -> None:
     engine = fake_engine(tasks_capacity=1)
     engine_id = await world.join(engine)
     world.dispatcher.drains.drain(engine_id, is_wanted=True)
