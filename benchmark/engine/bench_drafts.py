@@ -7,7 +7,8 @@
 With random weights nothing would ever be accepted, so the targets are forced: the model computes
 all that it would, and then the token that is chosen is the next one of a given text. `edit`: the
 prompt is a file before a commit and the text is the file after it. `new`: the text is another file.
-Measured is the time from the prompts' end to that of the first output, while all sequences run.
+Measured is the time from when all outputs have begun until the first ends, while all sequences run;
+every other pair of runs begins with the one that drafts.
 
 `refine_loop` and `multi_agent` are the calls of the applications of these names, whole: a text that
 is edited eight times, and 16 files that are written, then reviewed and revised three times. The
@@ -40,11 +41,11 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.models.tokenizers import word_tokenizer
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.device import Landing
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.step_computer import PlannedStep
-from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import Clock, MonotonicClock
@@ -100,7 +101,7 @@ class Bench:
             self.config = BuiltinConfig(model=args.model)
             self.runner: Any = SimulatedDevice(self.targets)
             self.clock = self.runner.clock
-            self.language = Language.of(byte_tokenizer_response())
+            self.language = Language.of(word_tokenizer(self.tokenizer.get_vocab_size()))
         else:
             self._load()
 
@@ -166,12 +167,14 @@ class Bench:
         core = self._core(max_draft)
         first = self.num_requests
         outcomes = self._submit(core, tasks, are_filled=True)
-        num_steps, began = 0, self.clock.now()
+        while not all(outcomes):
+            _step(core)
+        num_steps, began, num_before = 0, self.clock.now(), _num_tokens(outcomes)
         while not any(_response(outcome) for outcome in outcomes):
             _step(core)
             num_steps += 1
         seconds = self.clock.now() - began
-        num_tokens = _num_tokens(outcomes)
+        num_tokens = _num_tokens(outcomes) - num_before
         while core.has_work:
             _step(core)
         usages = [_response(outcome).usage for outcome in outcomes]
@@ -197,12 +200,16 @@ class Bench:
             seconds[name] += self.clock.now() - began
         return seconds
 
+    def _turns(self) -> list[int]:
+        """The longest draft of each run."""
+        pair = [0, self.args.max_draft]
+        return [n for number in range(self.args.repeats) for n in pair[:: 1 - number % 2 * 2]]
+
     def application(self, pairs: Sequence[EditPair], name: str) -> dict[str, Any]:
         rounds = APPLICATIONS[name](pairs, self.args.length, self.tokenizer)
         found: dict[int, list[dict[str, float]]] = {0: [], self.args.max_draft: []}
-        for _ in range(self.args.repeats):
-            for max_draft, runs in found.items():
-                runs.append(self._seconds(rounds, max_draft))
+        for max_draft in self._turns():
+            found[max_draft].append(self._seconds(rounds, max_draft))
         off, on = (median(sum(run.values()) for run in runs) for runs in found.values())
         revising = [median(run["revise"] for run in runs) for runs in found.values()]
         return {
@@ -220,9 +227,8 @@ class Bench:
         tasks = tasks_of(pairs, case, batch, self.args.length, self.tokenizer)
         found: dict[int, list[dict[str, float]]] = {0: [], self.args.max_draft: []}
         self.measured(tasks, self.args.max_draft)  # warm
-        for _ in range(self.args.repeats):
-            for max_draft, runs in found.items():
-                runs.append(self.measured(tasks, max_draft))
+        for max_draft in self._turns():
+            found[max_draft].append(self.measured(tasks, max_draft))
         off, on = [
             {name: median(r[name] for r in runs) for name in runs[0]} for runs in found.values()
         ]
@@ -236,6 +242,8 @@ class Bench:
             "tokens_per_step": on["tokens_per_step"],
             "drafted": on["drafted"] / on["tokens"],
             "acceptance": on["accepted"] / on["drafted"] if on["drafted"] else None,
+            "off_runs_ms": [run["ms"] for run in found[0]],
+            "on_runs_ms": [run["ms"] for run in found[self.args.max_draft]],
         }
 
 
