@@ -1,13 +1,28 @@
 """What servers count themselves, in Prometheus' text format."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from parrot.cli.bench.program import Backend
+
 Counters = Mapping[str, float]
 Scrape = Callable[[], Awaitable[str]]
 """Gives a server's metrics page; "" if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBackend(Backend):
+    """One whose server counts."""
+
+    scrape: Scrape
+
+    async def counters(self) -> Counters:
+        """What the server has counted since it began."""
+        return read_counters(await self.scrape())
+
 
 EAGER_TOKENS = "parrot_eager_fill_tokens_total outcome=filled"
 

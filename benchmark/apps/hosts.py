@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmark.apps.backends.openai import openai_backend
 from benchmark.apps.backends.parrot import parrot_backend
-from benchmark.apps.counters import scrape
-from benchmark.apps.network import Network
-from benchmark.apps.program import Backend
+from benchmark.apps.counters import CountedBackend, scrape
+from benchmark.apps.network import DelayedNetwork
 from benchmark.apps.runner import Run
 from benchmark.apps.settings import Setting
 from benchmark.simulated import changed, core_config
@@ -29,7 +28,7 @@ QUEUE_SIZE = 100_000  # a whole workload may be queued
 HEARTBEAT_S = 0.5  # so that engines soon find a restarted ServeCore
 START_TIMEOUT_S = 600.0
 
-Measure = Callable[[Backend], Awaitable[Run]]
+Measure = Callable[[CountedBackend], Awaitable[Run]]
 Config = dict[str, Any]
 
 
@@ -75,13 +74,13 @@ class ServerHost(Host):
         return {"base_url": self._base_url}
 
     async def _run(self, setting: Setting, url: str, measure: Measure, seed: int) -> Run:
-        backend = await self._connect(setting, url, Network(self._network, seed))
+        backend = await self._connect(setting, url, DelayedNetwork(self._network, seed))
         try:
             return await measure(backend)
         finally:
             await backend.close()
 
-    async def _connect(self, setting: Setting, url: str, network: Network) -> Backend:
+    async def _connect(self, setting: Setting, url: str, network: DelayedNetwork) -> CountedBackend:
         if setting.style == "openai":
             return await openai_backend(url, network, self._model, self._api_key)
         client = ServeClient(HttpClient(url))
@@ -159,7 +158,7 @@ class SimHost(Host):
         core = core_config(**features)
         engine = changed(self._config, **dict(setting.engine))
         async with SimCluster(self._num_engines, engine=engine, core=core) as cluster:
-            network = Network(self._network, seed, asyncio.sleep)
+            network = DelayedNetwork(self._network, seed, asyncio.sleep)
 
             async def scrape_core() -> str:
                 return b"".join(cluster.core.metrics()).decode()

@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmark.apps.counters import CountedBackend
 from benchmark.apps.hosts import ClusterHost, Host, ServerHost, SimHost
 from benchmark.apps.metrics import Figures, key_figures, ratios, summarise
-from benchmark.apps.plan import Plan, Workload
-from benchmark.apps.program import Backend
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.settings import Setting, features, parse_setting
-from benchmark.apps.text import TextSource, load_documents, one_token_words
+from benchmark.apps.text import load_documents, one_token_words
 from benchmark.apps.workloads import WORKLOADS
-from benchmark.apps.workloads.shared_prompts import lengths_256, request
+from benchmark.apps.workloads.shared_prompts import lengths_256
 from benchmark.results import Report
+from parrot.cli.bench.plan import Plan, Workload
+from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.workloads.requests import request
 
 GOODPUT_SLACK = 1.5  # times the median of the first run
 _WARM_UP = -1  # the repetition that is not recorded
@@ -125,7 +127,7 @@ class Runs:
         if args.bystanders:
             bystanders = Bystanders(args.bystanders, args.alone, args.scale)
 
-        async def run(backend: Backend) -> Run:
+        async def run(backend: CountedBackend) -> Run:
             if args.learn:
                 await PlanRunner(backend, text).run(learning_plan(text, args.learn, args.scale))
             runner = PlanRunner(

@@ -6,7 +6,8 @@ from itertools import chain
 from typing import Any
 
 from benchmark.apps.counters import EAGER_TOKENS
-from benchmark.apps.runner import Chat, JobResult, Run, unique_prompt_tokens
+from benchmark.apps.runner import Chat, Run, unique_prompt_tokens
+from parrot.cli.bench.runner import JobResult
 from parrot.simulation.report import percentile
 
 Figures = dict[str, Any]

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from parrot.cli.bench.network import Network
+
 LAN_RTT_S = 0.3e-3
 WAN_FILE = Path(__file__).parent / "data" / "client_rtt_ms.txt"
 NETWORKS = ("none", "lan", "wan")
@@ -25,7 +27,7 @@ async def exact_sleep(seconds: float) -> None:
         await asyncio.sleep(0)
 
 
-class Network:
+class DelayedNetwork(Network):
     """Round trips of the client's requests, one half before the server sees the request, the other
     before the client sees the answer. WAN: measured samples, drawn with a seed."""
 

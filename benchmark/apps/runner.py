@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from benchmark.apps.counters import Counters, growth
-from benchmark.apps.plan import Job, Plan
-from benchmark.apps.program import Account, Backend, Call, Output
-from benchmark.apps.text import Text, TextSource
+from benchmark.apps.counters import CountedBackend, Counters, growth
+from parrot.cli.bench.plan import Plan
+from parrot.cli.bench.program import Call, Output
+from parrot.cli.bench.runner import JobResult, JobRunner
+from parrot.cli.bench.text import Text, TextSource
 
 BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50
 
@@ -32,17 +33,6 @@ class Chat:
     is_alone: bool
     ttft_s: float
     tpot_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """`seconds`: its completion time. `error`: why it has none."""
-
-    kind: str
-    start_s: float
-    seconds: float | None
-    account: Account
-    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -69,7 +59,7 @@ class PlanRunner:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: CountedBackend,
         text: TextSource,
         *,
         bystanders: Bystanders | None = None,
@@ -93,12 +83,14 @@ class PlanRunner:
             others = asyncio.create_task(self._stream_of_chats(self._bystanders, self._now()))
             await asyncio.sleep(self._bystanders.alone_s)
         began = self._now()
+        jobs = JobRunner(self._backend, prepared=self._prepared)
         try:
             async with asyncio.timeout(self._time_limit_s):
-                await self._run_jobs(plan, began)
+                await jobs.run(plan)
         except TimeoutError:
             self._run.timed_out = True
         finally:
+            self._run.jobs = jobs.results
             self._run.seconds = self._now() - began
             if others is not None:
                 others.cancel()
@@ -106,34 +98,6 @@ class PlanRunner:
                     await others
         self._run.counters = growth(before, await self._backend.counters())
         return self._run
-
-    async def _run_jobs(self, plan: Plan, began: float) -> None:
-        if plan.one_by_one:
-            for job in plan.jobs:
-                await self._run_job(job, began)
-            return
-        async with asyncio.TaskGroup() as group:
-            for job in plan.jobs:
-                group.create_task(self._run_job(job, began))
-
-    async def _run_job(self, job: Job, began: float) -> None:
-        program = self._backend.program(job.kind)
-        seconds: float | None = None
-        error: str | None = "time limit"
-        try:
-            if self._prepared:
-                await program.prepare()
-            if (delay := began + job.start_s - self._now()) > 0:
-                await asyncio.sleep(delay)
-            program.begin_now()
-            await job.run(program)
-            seconds, error = self._now() - program.began, None
-        except Exception as failure:  # noqa: BLE001 - a job's failure is a result
-            error = f"{type(failure).__name__}: {failure}"
-        finally:
-            result = JobResult(job.kind, job.start_s, seconds, program.account, error)
-            self._run.jobs.append(result)
-            await asyncio.shield(program.end())
 
     async def _stream_of_chats(self, others: Bystanders, began: float) -> None:
         """Until cancelled. A chat is alone if it began and ended before the jobs."""

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmark.apps.counters import read_counters, total
 from benchmark.results import Report, run
-from benchmark.session import Data, Piece, Session
 from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
+from parrot.cli.bench.session import Data, Piece, Session
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, run_virtual
 from parrot.simulation.report import percentile
@@ -92,7 +92,7 @@ class Load:
         else:
             asked = self._now()
             await session.set(question, words(text, QUESTION))
-            ttft_s = (await reading)[0] - asked
+            ttft_s = (await reading).first - asked
             self.times["ttft_s"].append(ttft_s)
             if is_later:
                 self.times["later_ttft_s"].append(ttft_s)
@@ -105,9 +105,9 @@ class Load:
             length = text.randint(*BYSTANDER_OUTPUTS)
             prompt = [Data(words(text, BYSTANDER_PROMPT)), " "]
             answer = await session.call(prompt, length, cache_prefix=False)
-            first, last = await session.stream(answer)
-            self.times["bystander_ttft_s"].append(first - began)
-            self.times["bystander_tpot_s"].append((last - first) / (length - 1))
+            times = await session.stream(answer)
+            self.times["bystander_ttft_s"].append(times.first - began)
+            self.times["bystander_tpot_s"].append((times.last - times.first) / (length - 1))
             await session.end()
 
 

@@ -23,8 +23,8 @@ from itertools import count
 from typing import Any
 
 from benchmark.results import Report, run
-from benchmark.session import Session, Var, spaced
 from benchmark.simulated import core_config
+from parrot.cli.bench.session import Session, Var, spaced
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import (

@@ -18,8 +18,8 @@ from benchmark.apps.workloads.traffic import (
     CHAT_PROMPT_SPREAD,
     chat_length,
 )
-from benchmark.session import Data, Piece, Session, Var
 from benchmark.simulated import core_config, words
+from parrot.cli.bench.session import Data, Piece, Session, Var
 from parrot.engine.config import SimConfig
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
@@ -178,10 +178,10 @@ class Mixed:
         began = asyncio.get_running_loop().time()
         engines = self._engines(on_first=True)
         output = await call(session, "chat", [Data(prompt)], tokens, engines)
-        first, last = await session.stream(output)
-        self.ms["chat_ttft_ms"].append((first - began) * 1e3)
+        times = await session.stream(output)
+        self.ms["chat_ttft_ms"].append((times.first - began) * 1e3)
         if tokens > 1:
-            self.ms["chat_tpot_ms"].append((last - first) / (tokens - 1) * 1e3)
+            self.ms["chat_tpot_ms"].append((times.last - times.first) / (tokens - 1) * 1e3)
 
     async def _map_reduce(self, client: ServeClient) -> None:
         args, loop = self._args, asyncio.get_running_loop()

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer
 from benchmark.apps.backends.openai import openai_backend
 from benchmark.apps.cli import main
 from benchmark.apps.metrics import ratios
-from benchmark.apps.network import Network
 from benchmark.apps.runner import PlanRunner
 from benchmark.apps.settings import features, parse_setting
-from benchmark.apps.text import TextSource
 from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.mix import UNKNOWN_LIMIT
 from benchmark.simulated import changed
+from parrot.cli.bench.network import Network
+from parrot.cli.bench.text import TextSource
 from parrot.engine.config import SimConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from tests.support.app_server import serve_app
@@ -48,7 +48,7 @@ def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
 async def test_an_openai_server_gets_whole_prompts_in_order():
     fake = FakeOpenAI(reply="x y z")
     async with serve_app(fake.app()) as url:
-        backend = await openai_backend(url, Network("none"), "m")
+        backend = await openai_backend(url, Network(), "m")
         plan = WORKLOADS["chain"](factor=0.01).changed(
             {"documents": "1", "document_tokens": "3000", "output": "300"}
         )
@@ -70,7 +70,7 @@ async def test_an_openai_server_gets_whole_prompts_in_order():
 async def test_losers_of_an_openai_server_are_hung_up():
     fake = FakeOpenAI(reply=" x", hold=asyncio.Event())
     async with serve_app(fake.app()) as url:
-        backend = await openai_backend(url, Network("none"), "m")
+        backend = await openai_backend(url, Network(), "m")
         program = backend.program("best")
         outputs = [program.call("c", [TEXT.constant(3, i)], 1, seed=i) for i in range(3)]
         reading = asyncio.create_task(program.read_first(outputs[:1], 1))

@@ -7,12 +7,12 @@ import pytest
 
 from benchmark.apps.backends.parrot import parrot_backend
 from benchmark.apps.metrics import summarise
-from benchmark.apps.network import Network
+from benchmark.apps.network import DelayedNetwork
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
-from benchmark.apps.text import TextSource
 from benchmark.apps.workloads import WORKLOADS
-from benchmark.apps.workloads.agents import DATA, MultiAgent
 from benchmark.apps.workloads.shared_prompts import lengths_256
+from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.workloads.agents import DATA, MultiAgent
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
 
@@ -56,7 +56,7 @@ def measure(
 
     async def run() -> Run:
         async with SimCluster(2, core=NO_REUSE) as cluster:
-            delays = Network(network, 0, asyncio.sleep)
+            delays = DelayedNetwork(network, 0, asyncio.sleep)
             backend = parrot_backend(
                 cluster.client(fixed(0.0)), no_page, delays, whole_graph=whole_graph
             )
@@ -112,7 +112,7 @@ def test_multi_agent_has_the_recorded_prompts():
             self.prompts: list[int] = []
 
         def call(self, function, prompt, tokens, **options):
-            from benchmark.apps.program import Output
+            from parrot.cli.bench.program import Output
 
             self.prompts.append(sum(piece.tokens for piece in prompt))
             return Output(function, tokens)

@@ -1,12 +1,12 @@
 """All workloads, by name."""
 
-from benchmark.apps.plan import Workload
-from benchmark.apps.workloads.agents import MultiAgent
-from benchmark.apps.workloads.documents import Chain, ChainMany, MapReduce
 from benchmark.apps.workloads.loops import BestOfN, Rag, RefineLoop, ToolPause
 from benchmark.apps.workloads.mix import JobMix
 from benchmark.apps.workloads.shared_prompts import Copilot, FanoutCold, Gpts, Load256, Roots4
 from benchmark.apps.workloads.traffic import ChainBackground, Mixed
+from parrot.cli.bench.plan import Workload
+from parrot.cli.bench.workloads.agents import MultiAgent
+from parrot.cli.bench.workloads.documents import Chain, ChainMany, MapReduce
 
 WORKLOADS: dict[str, type[Workload]] = {
     kind.NAME: kind

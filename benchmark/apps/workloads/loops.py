@@ -5,9 +5,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from benchmark.apps.plan import Plan, Workload, numbered
-from benchmark.apps.program import Output, Piece, Program
-from benchmark.apps.text import TextSource
+from parrot.cli.bench.plan import Plan, Workload, numbered
+from parrot.cli.bench.program import Output, Piece, Program
+from parrot.cli.bench.text import TextSource
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from benchmark.apps.plan import Job, Plan, Workload
-from benchmark.apps.program import Output, Program
-from benchmark.apps.text import TextSource
-from benchmark.apps.workloads.arrivals import poisson
+from parrot.cli.bench.plan import Job, Plan, Workload
+from parrot.cli.bench.program import Output, Program
+from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.workloads.arrivals import poisson
 
 UNKNOWN_LIMIT, STOP = 512, "z"
 

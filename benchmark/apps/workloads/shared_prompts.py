@@ -8,58 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmark.apps.plan import Job, Plan, Workload
-from benchmark.apps.program import Program
-from benchmark.apps.text import Text, TextSource
-from benchmark.apps.workloads.arrivals import poisson
+from parrot.cli.bench.plan import Job, Plan, Workload
+from parrot.cli.bench.program import Program
+from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.workloads.arrivals import poisson
+from parrot.cli.bench.workloads.requests import Copilot, request
 
 DATA = Path(__file__).parents[1] / "data"
-SYSTEM_TOKENS = 5107
-SHORTEST_OUTPUT, LONGEST_OUTPUT = 183, 800
-
-
-def prompt_lengths() -> list[int]:
-    """Of recorded requests to a copilot, with the system prompt."""
-    return [int(line) for line in (DATA / "copilot_prompt_lengths.txt").read_text().split()]
-
-
-async def ask(program: Program, *, function: str, prompt: Sequence[Text], tokens: int) -> None:
-    await program.read(program.call(function, prompt, tokens))
-
-
-def request(function: str, prompt: Sequence[Text], tokens: int, start_s: float = 0.0) -> Job:
-    return Job("request", partial(ask, function=function, prompt=prompt, tokens=tokens), start_s)
-
-
-@dataclass(frozen=True)
-class Copilot(Workload):
-    """`batch` requests at once, each of another user; nothing is cached before. `output` 0: lengths
-    drawn between 183 and 800."""
-
-    NAME: ClassVar[str] = "copilot"
-    SWEEP: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "batch": (8, 16, 32, 64),
-        "output": (100, 200, 400, 800),
-    }
-
-    batch: int = 64
-    systems: int = 1
-    output: int = 0
-    seed: int = 0
-
-    def plan(self, text: TextSource, seed: int) -> Plan:
-        rng = random.Random(self.seed)
-        lengths = rng.sample(prompt_lengths(), self.batch)
-        roots = [i % self.systems for i in range(self.batch)]
-        rng.shuffle(roots)  # in turns, round robin over as many engines would be right by chance
-        jobs = []
-        for i, length in enumerate(lengths):
-            drawn = rng.randint(SHORTEST_OUTPUT, LONGEST_OUTPUT)
-            system = text.constant(self.sized(SYSTEM_TOKENS), "system", roots[i])
-            query = text.data(self.sized(length - SYSTEM_TOKENS), "query", i)
-            tokens = self.sized(self.output or drawn)
-            jobs.append(request(f"copilot_{roots[i]}", [system, query], tokens))
-        return Plan(jobs)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from benchmark.apps.plan import Plan, Workload, numbered
-from benchmark.apps.program import Output, Piece, Program
-from benchmark.apps.text import Text, TextSource
+from parrot.cli.bench.plan import Plan, Workload, numbered
+from parrot.cli.bench.program import Output, Piece, Program
+from parrot.cli.bench.text import Text, TextSource
 
 INSTRUCTION = 60
 CHUNKS = (512, 1024, 1536, 2048)
@@ -28,16 +28,17 @@ class Chain(Workload):
     chunk_first: bool = False
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan(numbered("chain", self.documents, self.run, text=text), one_by_one=True)
+        return Plan(numbered("chain", self.documents, self.run, text=text), concurrency=1)
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(INSTRUCTION), "chain")
         summary: Output | None = None
-        for chunk in text.document(
-            number, self.sized(self.document_tokens), self.sized(self.chunk)
-        ):
+        chunks = text.document(number, self.sized(self.document_tokens), self.sized(self.chunk))
+        for step, chunk in enumerate(chunks, 1):
             prompt = [instruction, *self._order(summary, chunk)]
-            summary = program.call("refine_summary", prompt, self.sized(self.output))
+            summary = program.call(
+                "refine_summary", prompt, self.sized(self.output), streamed=step == len(chunks)
+            )
         assert summary is not None
         await program.read(summary)
 
@@ -74,7 +75,7 @@ class MapReduce(Workload):
     output: int = 50
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan(numbered("map_reduce", self.documents, self.run, text=text), one_by_one=True)
+        return Plan(numbered("map_reduce", self.documents, self.run, text=text), concurrency=1)
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(INSTRUCTION), "map")
@@ -82,4 +83,4 @@ class MapReduce(Workload):
         length = self.sized(self.output)
         parts = [program.call("map_part", [instruction, chunk], length) for chunk in chunks]
         joined: list[Piece] = [text.constant(self.sized(INSTRUCTION), "reduce"), *parts]
-        await program.read(program.call("reduce", joined, length))
+        await program.read(program.call("reduce", joined, length, streamed=True))

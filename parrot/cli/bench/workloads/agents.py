@@ -3,15 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmark.apps.plan import Job, Plan, Workload
-from benchmark.apps.program import Output, Piece, Program
-from benchmark.apps.text import TextSource
+from parrot.cli.bench.plan import Plan, Workload, numbered
+from parrot.cli.bench.program import Output, Piece, Program
+from parrot.cli.bench.text import TextSource
 
-DATA = Path(__file__).parents[1] / "data" / "multi_agent_rounds.json"
+DATA = Path(__file__).parent / "multi_agent_rounds.json"
 QUERY = 20  # tokens at the end of a prompt that name the file it is about
 
 Tokens = dict[str, int]  # "prompt_tokens" and "completion_tokens" of a recorded call
@@ -57,20 +56,22 @@ class MultiAgent(Workload):
 
     files: int = 16
     num_rounds: int = 3
+    applications: int = 1
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan([Job("multi_agent", partial(self.run, text=text))])
+        return Plan(numbered("multi_agent", self.applications, self.run, text=text))
 
-    async def run(self, program: Program, text: TextSource) -> None:
+    async def run(self, program: Program, text: TextSource, number: int) -> None:
         architect, coders, *reviews = rounds()
-        task = text.data(self.sized(QUERY), "task")
+        task = text.data(self.sized(QUERY), "task", number)
         instruction = text.constant(self.sized(architect.constant), "architect")
         design = program.call("architect", [instruction, task], self.sized(architect.outputs[0]))
         code = self._round(program, text, "coder", coders, [design], None)
         for turn in range(self.num_rounds):
             review, revise = reviews[2 * turn : 2 * turn + 2]
             remarks = self._round(program, text, "reviewer", review, code, None)
-            code = self._round(program, text, "reviser", revise, code, remarks)
+            is_last = turn == self.num_rounds - 1
+            code = self._round(program, text, "reviser", revise, code, remarks, read=is_last)
         await program.read(*code)
 
     def _round(
@@ -81,6 +82,8 @@ class MultiAgent(Workload):
         counts: Round,
         shared: Sequence[Output],
         own: Sequence[Output] | None,
+        *,
+        read: bool = False,
     ) -> list[Output]:
         instruction = text.constant(self.sized(counts.constant), role, counts.constant)
         outputs = []
@@ -89,5 +92,5 @@ class MultiAgent(Workload):
             query = text.data(self.sized(QUERY), "file", file)
             tokens = self.sized(counts.outputs[file % len(counts.outputs)])
             prompt: list[Piece] = [instruction, *shared, *mine, query]
-            outputs.append(program.call(role, prompt, tokens))
+            outputs.append(program.call(role, prompt, tokens, streamed=read))
         return outputs

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parrot.cli.bench.times import StreamTimes
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
@@ -43,8 +44,10 @@ class Session:
         self.scope = scope
 
     @classmethod
-    async def begin(cls, client: ServeClient, app: str | None = None) -> "Session":
-        created = await client.create_session(apps=None if app is None else [app])
+    async def begin(
+        cls, client: ServeClient, app: str | None = None, api_key: str | None = None
+    ) -> "Session":
+        created = await client.create_session(api_key, None if app is None else [app])
         return cls(client, created.model_dump())
 
     async def call(
@@ -86,11 +89,11 @@ class Session:
     ) -> str:
         return await self.client.get_var(**self.scope, var_id=var.id, criteria=criteria)
 
-    async def stream(self, var: Var) -> tuple[float, float]:
-        """Read piece by piece; returns when the first and the last one came."""
+    async def stream(self, var: Var) -> StreamTimes:
+        """Read piece by piece. An empty output comes when it ends."""
         now = asyncio.get_running_loop().time
-        arrived = [now() async for _ in self.client.stream_var(**self.scope, var_id=var.id)]
-        return (arrived[0], arrived[-1]) if arrived else (now(), now())
+        arrivals = [now() async for _ in self.client.stream_var(**self.scope, var_id=var.id)]
+        return StreamTimes(tuple(arrivals) or (now(),))
 
     async def info(self) -> SessionInfo:
         return await self.client.session_info(**self.scope)

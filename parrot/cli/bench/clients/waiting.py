@@ -5,8 +5,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmark.apps.program import Call, Output, Program, StreamTimes
-from benchmark.apps.text import Text
+from parrot.cli.bench.program import Call, Output, Program
+from parrot.cli.bench.text import Text
 
 
 async def first_of(tasks: Mapping[asyncio.Task[Any], Output], count: int) -> list[Output]:
@@ -31,7 +31,6 @@ class WaitingProgram(Program):
         super().__init__(self._loop.time)
         self._tasks: dict[Output, asyncio.Task[str]] = {}
         self._inputs: dict[Output, asyncio.Future[str]] = {}
-        self._streams: dict[Output, StreamTimes] = {}
 
     @abstractmethod
     async def _complete(self, call: Call, texts: Sequence[str]) -> str:
@@ -46,10 +45,6 @@ class WaitingProgram(Program):
 
     async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
         return await first_of({self._tasks[output]: output for output in outputs}, count)
-
-    async def stream(self, output: Output) -> StreamTimes:
-        await self.read(output)
-        return self._streams[output]
 
     async def end(self) -> None:
         for task in self._tasks.values():

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from benchmark.apps.program import Program
-from benchmark.apps.text import TextSource
+from parrot.cli.bench.program import Program
+from parrot.cli.bench.text import TextSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`one_by_one`: each job begins when the one before has ended."""
+    """`concurrency`: so many jobs run at once, and the others wait; None: as many as are due."""
 
     jobs: Sequence[Job]
-    one_by_one: bool = False
+    concurrency: int | None = None
 
 
 def numbered(kind: str, count: int, run: Callable[..., Awaitable[None]], **given: Any) -> list[Job]:
@@ -57,7 +57,7 @@ class Workload(ABC):
         for name in changes:
             if name not in types:
                 raise ValueError(f"{self.NAME} has no parameter {name!r}: {', '.join(types)}")
-        values = {name: _parse(types[name], value) for name, value in changes.items()}
+        values = {name: _parse(name, types[name], value) for name, value in changes.items()}
         return dataclasses.replace(self, **values)
 
     def parameters(self) -> dict[str, Any]:
@@ -72,7 +72,10 @@ class Workload(ABC):
         ]
 
 
-def _parse(kind: type, value: str) -> Any:
+def _parse(name: str, kind: type, value: str) -> Any:
     if kind is bool:
         return value.lower() in ("1", "true", "yes")
-    return kind(value)
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, not {value!r}") from None

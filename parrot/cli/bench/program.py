@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmark.apps.counters import Counters, Scrape, read_counters
-from benchmark.apps.text import Text
+from parrot.cli.bench.text import Text
+from parrot.cli.bench.times import StreamTimes
 
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
@@ -52,23 +52,14 @@ class Usage:
     engine: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTimes:
-    """When the first and the last piece of an output came."""
-
-    first: float
-    last: float
-
-    def later(self, seconds: float) -> "StreamTimes":
-        return StreamTimes(self.first + seconds, self.last + seconds)
-
-
 @dataclass(slots=True)
 class Account:
-    """`calls`: all that the program made. `usages`: those the server ran to their end."""
+    """`calls`: all that the program made. `usages`: those the server ran to their end. `streams`:
+    outputs that were read piece by piece."""
 
     calls: list[Call] = field(default_factory=list)
     usages: list[Usage] = field(default_factory=list)
+    streams: dict[Output, StreamTimes] = field(default_factory=dict)
 
 
 class Program(ABC):
@@ -116,14 +107,17 @@ class Program(ABC):
 
     @abstractmethod
     async def read(self, *outputs: Output) -> None:
-        """Wait for all of them; the last reader wants low latency."""
+        """Wait for all of them; the last reader wants low latency. Outputs of `streamed` calls are
+        taken piece by piece."""
 
     @abstractmethod
     async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
         """Wait for the first `count`; nobody wants the others any more."""
 
-    @abstractmethod
-    async def stream(self, output: Output) -> StreamTimes: ...
+    async def stream(self, output: Output) -> StreamTimes:
+        """Wait for the output of a `streamed` call."""
+        await self.read(output)
+        return self.account.streams[output]
 
     @abstractmethod
     async def end(self) -> None:
@@ -142,9 +136,4 @@ class Backend:
     `close`: releases connections."""
 
     program: Callable[[str], Program]
-    scrape: Scrape
     close: Callable[[], Awaitable[None]]
-
-    async def counters(self) -> Counters:
-        """What the server has counted since it began."""
-        return read_counters(await self.scrape())

@@ -1,0 +1,1 @@
+"""Clients in the styles of programs that are compared."""
