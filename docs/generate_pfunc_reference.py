@@ -55,7 +55,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 MADE = {"semantic_function": SemanticFunction, "native_function": PyNativeFunction}
 # For the front end's own use.
 INTERNAL = {"attach", "settle", "live_session", "registered_id", "session", "with_template"}
-INTERNAL |= {"with_metadata", "locations", "to_template_str", "transform", "display_signature"}
+INTERNAL |= {
+    "with_metadata",
+    "locations",
+    "to_template_str",
+    "transform",
+    "display_signature",
+    "line_of",
+}
 
 
 def pages() -> dict[Path, str]:

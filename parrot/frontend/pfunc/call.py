@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece, Parameter
+from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece, Parameter, no_parameter
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import placeholder
@@ -131,14 +131,15 @@ class BasicCall(ABC):
             self.bindings[param.name] = self._bound(param, value)
         for name, value in kwargs.items():
             if name not in func.params_map:
-                raise TypeError(f"{func.name}() has no parameter `{name}`")
+                raise TypeError(f"{func.name}() {no_parameter(name, func.params_map)}")
             if name in self.bindings:
                 raise TypeError(f"{func.name}() got two values for `{name}`")
             self.bindings[name] = self._bound(func.params_map[name], value)
         for param in func.inputs:
             if param.name not in self.bindings:
                 if param.is_required:
-                    raise TypeError(f"{func.name}() misses a value for `{param.name}`")
+                    where = func.line_of(param)
+                    raise TypeError(f"{func.name}() misses a value for `{param.name}`{where}")
                 self.bindings[param.name] = self._bound(param, param.default)
 
     def _bound(self, param: Parameter, value: Any) -> Value:

@@ -27,8 +27,10 @@ from parrot.frontend.pfunc.metadata import (
     parse_metadata,
 )
 from parrot.frontend.pfunc.semantic_variable import batch_of
+from parrot.frontend.pfunc.template_errors import parameter_line, template_line
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.batch import Batch
@@ -91,6 +93,10 @@ class BasicFunction:
     def display_signature(self) -> str:
         return f"{self.name}({', '.join(f'{p.name}: {p.typ.name}' for p in self.params)})"
 
+    def line_of(self, param: Parameter) -> str:
+        """Where its code names the parameter, behind a line break; "" if that is not known."""
+        return ""
+
     async def _submit(self, session: "Session", call: BasicCall, batch: "Batch | None") -> Returned:
         if batch is None:
             await session.submit(call, {})
@@ -119,6 +125,17 @@ class SemanticFunction(BasicFunction):
         body = parse_body(func_body_str, self.params_map)
         check_body(body, self.params)
         self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
+        self.pyfunc: Callable[..., Any] | None = None
+        """What it was made of, if not of values: where errors find the lines of its template."""
+
+    def line_of(self, param: Parameter) -> str:
+        template = self.to_template_str()
+        if self.pyfunc is not None:
+            template = self.pyfunc.__doc__ or ""
+        start = template.find(mark := placeholder(param.name))
+        if start < 0:
+            return parameter_line(self.pyfunc, param.name)
+        return template_line(self.pyfunc, template, start, start + len(mark))
 
     @property
     def locations(self) -> list[Parameter]:

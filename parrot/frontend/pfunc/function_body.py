@@ -2,17 +2,21 @@
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pydantic import BaseModel
 
+from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import Text, parse_template, placeholder
 
+# What looks like a placeholder: any number of braces, and spaces within.
+_BRACES = re.compile(r"\{+\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*\}+")
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -84,32 +88,69 @@ FuncBodyPiece = Constant | ParameterLoc
 
 
 def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiece]:
-    """Cut a template into pieces. Raises `ValueError` for a placeholder that is no parameter."""
+    """Cut a template into pieces. Raises `TemplateError` for a placeholder that is no parameter."""
     body: list[FuncBodyPiece] = []
+    start = 0
     for idx, piece in enumerate(parse_template(template)):
         if isinstance(piece, Text):
             body.append(Constant(idx, piece.text))
         elif piece.name in params:
             body.append(ParameterLoc(idx, params[piece.name]))
         else:
-            raise ValueError(f"the template names `{piece.name}`, which is no parameter")
+            end = start + len(placeholder(piece.name))
+            problem = f"the function {no_parameter(piece.name, params)}"
+            raise TemplateError(problem, template, start, end)
+        start += len(body[-1].text)
     return body
 
 
-def check_body(body: Iterable[FuncBodyPiece], params: Iterable[Parameter]) -> None:
-    """Raise `ValueError` unless every output has exactly one place, with something before it that
-    is not an output."""
+def check_body(body: Sequence[FuncBodyPiece], params: Iterable[Parameter]) -> None:
+    """Raise `TemplateError` unless every output has exactly one place, with something before it
+    that is not an output; and for a parameter that is only there in other braces than two."""
+    template = "".join(piece.text for piece in body)
+    ends = list(accumulate(len(piece.text) for piece in body))
+
+    def wrong(problem: str, place: ParameterLoc) -> TemplateError:
+        end = ends[place.idx]
+        return TemplateError(problem, template, end - len(place.text), end)
+
     places = _output_places(body)
-    names = [place.param.name for place in places]
     if places and places[0].idx == 0:
-        raise ValueError(f"output `{names[0]}` is at the very beginning: nothing to go on")
+        name = places[0].param.name
+        raise wrong(f"output `{name}` is at the very beginning: nothing to go on", places[0])
     for before, place in pairwise(places):
         if place.idx == before.idx + 1:
-            raise ValueError(f"outputs `{before.param.name}` and `{place.param.name}` are adjacent")
+            names = f"`{before.param.name}` and `{place.param.name}`"
+            raise wrong(f"outputs {names} are adjacent: there must be text between them", place)
+    filled: set[str] = set()
+    for place in places:
+        if place.param.name in filled:
+            raise wrong(f"output `{place.param.name}` is filled twice", place)
+        filled.add(place.param.name)
+    used = {piece.param.name for piece in body if isinstance(piece, ParameterLoc)}
     for param in params:
-        if param.is_output and names.count(param.name) != 1:
-            problem = "is filled twice" if param.name in names else "has no place in the template"
-            raise ValueError(f"output `{param.name}` {problem}")
+        if param.name not in used:
+            _check_unused(param, template)
+
+
+def _check_unused(param: Parameter, template: str) -> None:
+    """Raise `TemplateError` for an output without a place, and for an input that the template names
+    in other braces; what an input is that it does not name at all has no effect."""
+    right = placeholder(param.name)
+    for found in _BRACES.finditer(template):
+        if found[1] == param.name:
+            problem = f"`{found[0]}` is no placeholder: write {right}"
+            raise TemplateError(problem, template, *found.span())
+    if param.is_output:
+        problem = f"output `{param.name}` has no place in the template: write {right} where it is"
+        raise TemplateError(problem, template, parameter=param.name)
+
+
+def no_parameter(name: str, params: Iterable[str]) -> str:
+    """Say that there is no such parameter, and which one may be meant."""
+    for close in get_close_matches(name, params, 1):
+        return f"has no parameter `{name}`: did you mean `{close}`?"
+    return f"has no parameter `{name}`, only {', '.join(f'`{one}`' for one in params) or 'none'}"
 
 
 def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:

@@ -11,6 +11,7 @@ from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.metadata import Criteria, NativeFuncMetadata, parse_metadata
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, batch_of, current_session
+from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.frontend.pfunc.transforms import FuncMutator
 from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
 from parrot.protocol.sampling import SamplingConfig
@@ -97,8 +98,11 @@ def semantic_function(
             raise ValueError(f"`{name}` has no docstring, which is to be its prompt")
         try:
             func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)
+        except TemplateError as error:
+            raise ValueError(f"semantic function `{name}`: {error.shown(pyfunc)}") from None
         except (TypeError, ValueError) as error:
             raise type(error)(f"semantic function `{name}`: {error}") from None
+        func.pyfunc = pyfunc
         for mutator in mutators:
             func = mutator.transform(func)
         return func
