@@ -10,7 +10,8 @@ have a thread beside its server's: with fewer than four cores they take time fro
 the figures say little. A simulated engine answers from the same thread that makes its steps, so
 that every chunk that it sends makes them longer.
 
-  step      milliseconds from one step to the next, by the engine's own count
+  step      milliseconds from one step to the next, by the engine's own count, while all streams
+            run: how they came does not count
   behind    seconds that the client had its last text after the last step
 """
 
@@ -96,19 +97,25 @@ class Streams:
             await asyncio.gather(*(read() for _ in range(self._num_streams)))
 
     async def measured(self, load: Callable[[], Awaitable[None]]) -> dict[str, float]:
-        before = (await self.engine.ping()).num_steps or 0
-        spent, began = cpu_seconds(self.pid), time.perf_counter()
+        num_steps = (await self.engine.ping()).num_steps or 0
+        spent, last_step = cpu_seconds(self.pid), time.perf_counter()
+        full: list[tuple[float, int]] = []  # times and steps, while all streams ran
         work = asyncio.ensure_future(load())
-        last_step, num_steps = began, before
         while not work.done():
             await asyncio.wait((work,), timeout=_LOOK_S)
-            now = (await self.engine.ping()).num_steps or 0
-            if now > num_steps:
-                last_step, num_steps = time.perf_counter(), now
+            info = await self.engine.ping()
+            now = time.perf_counter()
+            if (info.num_steps or 0) > num_steps:
+                last_step, num_steps = now, info.num_steps or 0
+                if info.num_running_jobs == self._num_streams:
+                    full.append((now, num_steps))
         await work
         ended = time.perf_counter()
+        if len(full) < 2:
+            raise RuntimeError("the streams never ran all at once; give them more --tokens")
+        (began, first), (stopped, last) = full[0], full[-1]
         return {
-            "step_ms": 1e3 * (last_step - began) / (num_steps - before),
+            "step_ms": 1e3 * (stopped - began) / (last - first),
             "behind_s": max(0.0, ended - last_step),
             "core_cpu_us_per_token": 1e6
             * (cpu_seconds(self.pid) - spent)

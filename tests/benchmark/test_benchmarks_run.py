@@ -26,7 +26,7 @@ TINY = {
     "agents.bench_replay": [
         "--rows lru all --agents 3 --scale 0.02 --warm-up 20 --duration 60",
     ],
-    "bench_streams": ["--streams 3 --tokens 4 --rounds 1"],
+    "bench_streams": ["--streams 3 --tokens 64 --rounds 1"],
 }
 COMMANDS = [(module, command) for module, commands in TINY.items() for command in commands]
 
