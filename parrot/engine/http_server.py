@@ -27,6 +27,10 @@ from parrot.utils.ids import new_token
 
 logger = logging.getLogger(__name__)
 
+# How long the thread that makes steps waits for the interpreter while the event loop is busy with
+# streams. Python's own 5 ms, each time that an operation on the device returns, is a step's length.
+_SWITCH_INTERVAL_S = 2e-4
+
 
 async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
@@ -92,6 +96,7 @@ async def run_engine(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     options = server_options("Run one Parrot engine.", "engine_server.log")
     options.add_argument("--engine_name", help="name to register, instead of the config's")
     options.add_argument("--device", help="auto, cpu, cuda or cuda:N, instead of the config's")
