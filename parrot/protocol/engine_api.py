@@ -15,6 +15,8 @@ MAX_DRAFT_TOKENS = 131_072
 
 ContextId = Annotated[int, Field(ge=0, le=MAX_CONTEXT_ID)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Amount = Annotated[int, Field(ge=0, le=2**53)]
+Seconds = Annotated[float, Field(ge=0.0)]
 
 
 class InternalPayload(BaseModel):
@@ -144,18 +146,18 @@ class Usage(InternalPayload):
     """Tokens and seconds that a request took, and (`steps`; zero: unknown) the work of the engine
     from its first step to its last."""
 
-    cached_tokens: int = Field(0, description="prompt tokens whose KV was already there")
-    host_tokens: int = Field(0, description="of these, brought back from the host")
-    computed_tokens: int = Field(0, description="prompt tokens computed for this request")
-    output_tokens: int = 0
-    drafted_tokens: int = Field(0, description="verified by steps that computed several at once")
-    accepted_tokens: int = Field(0, description="of these, that became output tokens")
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    steps: int = 0
-    step_sequences: int = Field(0, description="of these steps, added up")
-    step_prompt_tokens: int = Field(0, description="computed by these steps, for any request")
+    cached_tokens: Amount = Field(0, description="prompt tokens whose KV was already there")
+    host_tokens: Amount = Field(0, description="of these, brought back from the host")
+    computed_tokens: Amount = Field(0, description="prompt tokens computed for this request")
+    output_tokens: Amount = 0
+    drafted_tokens: Amount = Field(0, description="verified by steps that computed several at once")
+    accepted_tokens: Amount = Field(0, description="of these, that became output tokens")
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    steps: Amount = 0
+    step_sequences: Amount = Field(0, description="of these steps, added up")
+    step_prompt_tokens: Amount = Field(0, description="computed by these steps, for any request")
 
 
 class FinishReason(StrEnum):
@@ -168,7 +170,7 @@ class GenerateResponse(InternalPayload):
     `generated_text` ends before it. Text engines give no ids."""
 
     generated_text: str
-    generated_ids: list[int]
+    generated_ids: TokenIds
     finish_reason: FinishReason
     stop_string: str | None = Field(None, description="the one that ended the text, if one did")
     usage: Usage
@@ -214,7 +216,7 @@ class StreamChunk(InternalPayload):
     """An SSE event named `chunk` of /generate_stream. The last events are `done` with a
     GenerateResponse, or `error` with an error payload."""
 
-    ids: list[int]
+    ids: TokenIds
     text: str
     logprobs: WireLogprobs | None = Field(None, description="of `ids`, if they were asked for")
 

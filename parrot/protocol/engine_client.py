@@ -21,7 +21,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.streams.channel import ChunkChannel
 from parrot.protocol.streams.pieces import OnChunk, hand_over
-from parrot.protocol.transport import Transport, until_done
+from parrot.protocol.transport import Transport, read_answer, until_done
 
 
 class EngineClient:
@@ -37,8 +37,9 @@ class EngineClient:
         await self._http.close()
 
     async def fill(self, request: FillRequest) -> FillResponse:
-        return FillResponse.model_validate(
-            await self._http.request("POST", "/fill", body=dict(request), timeout_s=None)
+        return read_answer(
+            FillResponse,
+            await self._http.request("POST", "/fill", body=dict(request), timeout_s=None),
         )
 
     async def generate(
@@ -56,7 +57,7 @@ class EngineClient:
 
     async def _generate(self, body: dict[str, Any]) -> GenerateResponse:
         answer = await self._http.request("POST", "/generate", body=body, timeout_s=None)
-        return GenerateResponse.model_validate(answer)
+        return read_answer(GenerateResponse, answer)
 
     async def generate_stream(
         self, request: GenerateRequest
@@ -68,9 +69,9 @@ class EngineClient:
         async with aclosing(until_done(stream)) as events:
             async for name, data in events:
                 if name == "chunk":
-                    yield StreamChunk.model_validate_json(data)
+                    yield read_answer(StreamChunk, data)
                 elif name == "done":
-                    yield GenerateResponse.model_validate_json(data)
+                    yield read_answer(GenerateResponse, data)
 
     async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
         """The chunks of an output that `generate` was asked for, until it ends."""
@@ -78,23 +79,25 @@ class EngineClient:
         async with aclosing(until_done(self._http.stream("POST", "/follow", body=body))) as events:
             async for name, data in events:
                 if name == "chunk":
-                    yield StreamChunk.model_validate_json(data)
+                    yield read_answer(StreamChunk, data)
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
-        return EmbedResponse.model_validate(
-            await self._http.request("POST", "/embed", body=dict(request), timeout_s=None)
+        return read_answer(
+            EmbedResponse,
+            await self._http.request("POST", "/embed", body=dict(request), timeout_s=None),
         )
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        return ScoreResponse.model_validate(
-            await self._http.request("POST", "/score", body=dict(request), timeout_s=None)
+        return read_answer(
+            ScoreResponse,
+            await self._http.request("POST", "/score", body=dict(request), timeout_s=None),
         )
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         """Free contexts and abort their jobs; returns the tokens they held."""
         body = {"context_ids": list(context_ids)}
         answer = await self._http.request("POST", "/free_context", body=body)
-        return FreeContextResponse.model_validate(answer).context_len
+        return read_answer(FreeContextResponse, answer).context_len
 
     async def ping(self) -> RuntimeInfo:
         return (await self._ping()).runtime_info
@@ -105,10 +108,10 @@ class EngineClient:
 
     async def _ping(self) -> PingResponse:
         answer = await self._http.request("POST", "/ping", body={}, timeout_s=5.0)
-        return PingResponse.model_validate(answer)
+        return read_answer(PingResponse, answer)
 
     async def tokenizer(self) -> TokenizerResponse:
-        return TokenizerResponse.model_validate(await self._http.request("GET", "/tokenizer"))
+        return read_answer(TokenizerResponse, await self._http.request("GET", "/tokenizer"))
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:

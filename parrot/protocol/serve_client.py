@@ -29,7 +29,7 @@ from parrot.protocol.public import (
     VarGetResponse,
     VarValue,
 )
-from parrot.protocol.transport import RequestOptions, Transport, until_done
+from parrot.protocol.transport import RequestOptions, Transport, read_answer, until_done
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -58,7 +58,7 @@ class ServeClient:
     async def _ask(
         self, kind: type[T], method: str, path: str, **options: Unpack[RequestOptions]
     ) -> T:
-        return kind.model_validate(await self._http.request(method, path, **options))
+        return read_answer(kind, await self._http.request(method, path, **options))
 
     async def create_session(
         self,
@@ -167,9 +167,9 @@ class ServeClient:
         async with aclosing(until_done(stream)) as events:
             async for name, data in events:
                 if name == "delta":
-                    yield StreamDelta.model_validate_json(data).text
+                    yield read_answer(StreamDelta, data).text
                 elif name == "done" and on_done is not None:
-                    on_done(StreamDone.model_validate_json(data))
+                    on_done(read_answer(StreamDone, data))
 
     async def cancel_var(self, session_id: int, session_auth: str, var_id: str) -> None:
         await self._http.request(
@@ -193,7 +193,7 @@ class RegistrationClient:
     async def register_engine(self, engine: EngineInfo) -> int:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")
         answer = await self._http.request("POST", "/register_engine", body=body)
-        return RegisterResponse.model_validate(answer).engine_id
+        return read_answer(RegisterResponse, answer).engine_id
 
     async def engine_heartbeat(
         self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo
@@ -202,7 +202,7 @@ class RegistrationClient:
             engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info
         ).model_dump(mode="json")
         answer = await self._http.request("POST", "/engine_heartbeat", body=body)
-        return HeartbeatResponse.model_validate(answer)
+        return read_answer(HeartbeatResponse, answer)
 
 
 def _wishes(options: ReadOptions) -> dict[str, Any]:

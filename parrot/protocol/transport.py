@@ -12,10 +12,11 @@ from collections.abc import (
     MutableMapping,
 )
 from contextlib import aclosing
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 from urllib.parse import urlencode
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 from parrot.protocol.errors import (
     InternalError,
@@ -34,6 +35,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+M = TypeVar("M", bound=BaseModel)
 ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
 """The error meant by an answer's decoded body (None: not JSON), status and headers."""
 
@@ -220,6 +222,20 @@ def decode_answer(
     return payload
 
 
+def read_answer(kind: type[M], answer: Any) -> M:
+    """The answer of a Parrot server, or, of bytes, the data of an event. Raises `InternalError` if
+    it is nothing of this kind."""
+    try:
+        if isinstance(answer, bytes):
+            return kind.model_validate_json(answer)
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
+        raise InternalError(
+            f"the answer is not a {kind.__name__}{f': {where}' if where else ''}"
+        ) from None
+
+
 async def until_done(
     events: AsyncGenerator[tuple[str, bytes], None],
 ) -> AsyncGenerator[tuple[str, bytes], None]:
@@ -228,11 +244,18 @@ async def until_done(
     async with aclosing(events):
         async for name, data in events:
             if name == "error":
-                raise error_from_payload(orjson.loads(data), 500)
+                raise error_from_payload(_json_or_none(data), 500)
             yield name, data
             if name == "done":
                 return
     raise Unavailable("the stream ended before its final event")
+
+
+def _json_or_none(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
 
 
 class EventParser:
@@ -240,22 +263,28 @@ class EventParser:
     ended by LF or CRLF."""
 
     def __init__(self) -> None:
-        self._pending = b""
-        self._name, self._data = "message", b""
+        self._pending: list[bytes] = []  # of the line that has begun
+        self._size = 0
+        self._name, self._data = "message", bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[tuple[str, bytes]]:
         """Yield the events, (name, data), that the next bytes complete."""
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        if len(self._pending) > _MAX_SSE_EVENT:
+        self._size += len(chunk)
+        if self._size + len(self._data) > _MAX_SSE_EVENT:
             raise InternalError("an event of the stream is too large")
+        self._pending.append(chunk)
+        if b"\n" not in chunk:
+            return
+        *lines, rest = b"".join(self._pending).split(b"\n")
+        self._pending, self._size = [rest], len(rest)
         for line in lines:
             if line.startswith(b"data:"):
                 self._data += line[5:].removesuffix(b"\r")
             elif line.startswith(b"event:"):
-                self._name = line[6:].strip().decode()
+                self._name = line[6:].strip().decode(errors="replace")
             elif self._data and line in (b"", b"\r"):
-                yield self._name, self._data
-                self._name, self._data = "message", b""
+                yield self._name, bytes(self._data)
+                self._name, self._data = "message", bytearray()
 
 
 async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from parrot.protocol.errors import NotFound, ParrotError, Unavailable
 from parrot.protocol.streams.payloads import ChannelChunks, ContextChunk
 from parrot.protocol.streams.pieces import OnChunk
-from parrot.protocol.transport import Transport, until_done
+from parrot.protocol.transport import Transport, read_answer, until_done
 from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
 
@@ -53,8 +53,6 @@ class ChunkChannel:
                 opened.set_result(None)
                 return  # and it is not asked for again
             broken = error
-        except ValueError as error:
-            broken = Unavailable(f"a channel sent what is no event of one: {error}")
         except asyncio.CancelledError:
             opened.cancel()
             raise
@@ -71,10 +69,10 @@ class ChunkChannel:
         stream = self._http.stream("POST", "/channel", body={"channel": name})
         async with aclosing(until_done(stream)) as events:
             async for event, data in events:
-                if event == "open":
+                if event == "open" and not opened.done():
                     opened.set_result(name)
                 elif event == "chunks":
-                    for chunk in ChannelChunks.model_validate_json(data).chunks:
+                    for chunk in read_answer(ChannelChunks, data).chunks:
                         self._give(chunk)
 
     def _give(self, chunk: ContextChunk) -> None:

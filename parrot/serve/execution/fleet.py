@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
@@ -353,7 +351,7 @@ class Fleet:
             return known
         try:
             payload = await client.tokenizer()
-        except (ParrotError, ValidationError) as error:
+        except ParrotError as error:
             # Who registers may have named any address, and shall not learn what is there.
             logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error)
             raise Unavailable("the engine's tokenizer could not be fetched") from None
