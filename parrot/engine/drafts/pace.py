@@ -147,7 +147,7 @@ def share_out(
         lengths = _fitted([_length(c, least) for c in candidates], size - num_sequences)
         num_drafts = sum(lengths)
         if not num_drafts:
-            break
+            continue  # this size has no room for one of each
         gained = sum([_expected(c.rate, n) for c, n in zip(candidates, lengths, strict=True)])
         added_s = costs.added_s(num_sequences + num_drafts, num_drafts)
         rate = (num_sequences + gained) / (fixed_s + added_s)

@@ -33,6 +33,11 @@ def test_drafts_are_shorter_in_larger_batches():
     assert 0 < among < alone
 
 
+def test_more_drafts_than_the_next_size_has_room_for_take_a_larger_one():
+    candidates = [Candidate(32, 0.99)] * 4 + [Candidate(0, 0.9)] * 2
+    assert sum(share_out(candidates, 6, costs(6))) > 100
+
+
 def test_one_draft_does_not_hold_up_many_sequences():
     candidates = [Candidate(4, 0.9)] + [Candidate(0, 0.9)] * 63
     assert share_out(candidates, 64, costs(64)) == [0] * 64
