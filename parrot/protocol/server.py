@@ -40,6 +40,7 @@ from parrot.utils.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
+_REFUSAL_S = 10.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _JSON = "application/json"
 _MAX_FIELDS = 64
@@ -182,33 +183,54 @@ Events = Event | list[Event] | bytes
 class EventStream(Response):
     """Server-sent events, with keep-alive comments while there are none. An exception of the
     iterator becomes a final `error` event: the stream never just stops. A client that leaves
-    cancels the iterator."""
+    cancels the iterator.
+
+    `refuse` makes the answer for an error. If it is given, the stream begins with its first event,
+    or after 10 s: an error before that is answered so, and the data of a later one is what would
+    have been the answer's body."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Events]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[Events],
+        refuse: Callable[[ParrotError], Response] | None = None,
+    ) -> None:
         self.background = None
         self.status_code = 200
         self.init_headers(_STREAM_HEADERS)
         self._events = events
+        self._refuse = refuse
+        self._has_begun = False
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._answer(scope, receive, send)
         with suppress(Cancelled):
-            await run_until_disconnect(Request(scope, receive), self._send_all(send))
+            await run_until_disconnect(Request(scope, receive), work)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send_all(send)
+        except ParrotError as error:
+            if self._refuse is None:
+                raise
+            await self._refuse(error)(scope, receive, send)
 
     async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
+        """Raises the error of a stream that has not begun."""
         loop, tasks = asyncio.get_running_loop(), TaskSet()
-        self._sent_at = loop.time()
+        if self._refuse is None:
+            await self._begin(send)
         idle = loop.call_later(  # most streams are over before
-            KEEP_ALIVE_S, lambda: tasks.spawn(self._keep_alive(send), name="keep-alive")
+            KEEP_ALIVE_S if self._has_begun else _REFUSAL_S,
+            lambda: tasks.spawn(self._keep_alive(send), name="keep-alive"),
         )
         size = 0  # of what was sent in this turn of the loop
         try:
-            async with aclosing(_encoded(self._events)) as chunks:
+            async with aclosing(self._encoded()) as chunks:
                 async for chunk in chunks:
+                    await self._begin(send)
                     self._sent_at = loop.time()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     if (size := size + len(chunk)) > _TURN_BYTES:
@@ -218,9 +240,19 @@ class EventStream(Response):
             idle.cancel()
             if tasks:
                 await tasks.close()
+        await self._begin(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _begin(self, send: Send) -> None:
+        """No effect if it has begun."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._sent_at = asyncio.get_running_loop().time()
+            headers = self.raw_headers
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
     async def _keep_alive(self, send: Send) -> None:
+        await self._begin(send)
         loop = asyncio.get_running_loop()
         while True:
             due = self._sent_at + KEEP_ALIVE_S - loop.time()
@@ -230,24 +262,32 @@ class EventStream(Response):
             self._sent_at = loop.time()
             await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
 
+    async def _encoded(self) -> AsyncGenerator[bytes]:
+        events = self._events
+        try:
+            async for given in events:
+                if isinstance(given, bytes):
+                    yield given
+                elif isinstance(given, tuple):
+                    yield _event_bytes(*given)
+                elif given:
+                    yield b"".join([_event_bytes(*event) for event in given])
+        except ParrotError as error:
+            yield self._failed(error)
+        except Exception:
+            logger.exception("a stream failed")
+            yield self._failed(InternalError("internal error"))
+        finally:
+            if (aclose := getattr(events, "aclose", None)) is not None:
+                await aclose()
 
-async def _encoded(events: AsyncIterator[Events]) -> AsyncGenerator[bytes]:
-    try:
-        async for given in events:
-            if isinstance(given, bytes):
-                yield given
-            elif isinstance(given, tuple):
-                yield _event_bytes(*given)
-            elif given:
-                yield b"".join([_event_bytes(*event) for event in given])
-    except ParrotError as error:
-        yield _event_bytes("error", error.to_payload())
-    except Exception:
-        logger.exception("a stream failed")
-        yield _event_bytes("error", InternalError("internal error").to_payload())
-    finally:
-        if (aclose := getattr(events, "aclose", None)) is not None:
-            await aclose()
+    def _failed(self, error: ParrotError) -> bytes:
+        """The last event. Raises the error if the stream has not begun."""
+        if not self._has_begun:
+            raise error
+        if self._refuse is None:
+            return _event_bytes("error", error.to_payload())
+        return _event_bytes("error", bytes(self._refuse(error).body).decode())
 
 
 def _event_bytes(name: str | None, payload: BaseModel | Mapping[str, Any] | str) -> bytes:

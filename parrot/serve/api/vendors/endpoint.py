@@ -1,11 +1,9 @@
 """Endpoints in a vendor's format: who asks, and errors as the vendor's clients read them."""
 
-import asyncio
 import inspect
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import orjson
@@ -18,7 +16,6 @@ from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.protocol.gate.answer import ERROR_HEADERS
 from parrot.protocol.server import (
-    Events,
     EventStream,
     bearer_token,
     read_json,
@@ -30,8 +27,6 @@ from parrot.utils.traces.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
 
-# An error that comes so soon has a status of its own; a later one is the stream's last event.
-_FIRST_EVENT_S = 10.0
 _PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
 _MAX_NAME = 1024  # characters
 _MAX_REQUEST_ID = 128  # characters
@@ -129,8 +124,7 @@ class VendorEndpoint(Endpoint):
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))
         elif isinstance(result, AsyncGenerator):
-            first = await run_until_disconnect(request, _begin(result))
-            response = EventStream(self._events(first, result, request_id))
+            response = EventStream(result, lambda error: self._failed(error, request_id))
         else:
             response = self._response(result)
         response.headers.update(caller.headers)
@@ -144,21 +138,6 @@ class VendorEndpoint(Endpoint):
         fields = await read_json(request)
         require_shallow(fields)
         return fields
-
-    async def _events(
-        self, first: asyncio.Future[Events | None], events: AsyncGenerator[Events], request_id: str
-    ) -> AsyncGenerator[Events]:
-        async with aclosing(events):
-            try:
-                if (event := await first) is not None:
-                    yield event
-            except ParrotError as error:
-                yield "error", self._error_body(error, request_id)[1]
-                return
-            finally:
-                first.cancel()
-            async for event in events:
-                yield event
 
     def _failed(self, error: ParrotError, request_id: str) -> Response:
         status, body = self._error_body(error, request_id)
@@ -182,18 +161,3 @@ def require_shallow(value: Any) -> None:
 def _program(request: Request) -> str | None:
     names = (request.headers.get(name) for name in _PROGRAM_HEADERS)
     return next((name[:_MAX_NAME] for name in names if name), None)
-
-
-async def _begin(events: AsyncGenerator[Events]) -> asyncio.Future[Events | None]:
-    """The first events, which are there, or have taken a while; None if there are none."""
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait((first,), timeout=_FIRST_EVENT_S)
-        if first.done() and (error := first.exception()) is not None:
-            raise error
-    except BaseException:
-        first.cancel()
-        await asyncio.wait((first,))
-        await events.aclose()
-        raise
-    return first
