@@ -163,7 +163,10 @@ def template_messages(request: CountRequest) -> list[Json]:
     if request.system is not None:
         messages.append({"role": "system", "content": _text(request.system)})
     for i, message in enumerate(request.messages):
-        messages += _messages(message, f"messages.{i}.content")
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        else:
+            messages += _messages(message.role, message.content, f"messages.{i}.content")
     return messages
 
 
@@ -192,34 +195,29 @@ def _functions(request: CountRequest) -> list[Json]:
     return [] if is_none else [_function(tool) for tool in request.tools or ()]
 
 
-def _messages(message: Message, param: str) -> Iterator[Json]:
+def _messages(role: str, blocks: Sequence[Any], param: str) -> Iterator[Json]:
     """A user's message may begin with results of tools, which are messages of their own."""
-    blocks: Sequence[Any]
-    if isinstance(message.content, str):
-        blocks = [TextBlock(type="text", text=message.content)]
-    else:
-        blocks = message.content
     texts: list[str] = []
     calls: list[Json] = []
     thoughts: list[str] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
-        elif isinstance(block, ToolUseBlock) and message.role == "assistant":
+        elif isinstance(block, ToolUseBlock) and role == "assistant":
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
-        elif isinstance(block, ToolResultBlock) and message.role == "user":
+        elif isinstance(block, ToolResultBlock) and role == "user":
             content = "" if block.content is None else _text(block.content)
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         else:
             raise UnsupportedField(
-                f"blocks of type `{block.type}` are not supported for `{message.role}`", param=param
+                f"blocks of type `{block.type}` are not supported for `{role}`", param=param
             )
     if texts or calls or not blocks:
-        fields: Json = {"role": message.role, "content": "".join(texts)}
-        if any(thoughts) and message.role == "assistant":
+        fields: Json = {"role": role, "content": "".join(texts)}
+        if any(thoughts) and role == "assistant":
             fields["reasoning_content"] = "".join(thoughts)
         yield fields | ({"tool_calls": calls} if calls else {})
 
