@@ -24,7 +24,7 @@ from parrot.serve.prompts.transcript import (
     with_system_first,
 )
 
-_PART = 4096  # characters
+_PART = 2048  # characters
 
 FindTokenizer = Callable[[str], ModelTokenizer | None]
 """The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
