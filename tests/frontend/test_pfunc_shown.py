@@ -1,10 +1,16 @@
 """What people see of a program: in notebooks, and of its cost at its end."""
 
+import ast
+import asyncio
+import contextvars
+from types import FunctionType
+from typing import Any
+
 import pytest
 
 from parrot import P
 from parrot.frontend.pfunc.shown import ShownSession, cost_report, variable_html
-from parrot.protocol.public import CompletionInfo, GraphEdge
+from parrot.protocol.public import CompletionInfo, FunctionCosts, GraphEdge
 
 EVIL = "<script>alert(1)</script>&\"'"
 
@@ -67,6 +73,15 @@ def test_costs_are_by_function() -> None:
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
+def test_costs_in_money_are_by_the_prices_of_the_service() -> None:
+    info = session(call(1, "map", output_tokens=3), call(2, "reduce"), call(3, "native"))
+    tokens = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "calls": 1}
+    for name, cost in (("map", 2.5), ("reduce", 0.000125)):
+        info.costs.append(FunctionCosts(func_name=name, cost=cost, **tokens))
+    last = [line.split()[-1] for line in cost_report(info, 2.0).splitlines()]
+    assert last == ["cost", "2.50", "0.000125", "0.000000", "2.50"]
+
+
 @P.semantic_function()
 def tell(topic: P.Input, joke: P.Output) -> None:
     """Tell a joke about {{topic}}: {{joke}}"""
@@ -82,3 +97,36 @@ def test_a_program_says_at_its_end_what_it_cost(
     assert "all, in " in capsys.readouterr().err
     vm.run(lambda: tell("parrots").get())
     assert capsys.readouterr().err == ""
+
+
+def test_a_notebook_awaits_in_its_cells(vm: P.VirtualMachine) -> None:
+    """Each cell runs in a context of its own, on an event loop that always runs."""
+    cells = (
+        "vm.set_global_env()",
+        "joke = await tell.ainvoke('parrots')",
+        "text = await joke.aget()",
+        "texts = await P.agather(await vm.amap(tell, ['a', 'b']), progress=True)",
+        "async with vm.batch():\n    last = await tell.ainvoke('c')",
+        "for piece in last.stream():\n    pass",
+        "vm.unset_global_env()",
+    )
+    scope: dict[str, Any] = {"vm": vm, "tell": tell, "P": P}
+    with asyncio.Runner() as runner:
+        for cell in cells:
+            code = compile(cell, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            made = FunctionType(code, scope)()
+            if asyncio.iscoroutine(made):
+                runner.run(made, context=contextvars.Context())
+    assert scope["text"] == "<Tell a joke about parrots: >"
+    assert len(scope["texts"]) == 2
+    assert "parrots" in scope["joke"]._repr_html_()
+
+
+async def test_a_program_that_cannot_run_in_a_notebook_says_how(vm: P.VirtualMachine) -> None:
+    async def program() -> None: ...
+
+    with pytest.raises(RuntimeError, match="await program"):
+        vm.run(program)
+    with pytest.raises(RuntimeError, match="await program"):
+        vm.run(program())
+    assert not vm.session_registered

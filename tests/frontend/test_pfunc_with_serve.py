@@ -7,7 +7,7 @@ import pytest
 
 from parrot import P
 from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, TokenPrices
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.utils.clock import MonotonicClock
@@ -158,3 +158,28 @@ def test_cancel(vm: P.VirtualMachine, engine: FakeEngine) -> None:
         answer.cancel()
         with pytest.raises(P.errors.Cancelled):
             answer.get(timeout=20)
+
+
+def test_a_program_costs_what_the_prices_say(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prices = {"*": TokenPrices(input=1e5, cached=1e4, output=1e6)}
+    config, clock = CoreConfig(prices=prices), MonotonicClock()
+    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
+    with running_in_thread(create_app(core)) as url:
+        asyncio.run(register(url, engine))
+        vm = P.VirtualMachine(url)
+
+        def program() -> None:
+            ask("x").get()
+            (costs,) = vm.session_info().costs
+            computed = costs.prompt_tokens - costs.cached_tokens
+            prompt = 0.1 * computed + 0.01 * costs.cached_tokens
+            assert costs.cost == pytest.approx(prompt + costs.output_tokens)
+            assert costs.output_tokens > 0
+            texts.append(f"{costs.cost:.2f}")
+
+        texts: list[str] = []
+        vm.run(program, report=True)
+        head, row, total = (line.split() for line in capsys.readouterr().err.splitlines())
+        assert (head[-1], row[-1], total[-1]) == ("cost", *texts * 2)

@@ -3,17 +3,18 @@
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Callable,
     Collection,
+    Iterable,
     Iterator,
     Sequence,
 )
 from contextlib import aclosing
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from parrot.frontend.pfunc.metadata import Criteria
+from parrot.frontend.pfunc.progress import Callback, Progress, reporting
 from parrot.frontend.pfunc.semantic_variable import (
     Limit,
     ReadOptions,
@@ -30,7 +31,7 @@ _LATENCY = PerformanceCriteria.LATENCY
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 
 Variables = Sequence[SemanticVariable]
-Progress = Callable[[int, int], None]
+Outputs = SemanticVariable | tuple[SemanticVariable, ...]  # of a call
 
 
 def first_k(
@@ -89,37 +90,40 @@ async def aany_of(
 
 
 def gather(
-    variables: Variables,
+    variables: Sequence[Outputs],
     criteria: Criteria = _THROUGHPUT,
     timeout: Limit = None,
     deadline: Limit = None,
-    progress: Progress | None = None,
+    progress: Progress = None,
+    return_exceptions: bool = False,
 ) -> list[Any]:
-    """Wait for all of the variables: their values, in order. When one fails, its error is raised
-    at once, and the other reads are withdrawn.
+    """Wait for all of the variables: their values, in order. An item may also be the tuple of the
+    outputs of a call. When one fails, its error is raised at once, and the other reads are
+    withdrawn; with `return_exceptions`, the errors stand in the places of values.
 
+    `progress`: True, or a label, shows a bar, on a terminal and in a notebook only. A function
     `progress(num_done, num_variables)` is called whenever one more is there, from the thread that
     waits. `timeout` and `deadline` are those of `SemanticVariable.get`, for each of them."""
-    options = read_options(criteria, timeout, deadline)
-    for _ in _Reads(dict.fromkeys(variables), options, progress, raised=ParrotError):
+    reads = _gathering(variables, criteria, timeout, deadline, progress, return_exceptions)
+    for _ in reads:
         pass
-    return [var.get() for var in variables]
+    return reads.values(variables)
 
 
 async def agather(
-    variables: Variables,
+    variables: Sequence[Outputs],
     criteria: Criteria = _THROUGHPUT,
     timeout: Limit = None,
     deadline: Limit = None,
-    progress: Progress | None = None,
+    progress: Progress = None,
+    return_exceptions: bool = False,
 ) -> list[Any]:
     """The same as `gather` for async code. Cancelling withdraws the reads."""
-    options = read_options(criteria, timeout, deadline)
-    reads = _Reads(dict.fromkeys(variables), options, progress, raised=ParrotError)
+    reads = _gathering(variables, criteria, timeout, deadline, progress, return_exceptions)
     async with aclosing(aiter(reads)) as completed:
         async for _ in completed:
             pass
-    return [var.get() for var in variables]
+    return reads.values(variables)
 
 
 def as_completed(
@@ -127,7 +131,7 @@ def as_completed(
     criteria: Criteria = _THROUGHPUT,
     timeout: Limit = None,
     deadline: Limit = None,
-    progress: Progress | None = None,
+    progress: Progress = None,
 ) -> Iterator[SemanticVariable]:
     """Each of the variables as soon as it is ready or failed: its `get` gives the value or raises
     the error. All are wanted from the first step of the loop on; leaving it early withdraws the
@@ -142,7 +146,7 @@ def aas_completed(
     criteria: Criteria = _THROUGHPUT,
     timeout: Limit = None,
     deadline: Limit = None,
-    progress: Progress | None = None,
+    progress: Progress = None,
 ) -> AsyncIterator[SemanticVariable]:
     """The same as `as_completed` for async code. To withdraw the reads at a certain moment, close
     the iterator."""
@@ -152,45 +156,84 @@ def aas_completed(
 
 class _Reads:
     """Reads of many variables at once: yields each as soon as it is ready or failed, those whose
-    value is known here first. The first error of the type `raised` ends all."""
+    value is known here first. The first error of the type `raised` ends all; None: all are kept."""
 
     def __init__(
         self,
         variables: Collection[SemanticVariable],
         options: ReadOptions,
-        progress: Progress | None,
-        raised: type[ParrotError],
+        progress: Progress,
+        raised: type[ParrotError] | None,
     ) -> None:
         self._variables = variables
         self._options = options
         self._progress = progress
         self._raised = raised
         self._numbers = count(1)
+        self._errors: dict[SemanticVariable, ParrotError] = {}
 
     def __iter__(self) -> Iterator[SemanticVariable]:
-        session, pending, ready = _split(self._variables)
-        yield from map(self._counted, ready)
-        if session is not None:
-            read = partial(session.read_each, pending, self._options)
-            for var, error in session.loop.items(read):
-                yield self._counted(var, error)
+        with reporting(self._progress, len(self._variables)) as report:
+            session, pending, ready = _split(self._variables)
+            for var in ready:
+                yield self._counted(var, None, report)
+            if session is not None:
+                read = partial(session.read_each, pending, self._options)
+                for var, error in session.loop.items(read):
+                    yield self._counted(var, error, report)
 
     async def __aiter__(self) -> AsyncGenerator[SemanticVariable]:
-        session, pending, ready = _split(self._variables)
-        for var in ready:
-            yield self._counted(var)
-        if session is not None:
-            read = partial(session.read_each, pending, self._options)
-            async with aclosing(session.loop.aitems(read)) as completed:
-                async for var, error in completed:
-                    yield self._counted(var, error)
+        with reporting(self._progress, len(self._variables)) as report:
+            session, pending, ready = _split(self._variables)
+            for var in ready:
+                yield self._counted(var, None, report)
+            if session is not None:
+                read = partial(session.read_each, pending, self._options)
+                async with aclosing(session.loop.aitems(read)) as completed:
+                    async for var, error in completed:
+                        yield self._counted(var, error, report)
 
-    def _counted(self, var: SemanticVariable, error: ParrotError | None = None) -> SemanticVariable:
-        if isinstance(error, self._raised):
-            raise error
-        if self._progress is not None:
-            self._progress(next(self._numbers), len(self._variables))
+    def values(self, items: Iterable[Outputs]) -> list[Any]:
+        """The values of all, once they are read, or the errors of those that failed."""
+        return list(map(self._outcome, items))
+
+    def _outcome(self, item: Outputs) -> Any:
+        try:
+            return tuple(map(self._value, item)) if isinstance(item, tuple) else self._value(item)
+        except ParrotError as error:
+            if self._raised is not None:
+                raise
+            return error
+
+    def _value(self, var: SemanticVariable) -> Any:
+        if var in self._errors:
+            raise self._errors[var]
+        return var.get()
+
+    def _counted(
+        self, var: SemanticVariable, error: ParrotError | None, report: Callback | None
+    ) -> SemanticVariable:
+        if error is not None:
+            if self._raised is not None and isinstance(error, self._raised):
+                raise error
+            self._errors[var] = error
+        if report is not None:
+            report(next(self._numbers), len(self._variables))
         return var
+
+
+def _gathering(
+    items: Iterable[Outputs],
+    criteria: Criteria,
+    timeout: Limit,
+    deadline: Limit,
+    progress: Progress,
+    return_exceptions: bool,
+) -> _Reads:
+    parts = (item if isinstance(item, tuple) else (item,) for item in items)
+    variables = dict.fromkeys(chain.from_iterable(parts))
+    options = read_options(criteria, timeout, deadline)
+    return _Reads(variables, options, progress, None if return_exceptions else ParrotError)
 
 
 def _race(

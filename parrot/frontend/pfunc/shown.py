@@ -8,6 +8,7 @@ from parrot.protocol.public import CompletionInfo, SessionInfo
 _SHOWN_CHARS = 4000  # of a value
 _SHOWN_CALLS = 200
 _HEAD = ("call", "reads", "state", "engine", "prompt tokens", "cached", "output tokens", "seconds")
+_COST_HEAD = ("function", "calls", "failed", "prompt tokens", "cached", "output tokens", "run s")
 
 
 class ShownSession(SessionInfo):
@@ -51,18 +52,34 @@ def variable_html(name: str, content: str | None) -> str:
 
 
 def cost_report(info: SessionInfo, seconds: float) -> str:
-    """A table as text: what the calls of each function took, and all together in `seconds`."""
+    """A table as text: what the calls of each function took, and all together in `seconds`. The
+    last column is there if ServeCore has prices."""
     by_function: dict[str, list[CompletionInfo]] = {}
     for call in info.calls:
         by_function.setdefault(call.func_name or "call", []).append(call)
-    head = ("function", "calls", "failed", "prompt tokens", "cached", "output tokens", "run s")
-    rows = [head, *(_cost(name, calls) for name, calls in by_function.items())]
-    rows.append(_cost(f"all, in {seconds:.2f} s", info.calls))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    prices = {costs.func_name: costs.cost for costs in info.costs}
+    has_prices = any(prices.values())
+    rows = [
+        (*_COST_HEAD, "cost")[: len(_COST_HEAD) + has_prices],
+        *(
+            (*_cost(name, calls), *[_money(prices.get(name, 0.0))] * has_prices)
+            for name, calls in by_function.items()
+        ),
+        (
+            *_cost(f"all, in {seconds:.2f} s", info.calls),
+            *[_money(sum(prices.values()))] * has_prices,
+        ),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + "\n"
         for row in rows
     )
+
+
+def _money(cost: float) -> str:
+    """In the prices' currency."""
+    return f"{cost:.2f}" if cost >= 1 else f"{cost:.6f}"
 
 
 def _cost(name: str, calls: Sequence[CompletionInfo]) -> tuple[str, ...]:

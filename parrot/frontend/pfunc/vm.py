@@ -117,10 +117,13 @@ class VirtualMachine:
         args: Sequence[Any] = (),
         report: bool = False,
     ) -> float:
-        """Run a program, a function or a coroutine function, in a scope; returns its seconds."""
+        """Run a program, a function or a coroutine function, in a scope; returns its seconds.
+        Raises `RuntimeError` for a coroutine function where an event loop runs already."""
         import asyncio
 
         try:
+            if inspect.iscoroutine(program) or inspect.iscoroutinefunction(program):
+                _check_no_loop()
             with self.running_scope(timeit, report):
                 if inspect.iscoroutine(program):
                     asyncio.run(program)
@@ -229,6 +232,19 @@ def _mapped_input(func: BasicFunction, constants: Mapping[str, Any]) -> str:
     if name is None:
         raise TypeError(f"{func.name}() has no input that is not given to all its calls")
     return name
+
+
+def _check_no_loop() -> None:
+    import asyncio
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "vm.run() cannot wait for async code where an event loop runs already, as in notebooks and "
+        "async functions: write `with vm.running_scope(): await program()`"
+    )
 
 
 async def _awaited(result: Any) -> Any:
