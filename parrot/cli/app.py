@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from parrot.cli.bench import options as to_bench
+
 DEFAULT_CORE = "http://localhost:9000"
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -220,6 +222,53 @@ def trace(
     from parrot.cli.watch.trace import trace as write_trace
 
     write_trace(session, core, config_path, api_key, file, output_dir)
+
+
+@app.command()
+def bench(
+    url: to_bench.Url = DEFAULT_CORE,
+    workload: to_bench.WorkloadName = "requests",
+    against: to_bench.Against = None,
+    num_requests: to_bench.NumRequests = None,
+    prompt_tokens: to_bench.PromptTokens = None,
+    prefix_tokens: to_bench.PrefixTokens = None,
+    output_tokens: to_bench.OutputTokens = None,
+    concurrency: to_bench.Concurrency = None,
+    request_rate: to_bench.RequestRate = None,
+    chat: to_bench.Chat = False,
+    model: to_bench.Model = None,
+    against_model: to_bench.AgainstModel = None,
+    api_key: ApiKeyOption = None,
+    against_api_key: to_bench.AgainstKey = None,
+    repeat: to_bench.Repeat = 1,
+    seed: to_bench.Seed = None,
+    timeout: to_bench.Timeout = 600.0,
+    output: to_bench.Output = None,
+) -> None:
+    """Measure a running service, and compare it with any server of OpenAI's API."""
+    from parrot.cli.bench.command import BenchOptions
+    from parrot.cli.bench.command import bench as measure
+
+    lengths = {
+        "num_requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "prefix_tokens": prefix_tokens,
+        "output_tokens": output_tokens,
+    }
+    options = BenchOptions(
+        is_chat=chat,
+        model=model,
+        against_model=against_model,
+        api_key=api_key,
+        against_api_key=against_api_key,
+        concurrency=concurrency,
+        request_rate=request_rate,
+        repeat=repeat,
+        seed=seed,
+        timeout_s=timeout,
+        output=output,
+    )
+    measure(url, against or [], workload, lengths, options)
 
 
 @app.command()

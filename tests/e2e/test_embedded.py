@@ -1,7 +1,9 @@
 """Programs on the real embedded model: PFunc, ServeCore and the builtin engine together."""
 
+import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,6 +13,7 @@ from pydantic import BaseModel, Field
 from parrot import P
 from parrot.cluster import Cluster
 from parrot.protocol.errors import Cancelled, NativeFunctionFailed, PromptTooLong
+from tests.support.command import parrot
 
 GREEDY = P.SamplingConfig(temperature=0, max_gen_length=12)
 
@@ -248,3 +251,16 @@ def test_a_cancelled_call_is_gone_and_the_next_one_runs(vm: P.VirtualMachine) ->
         with pytest.raises(Cancelled):
             list(pieces)
         assert about("Something else.").get()
+
+
+def test_bench_measures_the_model_by_variables_and_by_plain_calls(
+    embedded_cluster: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "figures.json"
+    sizes = "map_reduce:documents=1,document_tokens=96,chunk=32,output=4"
+    result = parrot("bench", embedded_cluster.core_url, "--workload", sizes, "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    variables, plain = json.loads(path.read_text())["results"]
+    assert variables["total_output_tokens"] == plain["total_output_tokens"] == 16
+    planned = 4 * 60 + 96 + 3 * 4
+    assert plain["total_input_tokens"] == pytest.approx(planned, rel=0.1)

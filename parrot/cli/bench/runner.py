@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from parrot.cli.bench.plan import Job, Plan
@@ -18,7 +18,6 @@ class JobResult:
     why it has none; `UNFINISHED` if the run ended before it."""
 
     kind: str
-    start_s: float
     began: float
     seconds: float | None
     account: Account
@@ -49,39 +48,39 @@ class JobRunner:
     async def run(self, plan: Plan) -> None:
         """Until all jobs have ended; cancelling it ends those that run."""
         began = self._now()
-        places = None if plan.concurrency is None else asyncio.Semaphore(plan.concurrency)
+        limit = plan.concurrency
+        place = nullcontext() if limit is None else asyncio.Semaphore(limit)
         async with asyncio.TaskGroup() as group:
             for job in plan.jobs:
-                group.create_task(self._run_in_turn(job, began, places))
+                group.create_task(self._run_job(job, began + job.start_s, place))
 
-    async def _run_in_turn(self, job: Job, began: float, places: asyncio.Semaphore | None) -> None:
-        async with AsyncExitStack() as stack:
-            if places is not None:
-                await stack.enter_async_context(places)
-            await self._run_job(job, began)
-
-    async def _run_job(self, job: Job, began: float) -> None:
+    async def _run_job(
+        self, job: Job, due: float, place: AbstractAsyncContextManager[None]
+    ) -> None:
         program = self._backend.program(job.kind)
         seconds: float | None = None
-        error: str | None = UNFINISHED
+        error: str | None = None
         try:
             if self._prepared:
                 await program.prepare()
-            if (delay := began + job.start_s - self._now()) > 0:
+            if (delay := due - self._now()) > 0:
                 await asyncio.sleep(delay)
-            program.begin_now()
-            async with asyncio.timeout(self._timeout_s):
-                await job.run(program)
-            seconds, error = self._now() - program.began, None
+            async with place:
+                program.begin_now()
+                error = UNFINISHED
+                async with asyncio.timeout(self._timeout_s):
+                    await job.run(program)
+                seconds, error = self._now() - program.began, None
         except Exception as failure:  # noqa: BLE001 - a job's failure is a result
             error = self._reason(failure)
         finally:
-            result = JobResult(
-                job.kind, job.start_s, program.began, seconds, program.account, error
-            )
-            self.results.append(result)
-            self._on_result(result)
+            if seconds is not None or error is not None:  # else it never began
+                self._add(JobResult(job.kind, program.began, seconds, program.account, error))
             await asyncio.shield(program.end())
+
+    def _add(self, result: JobResult) -> None:
+        self.results.append(result)
+        self._on_result(result)
 
     def _reason(self, failure: Exception) -> str:
         if isinstance(failure, TimeoutError) and self._timeout_s is not None:

@@ -21,19 +21,23 @@ _MAX_MESSAGE = 300
 @dataclass(frozen=True, slots=True)
 class OpenAITarget:
     """`is_chat`: prompts are sent as a user's message. `timeout_s`: None waits as long as the
-    server is there; streams may be silent for as long, or ten minutes."""
+    server is there; streams may be silent for as long, or ten minutes. `ignores_eos`: it knows the
+    field `ignore_eos`, as vLLM, SGLang and others do."""
 
     http: HttpClient
     model: str
     is_chat: bool = False
     timeout_s: float | None = None
+    ignores_eos: bool = True
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
-    def body(self, prompt: str, **fields: Any) -> dict[str, Any]:
+    def body(self, prompt: str, *, ignore_eos: bool, **fields: Any) -> dict[str, Any]:
         """A request with these fields, but those that are None."""
+        if self.ignores_eos:
+            fields["ignore_eos"] = ignore_eos
         asked: Any = {"prompt": prompt}
         if self.is_chat:
             asked = {"messages": [{"role": "user", "content": prompt}]}
@@ -129,7 +133,6 @@ def _text(answer: Any, chat_field: str) -> str:
 
 
 def _fields(call: Call) -> dict[str, Any]:
-    """`ignore_eos` is an extension of vLLM, SGLang and others."""
     return {
         "max_tokens": call.output.tokens,
         "temperature": 0.0 if call.seed is None else 1.0,

@@ -46,10 +46,10 @@ class Requests(Workload):
 
     NAME: ClassVar[str] = "requests"
 
-    requests: int = 32
+    requests: int = 20
     prompt: int = 256
     prefix: int = 0
-    output: int = 64
+    output: int = 32
 
     def plan(self, text: TextSource, seed: int) -> Plan:
         if self.prefix >= self.prompt:

@@ -1,0 +1,210 @@
+"""`parrot bench`: sides in turns, progress meanwhile, a table and a file at the end."""
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from parrot.cli.bench.figures import Figures, Measured, figures, table
+from parrot.cli.bench.presets import Load, parse_load
+from parrot.cli.bench.runner import JobRunner
+from parrot.cli.bench.sides import Address, CannotMeasure, Connections
+from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.words import COMMON_WORDS
+from parrot.cli.console import ERR, OUT, fail, warn
+
+_CONCURRENCY = 8
+_INTERRUPTED = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """`seed`: None draws one. `timeout_s`: of a request or an application. Models and keys: None is
+    the first model that is served, and no key."""
+
+    is_chat: bool
+    model: str | None
+    against_model: str | None
+    api_key: str | None
+    against_api_key: str | None
+    concurrency: int | None
+    request_rate: float | None
+    repeat: int
+    seed: int | None
+    timeout_s: float
+    output: Path | None
+
+
+def bench(
+    url: str,
+    against: Sequence[str],
+    workload: str,
+    lengths: Mapping[str, int | None],
+    options: BenchOptions,
+) -> None:
+    """Ends by `SystemExit` when a side has completed nothing, or at a signal."""
+    if options.output is not None and not options.output.parent.is_dir():
+        fail(f"{options.output.parent}: no such folder; --output names a file in one that exists")
+    # Texts that a server has seen before come out of its caches: not the same again by default.
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    try:
+        load = _load(workload, lengths, options)
+        bench = Bench(load, options, seed)
+        asyncio.run(bench.run(*_addresses(url, against, options)))
+    except (CannotMeasure, ValueError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:  # the second Ctrl-C, or one before anything ran
+        sys.exit(_INTERRUPTED)
+    rows = [figures(measured) for measured in bench.measured]
+    _show(rows, load, seed)
+    if options.output is not None:
+        _write(options.output, _report(rows, load, options, seed, is_whole=not bench.is_stopped))
+    if bench.is_stopped:
+        sys.exit(_INTERRUPTED)
+    if not all(row["completed"] for row in rows):
+        sys.exit(1)
+
+
+def _load(workload: str, lengths: Mapping[str, int | None], options: BenchOptions) -> Load:
+    """Raises `ValueError`."""
+    rate, concurrency = options.request_rate, options.concurrency
+    if rate is None and concurrency is None:
+        concurrency = _CONCURRENCY
+    load = parse_load(workload, lengths, concurrency, rate)
+    load.plan(TextSource(COMMON_WORDS), seed=0)  # what is wrong with it is said before all else
+    return load
+
+
+def _addresses(url: str, against: Sequence[str], options: BenchOptions) -> list[Address]:
+    """Raises `ValueError`."""
+    for given in (url, *against):
+        if urlsplit(given).scheme not in ("http", "https") or not urlsplit(given).netloc:
+            raise ValueError(f"not an http address: {given}; one is http://localhost:9000")
+    own = ("--api_key, or PARROT_KEY in the environment", "--model")
+    theirs = ("--against_api_key, or PARROT_AGAINST_KEY in the environment", "--against_model")
+    first = Address(url, options.api_key, options.model, *own)
+    key, model = options.against_api_key, options.against_model
+    return [first, *(Address(given, key, model, *theirs) for given in against)]
+
+
+class Bench:
+    """One run of the command. `is_stopped`: a signal came; then `measured` is what there was."""
+
+    def __init__(self, load: Load, options: BenchOptions, seed: int) -> None:
+        self._load = load
+        self._options = options
+        self._seed = seed
+        self._running: asyncio.Task[None] | None = None
+        self.measured: list[Measured] = []
+        self.is_stopped = False
+
+    async def run(self, first: Address, *others: Address) -> None:
+        """Raises `CannotMeasure`, and `ValueError` for parameters that make no sense."""
+        options = self._options
+        async with AsyncExitStack() as stack:
+            connections = Connections(stack, is_chat=options.is_chat, timeout_s=options.timeout_s)
+            sides = await connections.sides(first, others, is_application=self._load.is_application)
+            self.measured = [Measured(side) for side in sides]
+            stack.enter_context(self._stopping_at_signals())
+            with _progress() as progress:
+                for repeat in range(options.repeat):
+                    for measured in self.measured:
+                        if not self.is_stopped:
+                            await self._run_side(measured, repeat, progress)
+
+    @contextmanager
+    def _stopping_at_signals(self) -> Iterator[None]:
+        """The first signal ends what runs, and the measurement; the second does as ever."""
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            for signum in _SIGNALS:
+                loop.remove_signal_handler(signum)
+
+        def stop() -> None:
+            self.is_stopped = True
+            ERR.print("\n[yellow]stopping; here is what there is[/]")
+            release()
+            if self._running is not None:
+                self._running.cancel()
+
+        for signum in _SIGNALS:
+            loop.add_signal_handler(signum, stop)
+        try:
+            yield
+        finally:
+            release()
+
+    async def _run_side(self, measured: Measured, repeat: int, progress: Progress) -> None:
+        """The same lengths and arrivals for all sides; where a server would remember the words of
+        the side before, others."""
+        side, seed = measured.side, self._seed + repeat
+        plan = self._load.plan(side.text.salted((self._seed, repeat, side.place)), seed)
+        title = f"{side.style}, {side.url}"
+        bar = progress.add_task(escape(title), total=len(plan.jobs))
+        if not progress.console.is_terminal:
+            ERR.print(f"{escape(title)}: {len(plan.jobs)} …", soft_wrap=True)
+        runner = JobRunner(
+            side.backend,
+            timeout_s=self._options.timeout_s,
+            on_result=lambda result: progress.advance(bar),
+        )
+        measured.num_planned += len(plan.jobs)
+        began = time.monotonic()
+        self._running = asyncio.create_task(runner.run(plan))
+        await asyncio.wait([self._running])
+        measured.seconds += time.monotonic() - began
+        measured.results += runner.results
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=ERR, disable=not ERR.is_terminal)
+
+
+def _show(rows: Sequence[Figures], load: Load, seed: int) -> None:
+    jobs = "applications" if load.is_application else "requests"
+    parameters = ", ".join(f"{k}={v}" for k, v in load.workload.parameters().items())
+    OUT.print(f"[bold]{load.name}[/]: {parameters}; --seed {seed}", soft_wrap=True)
+    OUT.print(table(rows, jobs))
+    for row in rows:
+        for note in row["notes"]:
+            OUT.print(f"{escape(row['url'])}: {escape(note)}", soft_wrap=True)
+        for error in row["errors"]:
+            warn(f"{row['style']}, {row['url']}: {error}")
+
+
+def _report(
+    rows: Sequence[Figures], load: Load, options: BenchOptions, seed: int, *, is_whole: bool
+) -> dict[str, Any]:
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "workload": load.name,
+        "parameters": load.workload.parameters(),
+        "max_concurrency": load.concurrency,
+        "request_rate": load.request_rate,
+        "repeat": options.repeat,
+        "seed": seed,
+        "is_whole": is_whole,
+        "results": list(rows),
+    }
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        fail(f"{path}: {error.strerror}; --output names another file")
+    OUT.print(f"The figures: {escape(str(path))}", soft_wrap=True)

@@ -1,0 +1,234 @@
+"""`parrot bench` over HTTP: real servers with simulated engines, and a scripted server of OpenAI's
+API beside them."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parrot.cli.bench.presets import PRESETS
+from parrot.cluster import Cluster
+from parrot.cluster.ports import free_port
+from tests.support.app_server import running_in_thread, serve_app
+from tests.support.command import failed, parrot
+from tests.support.fake_openai import FakeOpenAI, Fault
+
+SIM = {"engine_type": "sim", "model": "simulated", "instance": {"step_s": 0.001}}
+WORDS = "one two three four five six seven eight"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(engines=[SIM]) as cluster:
+        yield cluster
+
+
+def measured(folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
+    """What the command prints, and its file."""
+    path = folder / "figures.json"
+    result = parrot("bench", *args, "--output", str(path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, json.loads(path.read_text())
+
+
+def small(name: str) -> str:
+    return {"multi_agent": "multi_agent:files=2", "copilot": "copilot:batch=3"}.get(name, name)
+
+
+def test_requests_have_the_lengths_and_the_prefix_that_were_asked_for(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    lengths = ["--prompt_tokens", "400", "--prefix_tokens", "300", "--output_tokens", "5"]
+    shown, report = measured(
+        tmp_path,
+        cluster.core_url,
+        "--num_requests",
+        "6",
+        *lengths,
+        "--concurrency",
+        "1",
+        "--seed",
+        "3",
+    )
+    (row,) = report["results"]
+    assert (row["completed"], row["failed"], row["unfinished"]) == (6, 0, 0)
+    assert row["total_output_tokens"] == 30
+    assert row["total_input_tokens"] == pytest.approx(6 * 400, rel=0.05)
+    assert row["total_cached_tokens"] > 5 * 250  # the engine counts whole blocks
+    assert 0 < row["p50_ttft_ms"] <= row["p50_e2el_ms"] <= row["p99_e2el_ms"]
+    assert row["request_throughput"] == pytest.approx(6 / row["duration"])
+    for text in ("requests done", "TTFT p50", "TPOT p90", "ITL p99", "E2E p99", "of them cached"):
+        assert text in shown
+    assert report["parameters"]["prefix"] == 300
+    assert f"--seed {report['seed']}" in shown
+
+
+@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if one.is_application])
+def test_an_application_runs_by_variables_and_by_plain_calls(
+    cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    shown, report = measured(tmp_path, cluster.core_url, "--workload", small(name))
+    variables, plain = report["results"]
+    assert (variables["style"], plain["style"]) == ("variables", "OpenAI API")
+    for row in (variables, plain):
+        assert row["completed"] == row["num_prompts"] > 0
+        assert row["p50_ttft_ms"] > 0
+    for key in ("total_output_tokens", "num_prompts"):
+        assert variables[key] == plain[key]
+    assert "over first" in shown
+
+
+def test_the_same_line_compares_with_another_server(cluster: Cluster, tmp_path: Path) -> None:
+    fake = FakeOpenAI(reply=WORDS, cached_tokens=1)
+    with running_in_thread(fake.app()) as url:
+        args = ["--workload", "chain", "--against", f"{url}/v1", "--num_requests", "1"]
+        _, report = measured(tmp_path, cluster.core_url, *args, "--repeat", "2", "--seed", "7")
+    variables, other = report["results"]
+    assert (variables["style"], variables["completed"]) == ("variables", 2)
+    assert (other["url"], other["completed"], other["model_id"]) == (f"{url}/v1", 2, "gpt-fake")
+    assert other["total_cached_tokens"] == 2 * 8
+    assert report["seed"] == 7
+    steps = [body for body in fake.bodies if body["max_tokens"] > 1]
+    assert [bool(body.get("stream")) for body in steps] == [*[False] * 7, True] * 2
+    assert WORDS in steps[1]["prompt"]
+    assert steps[0]["prompt"] != steps[8]["prompt"]  # a server remembers what it has seen
+
+
+def test_a_seed_gives_the_same_requests_at_the_same_times(tmp_path: Path) -> None:
+    prompts = []
+    for _ in range(2):
+        fake = FakeOpenAI(reply=WORDS)
+        with running_in_thread(fake.app()) as url:
+            args = ["--num_requests", "3", "--seed", "1", "--request_rate", "200", "--chat"]
+            _, report = measured(tmp_path, url, *args)
+        assert report["max_concurrency"] is None
+        prompts.append([body["messages"] for body in fake.bodies])
+    assert prompts[0] == prompts[1]
+
+
+def test_no_more_run_at_once_than_was_asked_for(tmp_path: Path) -> None:
+    fake = FakeOpenAI(reply=WORDS)
+    with running_in_thread(fake.app()) as url:
+        measured(tmp_path, url, "--num_requests", "12", "--concurrency", "3")
+    assert fake.max_open <= 3
+
+
+def counted(num_words: int) -> Fault:
+    """The answer to one of the two requests that find out how many tokens a word has."""
+    usage = {"prompt_tokens": num_words, "completion_tokens": 1}
+    return Fault(200, {"choices": [{"text": "a"}], "usage": usage})
+
+
+TRIED = [counted(16), counted(300)]
+
+
+def test_failures_are_counted_and_told(tmp_path: Path) -> None:
+    error = {"error": {"message": "out of memory", "code": 500}}
+    broken = [Fault(500, error), Fault(200, error, after_chunks=1), Fault(200, after_chunks=1)]
+    fake = FakeOpenAI(reply=WORDS, faults=[*TRIED, *broken])
+    with running_in_thread(fake.app()) as url:
+        args = ("bench", url, "--num_requests", "5", "--concurrency", "1")
+        result = parrot(*args, "--output", str(tmp_path / "f.json"))
+        assert result.returncode == 0
+        (row,) = json.loads((tmp_path / "f.json").read_text())["results"]
+        assert (row["completed"], row["failed"]) == (2, 3)
+        assert "HTTP 500: out of memory" in result.stderr
+        assert "the stream broke off" in result.stderr
+        fake.faults = [*TRIED, *[Fault(503, error)] * 5]
+        assert "HTTP 503: out of memory" in failed(*args)
+
+
+def test_a_request_that_takes_too_long_has_failed() -> None:
+    fake = FakeOpenAI(reply=WORDS, hold=asyncio.Event(), faults=[*TRIED])
+    with running_in_thread(fake.app()) as url:
+        said = failed("bench", url, "--num_requests", "2", "--timeout", "0.3")
+    assert "no answer within 0.3 s" in said
+
+
+async def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
+    fake = FakeOpenAI(reply=WORDS)
+    path = tmp_path / "f.json"
+    async with serve_app(fake.app()) as url:
+        slow = ("--request_rate", "2", "--concurrency", "1", "--output", str(path))
+        bench = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "parrot.cli", "bench", url, *slow),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            await fake.wait_for_requests(4)  # one has ended, since they come one by one
+        finally:
+            bench.send_signal(signal.SIGINT)
+            out, _ = await bench.communicate()
+    assert bench.returncode == 130
+    report = json.loads(path.read_text())
+    (row,) = report["results"]
+    assert row["completed"] >= 1
+    assert row["failed"] == 0
+    assert row["completed"] + row["unfinished"] == 20
+    assert not report["is_whole"]
+    assert b"not finished" in out
+
+
+def test_a_server_that_knows_less_is_measured_as_far_as_it_goes(tmp_path: Path) -> None:
+    refusal = {"error": {"message": "unknown field: ignore_eos"}}
+    fake = FakeOpenAI(reply=WORDS, counts_in_streams=False, faults=[Fault(400, refusal)])
+    with running_in_thread(fake.app()) as url:
+        shown, report = measured(tmp_path, url, "--num_requests", "2", "--output_tokens", "4")
+    (row,) = report["results"]
+    assert row["total_output_tokens"] == 8
+    assert row["total_input_tokens"] is None
+    assert "does not know `ignore_eos`" in shown
+    assert not any("ignore_eos" in body for body in fake.bodies[1:])
+
+
+def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    url = cluster.core_url
+    nobody = f"http://127.0.0.1:{free_port('127.0.0.1', set())}"
+    for args, advice in (
+        ([nobody], "`parrot up MODEL` starts a server"),
+        (["nobody"], "not an http address: nobody; one is http://localhost:9000"),
+        ([url, "--against", nobody, "--workload", "chain"], "`parrot up MODEL` starts a server"),
+        ([url, "--workload", "chess"], "no workload 'chess': it may be requests, map_reduce"),
+        ([url, "--workload", "chain:speed=2"], "chain has no parameter 'speed': factor, documents"),
+        ([url, "--workload", "chain:chunk=x"], "chunk must be a number, not 'x'"),
+        ([url, "--workload", "chain:chunk"], "'chunk' is not KEY=VALUE"),
+        ([url, "--workload", "copilot:batch=999"], "requests, and not 999"),
+        (
+            [url, "--workload", "chain", "--prefix_tokens", "3"],
+            "--prefix_tokens is nothing that chain has; of such options it has --num_requests",
+        ),
+        ([url, "--prefix_tokens", "300"], "must be shorter than the prompt (256)"),
+        ([url, "--model", "m"], "m is not served at http://127.0.0.1"),
+        ([url, "--model", "m"], "--model may be simulated"),
+        ([url, "--output", str(tmp_path / "no" / "f.json")], "no such folder; --output names"),
+    ):
+        assert advice in failed("bench", *args)
+
+
+def test_servers_that_are_none_of_openais_are_told(tmp_path: Path) -> None:
+    for fake, advice in (
+        (FakeOpenAI(models=()), "serves no model as yet"),
+        (FakeOpenAI(models_status=404), "Its address usually ends in /v1"),
+        (FakeOpenAI(models_status=401), "--api_key, or PARROT_KEY"),
+        (FakeOpenAI(faults=[Fault(404, {"error": {"message": "no"}})] * 2), "--chat"),
+    ):
+        with running_in_thread(fake.app()) as url:
+            assert advice in failed("bench", url)
+
+
+def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
+    with Cluster({"api_keys": ["k1"], "cluster_token": "t"}, [SIM]) as cluster:
+        args = ("bench", cluster.core_url, "--workload", "map_reduce", "--num_requests", "1")
+        assert "--api_key, or PARROT_KEY" in failed(*args)
+        assert parrot(*args, PARROT_KEY="k1").returncode == 0
+
+
+def test_a_service_without_an_engine_is_told() -> None:
+    with Cluster(engines=[]) as cluster:
+        args = ("bench", cluster.core_url, "--workload", "chain")
+        assert "no engine serves a model" in failed(*args)
