@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "native_function",
         "Input",
         "Output",
+        "Returns",
         "SamplingConfig",
         "Parameter",
         "ParamType",
@@ -172,6 +173,7 @@ def readable(text: str) -> str:
     text = re.sub(r"^(\w+: )'([^']*)'", r"\1\2", text)
     text = re.sub(r"<\w+\.(\w+): [^>]*>", r"\1", text)
     text = re.sub(r"<[\w.]+ object at 0x\w+>", "...", text)
+    text = text.replace("~", "")  # of a TypeVar
     return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text)
 
 

@@ -21,7 +21,7 @@ TRUE_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 
 # (module, what is found there): why it is safe.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("parrot/frontend/pfunc/interface.py", "eval"): "a program's own postponed annotations",
+    ("parrot/frontend/pfunc/annotations.py", "eval"): "a program's own postponed annotations",
 }
 
 

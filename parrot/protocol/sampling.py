@@ -42,29 +42,29 @@ class SamplingConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    max_gen_length: int = Field(512, ge=1, le=MAX_GEN_LENGTH)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    max_gen_length: int = Field(default=512, ge=1, le=MAX_GEN_LENGTH)
     ignore_tokenizer_eos: bool = False
-    stop_token_ids: tuple[_TokenId, ...] = Field((), max_length=1024)
-    stop_str: _StopString | _StopStrings | None = Field(None)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(0.0, ge=0.0, le=10.0)
-    length_penalty: float = Field(0.0, ge=-10.0, le=10.0)
-    n: int = Field(1, ge=1, le=16)
-    best_of: int = Field(1, ge=1, le=16)
+    stop_token_ids: tuple[_TokenId, ...] = Field(default=(), max_length=1024)
+    stop_str: _StopString | _StopStrings | None = Field(default=None)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=0.0, ge=0.0, le=10.0)
+    length_penalty: float = Field(default=0.0, ge=-10.0, le=10.0)
+    n: int = Field(default=1, ge=1, le=16)
+    best_of: int = Field(default=1, ge=1, le=16)
     logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
-        None, max_length=1024
+        default=None, max_length=1024
     )
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     json_schema: dict[str, Any] | str | None = None
-    regex: str | None = Field(None, max_length=MAX_GRAMMAR)
-    grammar: str | None = Field(None, max_length=MAX_GRAMMAR)
-    choices: tuple[_Choice, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    regex: str | None = Field(default=None, max_length=MAX_GRAMMAR)
+    grammar: str | None = Field(default=None, max_length=MAX_GRAMMAR)
+    choices: tuple[_Choice, ...] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:

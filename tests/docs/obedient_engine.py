@@ -39,15 +39,18 @@ class ObedientEngine(FakeEngine):
         return None
 
 
-def instance(schema: dict[str, Any]) -> Any:
+def instance(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> Any:
     """The simplest value that the schema allows (of what the pages use)."""
+    known = definitions or schema.get("$defs", {})
+    if "$ref" in schema:
+        return instance(known[schema["$ref"].rpartition("/")[2]], known)
     kind = schema.get("type")
     if "enum" in schema:
         return schema["enum"][0]
     if kind == "object":
-        return {key: instance(part) for key, part in schema.get("properties", {}).items()}
+        return {key: instance(part, known) for key, part in schema.get("properties", {}).items()}
     if kind == "array":
-        return [instance(schema["items"])]
+        return [instance(schema["items"], known)]
     simple: dict[Any, Any] = {"string": "a text", "integer": 3, "number": 0.5, "boolean": True}
     return simple[kind]
 

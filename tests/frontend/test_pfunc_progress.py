@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from parrot import P
-from parrot.frontend.pfunc.progress import reporting
+from parrot.frontend.pfunc.display.progress import reporting
 from parrot.protocol.errors import EngineFailed, TimedOut, ValidationFailed
 from tests.support.fake_serve import FakeServe
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parrot import P
-from parrot.frontend.pfunc.shown import ShownSession, cost_report, variable_html
+from parrot.frontend.pfunc.display.shown import ShownSession, cost_report, variable_html
 from parrot.protocol.public import CompletionInfo, FunctionCosts, GraphEdge
 
 EVIL = "<script>alert(1)</script>&\"'"

@@ -1,17 +1,40 @@
-"""A program as type checkers see it: `mypy tests/typing/program.py` finds nothing (.ci/run)."""
+"""A program as type checkers see it: mypy and pyright find nothing in it (.ci/run). Where they must
+find something, the line says what."""
 
-from typing import Annotated, assert_type
+from typing import Annotated, Any, Literal, assert_type
+
+from pydantic import BaseModel
 
 from parrot import P
 
 
+class Person(BaseModel):
+    name: str
+    age: int
+
+
 @P.semantic_function()
-def tell(topic: P.Input, joke: P.Output) -> None:
-    """Tell a joke about {{topic}}: {{joke}}"""
+def tell(topic: P.Input, style: str = "old") -> P.Returns[str]:
+    """Tell a joke about {{topic}} in the style {{style}}: {{joke}}"""
 
 
 @P.semantic_function(models=["m"])
-def explain(
+def rate(joke: P.Input) -> Annotated[P.Returns[Literal["good", "bad"]], P.SamplingConfig(seed=1)]:
+    """{{joke}} This is {{rating}}"""
+
+
+@P.semantic_function()
+def people(text: P.Input) -> P.Returns[list[Person]]:
+    """{{text}} As JSON: {{people}}"""
+
+
+@P.semantic_function()
+def describe(text: P.Input, limit: int) -> P.Returns[tuple[str, Person]]:
+    """{{text}} In {{limit}} words: {{summary}} As JSON: {{person}}"""
+
+
+@P.semantic_function()
+def earlier(
     joke: Annotated[str, P.Input],
     why: Annotated[str, P.Output(P.SamplingConfig(max_gen_length=8))],
     language: str = "English",
@@ -24,15 +47,55 @@ def shorten(text: Annotated[str, P.Input], short: Annotated[P.SemanticVariable, 
     short.set(text[:10])
 
 
-def main(topic: str) -> str:
-    joke: P.SemanticVariable = tell(topic)
-    why: P.SemanticVariable = explain(joke, language="French")
-    assert_type(why.name, str)
-    for piece in why.stream():
+def calls(topic: str) -> None:
+    joke = tell(topic, style="new")
+    assert_type(joke, P.SemanticVariable[str])
+    assert_type(joke.get(), str)
+    assert_type(rate(joke).get(timeout=3.0), Literal["good", "bad"])
+    assert_type(people("text").get(), list[Person])
+    summary, person = describe(joke, limit=3)
+    assert_type(summary.get(), str)
+    assert_type(person.get().age, int)
+    for piece in joke.stream():
         assert_type(piece, str)
-    return str(joke)
+    why: P.SemanticVariable = earlier(joke, language="French")
+    assert_type(why.name, str)
+    assert_type(shorten(joke), Any)
+
+
+def mistakes() -> None:
+    tell()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    tell("x", "old", "more")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    tell("x", stile="old")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    tell("x", style=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    describe("x", limit="3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    tell("x").got()  # type: ignore[attr-defined]  # pyright: ignore
+    people("x").get().strip()  # type: ignore[attr-defined]  # pyright: ignore
+
+
+def many(topics: list[str]) -> None:
+    jokes = vm.map(tell, topics, style="old")
+    assert_type(jokes, list[P.SemanticVariable[str]])
+    assert_type(P.gather(jokes, progress="Jokes"), list[str])
+    outcomes = P.gather(jokes, return_exceptions=True)
+    assert_type(outcomes, list[str | P.errors.ParrotError])
+    pairs = P.gather(vm.map(describe, topics, limit=3))
+    assert_type(pairs, list[tuple[str, Person]])
+    assert_type(P.any_of(jokes).get(), str)
+    for joke in P.as_completed(jokes):
+        assert_type(joke.get(), str)
+
+
+async def awaited(topic: str) -> None:
+    person = (await describe.ainvoke(topic, limit=3))[1]
+    assert_type(await person.aget(), Person)
+    assert_type(await person, Person)
+    jokes = await vm.amap(tell, [topic])
+    assert_type(await P.agather(jokes), list[str])
+    async for joke in P.aas_completed(jokes):
+        assert_type(await joke, str)
 
 
 vm = P.VirtualMachine("http://localhost:9000")
 if __name__ == "__main__":
-    assert_type(vm.run(main, args=["parrots"], report=True), float)
+    assert_type(vm.run(calls, args=["parrots"], report=True), float)

@@ -1,9 +1,8 @@
 """PFunc, the Python front end: `from parrot import P`. See docs/pfunc.md."""
 
+from parrot.frontend.pfunc.annotations import Input, Output, Returns
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.interface import (
-    Input,
-    Output,
     native_function,
     semantic_function,
     variable,
@@ -35,6 +34,7 @@ __all__ = [
     "ParamType",
     "Parameter",
     "PerformanceCriteria",
+    "Returns",
     "SamplingConfig",
     "SemanticVariable",
     "VirtualMachine",

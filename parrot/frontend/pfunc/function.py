@@ -8,9 +8,11 @@ import textwrap
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, cast
 
-from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, Returned, SemanticCall
+from typing_extensions import ParamSpec, TypeVar
+
+from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall
 from parrot.frontend.pfunc.function_body import (
     Constant,
     FuncBodyPiece,
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
     from parrot.frontend.pfunc.batch import Batch
     from parrot.frontend.pfunc.session import Session
 
+Given = ParamSpec("Given", default=...)
+"""The parameters of a call, as type checkers know them."""
+Result = TypeVar("Result", covariant=True, default=Any)
+"""What a call gives: a variable, or a tuple of them."""
+
 __all__ = [
     "BasicCall",
     "BasicFunction",
@@ -51,7 +58,7 @@ __all__ = [
 ]
 
 
-class BasicFunction:
+class BasicFunction(Generic[Given, Result]):
     """Calling it submits a call to the current session and returns its output variables, without
     waiting for their values. Outside a session the call itself is returned.
 
@@ -71,23 +78,23 @@ class BasicFunction:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.display_signature()}>"
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         return self.invoke(*args, **kwargs)
 
-    def invoke(self, /, *args: Any, **kwargs: Any) -> Any:
+    def invoke(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Submit a call; waits for ServeCore to accept it, not for it to run."""
         call = self.call_type(self, args, kwargs)
         session = call.session
         if session is None:
-            return call
+            return cast("Result", call)
         return session.loop.run(self._submit(session, call, batch_of(session)))
 
-    async def ainvoke(self, /, *args: Any, **kwargs: Any) -> Any:
+    async def ainvoke(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Submit a call without holding up the event loop: many may be on their way at once."""
         call = self.call_type(self, args, kwargs)
         session = call.session
         if session is None:
-            return call
+            return cast("Result", call)
         return await session.loop.arun(self._submit(session, call, batch_of(session)))
 
     def display_signature(self) -> str:
@@ -97,15 +104,15 @@ class BasicFunction:
         """Where its code names the parameter, behind a line break; "" if that is not known."""
         return ""
 
-    async def _submit(self, session: "Session", call: BasicCall, batch: "Batch | None") -> Returned:
+    async def _submit(self, session: "Session", call: BasicCall, batch: "Batch | None") -> Result:
         if batch is None:
             await session.submit(call, {})
         else:
             await batch.add(call)
-        return call.returned
+        return cast("Result", call.returned)
 
 
-class SemanticFunction(BasicFunction):
+class SemanticFunction(BasicFunction[Given, Result]):
     """A prompt template with inputs and outputs."""
 
     call_type = SemanticCall
@@ -145,7 +152,7 @@ class SemanticFunction(BasicFunction):
     def to_template_str(self) -> str:
         return "".join(piece.text for piece in self.body)
 
-    def with_template(self, template: str) -> "SemanticFunction":
+    def with_template(self, template: str) -> Self:
         """A copy with other constants. Raises `ValueError` if the placeholders are not the same as
         before."""
         new = copy(self)
@@ -154,14 +161,14 @@ class SemanticFunction(BasicFunction):
             raise ValueError(f"a transform of `{self.name}` changes more than its constants")
         return new
 
-    def with_metadata(self, **changes: Any) -> "SemanticFunction":
+    def with_metadata(self, **changes: Any) -> Self:
         new = copy(self)
         new.metadata = self.metadata.model_copy(update=changes)
         return new
 
     def invoke_statefully(
         self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Result:
         """Call, and keep the whole context (prompt and outputs): the next call of
         `context_successor` in this session continues it, as if its prompt stood right behind.
 
@@ -173,14 +180,14 @@ class SemanticFunction(BasicFunction):
 
     async def ainvoke_statefully(
         self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Result:
         """The same as `invoke_statefully` for async code."""
         session, submitting = self._stateful(SemanticCall(self, args, kwargs), context_successor)
         return await session.loop.arun(submitting)
 
     def _stateful(
         self, call: SemanticCall, successor: object
-    ) -> "tuple[Session, Coroutine[Any, Any, Returned]]":
+    ) -> "tuple[Session, Coroutine[Any, Any, Result]]":
         if not isinstance(successor, SemanticFunction):
             raise TypeError("context_successor must be a semantic function")
         session = call.session
@@ -194,7 +201,7 @@ class SemanticFunction(BasicFunction):
         call: BasicCall,
         batch: "Batch | None",
         successor: "SemanticFunction | None" = None,
-    ) -> Returned:
+    ) -> Result:
         """A context that was kept for this function is used up only if the call is accepted. A call
         that goes on with one, or keeps one, is sent at once, after all that was made before it."""
         if successor is None and not self.outputs:
@@ -217,7 +224,7 @@ class SemanticFunction(BasicFunction):
             raise
         if successor is not None:
             session.contexts[successor] = request_id
-        return call.returned
+        return cast("Result", call.returned)
 
 
 class PyNativeFunction(BasicFunction):

@@ -9,8 +9,6 @@ from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any
 
-from pydantic import BaseModel
-
 from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import Text, parse_template, placeholder
@@ -39,7 +37,7 @@ class Parameter:
     typ: ParamType
     sampling_config: SamplingConfig | None = None
     default: Any = inspect.Parameter.empty
-    model: type[BaseModel] | None = None
+    model: Any = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -85,6 +83,35 @@ class ParameterLoc:
 
 
 FuncBodyPiece = Constant | ParameterLoc
+
+
+def output_names(template: str, inputs: Sequence[str], number: int) -> list[str]:
+    """The placeholders that are no inputs, each once, in order: the names of outputs. Raises
+    `TemplateError` unless there are so many."""
+    places: dict[str, int] = {}
+    start = 0
+    for piece in parse_template(template):
+        if isinstance(piece, Text):
+            start += len(piece.text)
+            continue
+        if piece.name not in inputs:
+            places.setdefault(piece.name, start)
+        start += len(placeholder(piece.name))
+    if len(places) == number:
+        return list(places)
+    found = ", ".join(f"`{name}`" for name in places) or "none"
+    problem = (
+        f"P.Returns has {number} output{'s' * (number > 1)}, each at the place of a placeholder"
+    )
+    problem += f" that is no parameter, of which the template has {found}"
+    wrong = (name for name in places if get_close_matches(name, inputs, 1))
+    name = next(wrong, next(reversed(places), ""))
+    if name not in places:
+        raise TemplateError(problem, template, len(template), len(template))
+    if close := get_close_matches(name, inputs, 1):
+        problem += f": did you mean `{close[0]}`?"
+    start = places[name]
+    raise TemplateError(problem, template, start, start + len(placeholder(name)))
 
 
 def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiece]:

@@ -1,79 +1,55 @@
-"""The decorators that make functions, and the annotations of their parameters."""
+"""The decorators that make functions."""
 
 import inspect
-import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, get_origin
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
-from pydantic import BaseModel
-
+from parrot.frontend.pfunc.annotations import (
+    Input,
+    Output,
+    Returned,
+    returned_outputs,
+    role_of,
+)
 from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
-from parrot.frontend.pfunc.function_body import Parameter, ParamType
+from parrot.frontend.pfunc.function_body import Parameter, ParamType, output_names
 from parrot.frontend.pfunc.metadata import Criteria, NativeFuncMetadata, parse_metadata
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, batch_of, current_session
 from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.frontend.pfunc.transforms import FuncMutator
 from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
-from parrot.protocol.sampling import SamplingConfig
+
+Given = ParamSpec("Given")
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NO_RETURN = "has a return annotation: outputs are parameters, or those of P.Returns"
 _NO_RETURNS = (inspect.Signature.empty, None, "None")
-_ROLE_NAME = re.compile(r"\b(Input|Output)\b")
 
 
-class Input:
-    """Annotates an input: text, or a variable."""
+class Decorator(Protocol):
+    """Makes a semantic function of a `def`."""
 
-
-class Output:
-    """Annotates an output. `P.Output` is `P.Output(P.SamplingConfig())`.
-
-    At most one of the others says which texts it may be: JSON of a schema, a match of a regular
-    expression or of a Lark grammar, one of some choices. Reading an output whose schema is a
-    pydantic model class gives an object of that class. `logprobs`: its variable tells how likely
-    its tokens were, and so many of the likeliest in their places."""
-
-    def __init__(
-        self,
-        sampling_config: SamplingConfig | None = None,
-        *,
-        json_schema: type[BaseModel] | dict[str, Any] | str | None = None,
-        regex: str | None = None,
-        grammar: str | None = None,
-        choices: Sequence[str] | None = None,
-        logprobs: int | None = None,
-    ) -> None:
-        """Raises `TypeError`, or `ValueError` for more than one constraint."""
-        if sampling_config is not None and not isinstance(sampling_config, SamplingConfig):
-            raise TypeError("P.Output takes a P.SamplingConfig")
-        self.model: type[BaseModel] | None = None
-        if isinstance(json_schema, type):
-            if not issubclass(json_schema, BaseModel):
-                raise TypeError(f"{json_schema.__name__} is no pydantic model class")
-            self.model, json_schema = json_schema, _closed(json_schema.model_json_schema())
-        given: dict[str, Any] = {
-            "json_schema": json_schema,
-            "regex": regex,
-            "grammar": grammar,
-            "choices": choices,
-        }
-        given["logprobs"] = logprobs
-        wanted = {name: value for name, value in given.items() if value is not None}
-        base = sampling_config or SamplingConfig()
-        self.sampling_config = SamplingConfig(**dict(base) | wanted) if wanted else base
-
-
-def _closed(schema: Any) -> Any:
-    """The schema without objects that may have more than their properties, which the model class
-    would only drop."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    parts = {name: _closed(part) for name, part in schema.items()}
-    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
-        parts.setdefault("additionalProperties", False)
-    return parts
+    @overload
+    def __call__(self, pyfunc: Callable[..., None], /) -> SemanticFunction[..., Any]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, pyfunc: Callable[Given, Returned[tuple[A, B]] | None], /
+    ) -> SemanticFunction[Given, tuple[SemanticVariable[A], SemanticVariable[B]]]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, pyfunc: Callable[Given, Returned[tuple[A, B, C]] | None], /
+    ) -> SemanticFunction[
+        Given, tuple[SemanticVariable[A], SemanticVariable[B], SemanticVariable[C]]
+    ]: ...
+    @overload
+    def __call__(
+        self, pyfunc: Callable[Given, Returned[T] | None], /
+    ) -> SemanticFunction[Given, SemanticVariable[T]]: ...
+    def __call__(self, pyfunc: Callable[..., Any], /) -> Any: ...
 
 
 def semantic_function(
@@ -81,22 +57,24 @@ def semantic_function(
     conversation_template: FuncMutator | None = None,
     try_register: bool = True,
     **metadata: Any,
-) -> Callable[[Callable[..., Any]], SemanticFunction]:
+) -> Decorator:
     """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
 
-    Raises `ValueError` at decoration for: a return annotation but None, no docstring, a placeholder
-    that is no parameter, an output that is first, adjacent to another, filled twice or nowhere;
-    `TypeError` for unknown metadata (see docs/pfunc.md for what there is)."""
+    Raises `ValueError` at decoration for: a return annotation but None and `P.Returns`, no
+    docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
+    to another, filled twice or nowhere; `TypeError` for unknown metadata (see
+    docs/pfunc.md for what there is)."""
     mutators = [m for m in (formatter, conversation_template) if m is not None]
     for mutator in mutators:
         if not isinstance(mutator, FuncMutator):
             raise TypeError(f"{mutator!r} is no transform: write `@P.semantic_function()`, with ()")
 
     def decorate(pyfunc: Callable[..., Any]) -> SemanticFunction:
-        name, params = _read_signature(pyfunc)
+        name = _name_of(pyfunc)
         if not pyfunc.__doc__:
             raise ValueError(f"`{name}` has no docstring, which is to be its prompt")
         try:
+            params = _semantic_parameters(pyfunc, pyfunc.__doc__)
             func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)
         except TemplateError as error:
             raise ValueError(f"semantic function `{name}`: {error.shown(pyfunc)}") from None
@@ -107,7 +85,7 @@ def semantic_function(
             func = mutator.transform(func)
         return func
 
-    return decorate
+    return cast("Decorator", decorate)
 
 
 def native_function(
@@ -125,8 +103,9 @@ def native_function(
     metadata = parse_metadata(NativeFuncMetadata, options)
 
     def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:
-        name, params = _read_signature(pyfunc)
-        return PyNativeFunction(name, pyfunc, params, metadata)
+        if _return_annotation(pyfunc) is not None:
+            raise ValueError(f"native function `{_name_of(pyfunc)}` {_NO_RETURN}")
+        return PyNativeFunction(_name_of(pyfunc), pyfunc, _parameters(pyfunc), metadata)
 
     return decorate
 
@@ -141,54 +120,46 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     return var
 
 
-def _read_signature(pyfunc: Callable[..., Any]) -> tuple[str, list[Parameter]]:
-    signature = inspect.signature(pyfunc)
-    name = getattr(pyfunc, "__name__", repr(pyfunc))
-    if signature.return_annotation not in _NO_RETURNS:
-        raise ValueError(f"`{name}` has a return annotation: outputs are parameters")
+def _name_of(pyfunc: Callable[..., Any]) -> str:
+    return getattr(pyfunc, "__name__", repr(pyfunc))
+
+
+def _semantic_parameters(pyfunc: Callable[..., Any], template: str) -> list[Parameter]:
+    """Those of the signature, and the outputs of `P.Returns`."""
+    params = _parameters(pyfunc)
+    annotation = _return_annotation(pyfunc)
+    if annotation is None:
+        return params
+    outputs = returned_outputs(annotation, pyfunc)
+    if outputs is None:
+        raise ValueError(_NO_RETURN)
+    if any(param.is_output for param in params):
+        raise ValueError("its outputs are parameters or those of P.Returns, not both")
+    names = output_names(template, [param.name for param in params], len(outputs))
+    return [*params, *map(_output, names, outputs)]
+
+
+def _return_annotation(pyfunc: Callable[..., Any]) -> Any:
+    """None if there is none."""
+    annotation = inspect.signature(pyfunc).return_annotation
+    return None if annotation in _NO_RETURNS else annotation
+
+
+def _parameters(pyfunc: Callable[..., Any]) -> list[Parameter]:
     params = []
-    for param in signature.parameters.values():
+    for param in inspect.signature(pyfunc).parameters.values():
         if param.kind not in _NAMED_KINDS:
-            raise ValueError(f"`{name}`: parameter `{param}` must have a name of its own")
-        params.append(_read_parameter(param, pyfunc))
-    return name, params
-
-
-def _read_parameter(param: inspect.Parameter, pyfunc: Callable[..., Any]) -> Parameter:
-    annotation = _role(_evaluated(param.annotation, pyfunc), param.name)
-    if annotation is Output:
-        annotation = Output()
-    if isinstance(annotation, Output):
-        sampling = annotation.sampling_config
-        return Parameter(
-            param.name, ParamType.OUTPUT_LOC, sampling, param.default, annotation.model
-        )
-    typ = ParamType.INPUT_LOC if annotation is Input else ParamType.INPUT_PYOBJ
-    return Parameter(param.name, typ, default=param.default)
-
-
-def _role(annotation: Any, name: str) -> Any:
-    """The role in an `Annotated[str, P.Output(...)]`, which type checkers take for a `str`."""
-    if get_origin(annotation) is not Annotated:
-        return annotation
-    parts = annotation.__metadata__
-    roles = [part for part in parts if part is Input or part is Output or isinstance(part, Output)]
-    if len(roles) > 1:
-        raise ValueError(f"parameter `{name}` is annotated with {len(roles)} roles; give it one")
-    return roles[0] if roles else annotation
-
-
-def _evaluated(annotation: Any, pyfunc: Callable[..., Any]) -> Any:
-    """The object that a postponed annotation (`from __future__ import annotations`) names. Other
-    types may be known to type checkers only; they mean a Python object anyway."""
-    if not isinstance(annotation, str):
-        return annotation
-    scope = inspect.getclosurevars(pyfunc).nonlocals
-    try:
-        return eval(annotation, getattr(pyfunc, "__globals__", {}), dict(scope))
-    except (AttributeError, NameError, SyntaxError, TypeError) as error:
-        if _ROLE_NAME.search(annotation):
             raise ValueError(
-                f"the annotation `{annotation}` of `{pyfunc.__name__}` cannot be evaluated: {error}"
-            ) from None
-        return annotation
+                f"`{_name_of(pyfunc)}`: parameter `{param}` must have a name of its own"
+            )
+        role = role_of(param.annotation, pyfunc, param.name)
+        if isinstance(role, Output):
+            params.append(_output(param.name, role, param.default))
+        else:
+            typ = ParamType.INPUT_LOC if role is Input else ParamType.INPUT_PYOBJ
+            params.append(Parameter(param.name, typ, default=param.default))
+    return params
+
+
+def _output(name: str, output: Output, default: Any = inspect.Parameter.empty) -> Parameter:
+    return Parameter(name, ParamType.OUTPUT_LOC, output.sampling_config, default, output.model)

@@ -11,10 +11,10 @@ from collections.abc import (
 from contextlib import aclosing
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from parrot.frontend.pfunc.display.progress import Callback, Progress, reporting
 from parrot.frontend.pfunc.metadata import Criteria
-from parrot.frontend.pfunc.progress import Callback, Progress, reporting
 from parrot.frontend.pfunc.semantic_variable import (
     Limit,
     ReadOptions,
@@ -30,17 +30,20 @@ if TYPE_CHECKING:
 _LATENCY = PerformanceCriteria.LATENCY
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 
-Variables = Sequence[SemanticVariable]
+V = TypeVar("V")
+A = TypeVar("A")
+B = TypeVar("B")
+
 Outputs = SemanticVariable | tuple[SemanticVariable, ...]  # of a call
 
 
 def first_k(
-    variables: Variables,
+    variables: Sequence[SemanticVariable[V]],
     k: int,
     criteria: Criteria = _LATENCY,
     timeout: Limit = None,
     deadline: Limit = None,
-) -> list[SemanticVariable]:
+) -> list[SemanticVariable[V]]:
     """Wait until `k` of the variables are ready: those, in the order in which they were. The others
     lose this reader, so what nobody else wants of them stops within one engine step.
 
@@ -55,12 +58,12 @@ def first_k(
 
 
 async def afirst_k(
-    variables: Variables,
+    variables: Sequence[SemanticVariable[V]],
     k: int,
     criteria: Criteria = _LATENCY,
     timeout: Limit = None,
     deadline: Limit = None,
-) -> list[SemanticVariable]:
+) -> list[SemanticVariable[V]]:
     """The same as `first_k` for async code. Cancelling withdraws the read."""
     session, pending, ready = _race(variables, k)
     if session is None:
@@ -70,25 +73,72 @@ async def afirst_k(
 
 
 def any_of(
-    variables: Variables,
+    variables: Sequence[SemanticVariable[V]],
     criteria: Criteria = _LATENCY,
     timeout: Limit = None,
     deadline: Limit = None,
-) -> SemanticVariable:
+) -> SemanticVariable[V]:
     """The first of the variables to be ready: see `first_k`."""
     return first_k(variables, 1, criteria, timeout, deadline)[0]
 
 
 async def aany_of(
-    variables: Variables,
+    variables: Sequence[SemanticVariable[V]],
     criteria: Criteria = _LATENCY,
     timeout: Limit = None,
     deadline: Limit = None,
-) -> SemanticVariable:
+) -> SemanticVariable[V]:
     """The same as `any_of` for async code. Cancelling withdraws the read."""
     return (await afirst_k(variables, 1, criteria, timeout, deadline))[0]
 
 
+@overload
+def gather(
+    variables: Sequence[SemanticVariable[V]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    return_exceptions: Literal[False] = False,
+) -> list[V]: ...
+@overload
+def gather(
+    variables: Sequence[SemanticVariable[V]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    *,
+    return_exceptions: bool,
+) -> list[V | ParrotError]: ...
+@overload
+def gather(
+    variables: Sequence[tuple[SemanticVariable[A], SemanticVariable[B]]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    return_exceptions: Literal[False] = False,
+) -> list[tuple[A, B]]: ...
+@overload
+def gather(
+    variables: Sequence[tuple[SemanticVariable[A], SemanticVariable[B]]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    *,
+    return_exceptions: bool,
+) -> list[tuple[A, B] | ParrotError]: ...
+@overload
+def gather(
+    variables: Sequence[Outputs],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    return_exceptions: bool = False,
+) -> list[Any]: ...
 def gather(
     variables: Sequence[Outputs],
     criteria: Criteria = _THROUGHPUT,
@@ -110,6 +160,53 @@ def gather(
     return reads.values(variables)
 
 
+@overload
+async def agather(
+    variables: Sequence[SemanticVariable[V]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    return_exceptions: Literal[False] = False,
+) -> list[V]: ...
+@overload
+async def agather(
+    variables: Sequence[SemanticVariable[V]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    *,
+    return_exceptions: bool,
+) -> list[V | ParrotError]: ...
+@overload
+async def agather(
+    variables: Sequence[tuple[SemanticVariable[A], SemanticVariable[B]]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    return_exceptions: Literal[False] = False,
+) -> list[tuple[A, B]]: ...
+@overload
+async def agather(
+    variables: Sequence[tuple[SemanticVariable[A], SemanticVariable[B]]],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    *,
+    return_exceptions: bool,
+) -> list[tuple[A, B] | ParrotError]: ...
+@overload
+async def agather(
+    variables: Sequence[Outputs],
+    criteria: Criteria = _THROUGHPUT,
+    timeout: Limit = None,
+    deadline: Limit = None,
+    progress: Progress = None,
+    return_exceptions: bool = False,
+) -> list[Any]: ...
 async def agather(
     variables: Sequence[Outputs],
     criteria: Criteria = _THROUGHPUT,
@@ -127,12 +224,12 @@ async def agather(
 
 
 def as_completed(
-    variables: Variables,
+    variables: Sequence[SemanticVariable[V]],
     criteria: Criteria = _THROUGHPUT,
     timeout: Limit = None,
     deadline: Limit = None,
     progress: Progress = None,
-) -> Iterator[SemanticVariable]:
+) -> Iterator[SemanticVariable[V]]:
     """Each of the variables as soon as it is ready or failed: its `get` gives the value or raises
     the error. All are wanted from the first step of the loop on; leaving it early withdraws the
     reads of the others. Raises `TimedOut` when `timeout` has passed, and `ValueError` if a variable
@@ -142,12 +239,12 @@ def as_completed(
 
 
 def aas_completed(
-    variables: Variables,
+    variables: Sequence[SemanticVariable[V]],
     criteria: Criteria = _THROUGHPUT,
     timeout: Limit = None,
     deadline: Limit = None,
     progress: Progress = None,
-) -> AsyncIterator[SemanticVariable]:
+) -> AsyncIterator[SemanticVariable[V]]:
     """The same as `as_completed` for async code. To withdraw the reads at a certain moment, close
     the iterator."""
     options = read_options(criteria, timeout, deadline)

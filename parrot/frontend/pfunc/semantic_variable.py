@@ -1,21 +1,20 @@
 """A program's handle of a semantic variable: text that is there now or will be later."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypeVar
 
 from parrot.frontend.pfunc.metadata import Criteria, parse_criteria
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest, ValidationFailed
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from parrot.frontend.pfunc.batch import Batch, Draft
     from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import TokenUsage, VarGetResponse
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
+
+Value = TypeVar("Value", covariant=True, default=Any)
 
 Limit = float | None  # seconds
 
@@ -60,7 +61,7 @@ def batch_of(session: "Session") -> "Batch | None":
     return batch if batch is not None and batch.is_open and batch.session is session else None
 
 
-class SemanticVariable:
+class SemanticVariable(Generic[Value]):
     """Write-once text. A read makes ServeCore produce it, and everything it needs; a value that was
     read once is kept here. It may be used from any thread and any event loop.
 
@@ -85,13 +86,12 @@ class SemanticVariable:
         self,
         name: str | None = None,
         content: str | None = None,
-        model: "type[BaseModel] | None" = None,
+        model: Any = None,
     ) -> None:
         self.name = name if name is not None else f"var_{secrets.token_hex(4)}"
         self._content = content
         self.model = model
-        """The class of the object that `get` makes of its text, which is JSON; None: `get` gives
-        the text."""
+        """The type of what `get` makes of its text, which is JSON; None: `get` gives the text."""
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
@@ -111,7 +111,7 @@ class SemanticVariable:
 
     def _repr_html_(self) -> str:
         """The HTML for notebooks; it never asks for the value."""
-        from parrot.frontend.pfunc.shown import variable_html
+        from parrot.frontend.pfunc.display.shown import variable_html
 
         return variable_html(self.name, self._content)
 
@@ -181,8 +181,8 @@ class SemanticVariable:
 
     def get(
         self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
-    ) -> Any:
-        """Wait for the value: its text, or an object of its `model`. Raises `ValidationFailed` for
+    ) -> Value:
+        """Wait for the value: its text, or an object of its type. Raises `ValidationFailed` for
         a text that is no such object, say since it was cut; `content` is the text even then."""
         if self._content is None:
             session = self.live_session()
@@ -192,7 +192,7 @@ class SemanticVariable:
 
     async def aget(
         self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
-    ) -> Any:
+    ) -> Value:
         """Wait for the value, as `get` does. Cancelling withdraws the read."""
         if self._content is None:
             session = self.live_session()
@@ -200,18 +200,23 @@ class SemanticVariable:
             await session.loop.arun(reading)
         return self._value()
 
-    def _value(self) -> Any:
+    def _value(self) -> Value:
         assert self._content is not None, self
         if self.model is None:
-            return self._content
+            return cast("Value", self._content)
         try:
-            return self.model.model_validate_json(self._content)
+            return cast("Value", TypeAdapter(self.model).validate_json(self._content))
         except ValidationError as error:
             cut = ", since it was cut at its greatest length" * (self.finish_reason == "length")
             first = error.errors(include_url=False, include_input=False)[0]
+            name = getattr(self.model, "__name__", self.model)
             raise ValidationFailed(
-                f"the value of `{self.name}` is no {self.model.__name__}{cut}: {first['msg']}"
+                f"the value of `{self.name}` is no {name}{cut}: {first['msg']}"
             ) from None
+
+    def __await__(self) -> Generator[Any, Any, Value]:
+        """`await v` is `await v.aget()`."""
+        return self.aget().__await__()
 
     def stream(
         self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None

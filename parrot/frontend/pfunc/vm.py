@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from parrot.frontend.pfunc.function import BasicFunction, Parameter, SemanticFunction
 from parrot.frontend.pfunc.semantic_variable import current_session
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from parrot.protocol.public import SessionInfo
 
 logger = logging.getLogger("parrot.frontend.pfunc")
+
+Result = TypeVar("Result")
 
 Mode = Literal["release", "debug"]
 
@@ -181,7 +183,9 @@ class VirtualMachine:
 
         return Batch(self._live_session())
 
-    def map(self, func: BasicFunction, items: Iterable[Any], /, **constants: Any) -> list[Any]:
+    def map(
+        self, func: BasicFunction[..., Result], items: Iterable[Any], /, **constants: Any
+    ) -> list[Result]:
         """Call the function once with each of the items, in one request: what the calls return, in
         order. An item is the first input that is not among the `constants`."""
         name = _mapped_input(func, constants)
@@ -189,8 +193,8 @@ class VirtualMachine:
             return [func.invoke(**{name: item}, **constants) for item in items]
 
     async def amap(
-        self, func: BasicFunction, items: Iterable[Any], /, **constants: Any
-    ) -> list[Any]:
+        self, func: BasicFunction[..., Result], items: Iterable[Any], /, **constants: Any
+    ) -> list[Result]:
         """The same as `map` for async code."""
         name = _mapped_input(func, constants)
         async with self.batch():
@@ -199,13 +203,13 @@ class VirtualMachine:
     def session_info(self) -> "SessionInfo":
         """The session's variables, calls (with engine, tokens and times) and graph so far, which
         notebooks show as a table."""
-        from parrot.frontend.pfunc.shown import ShownSession
+        from parrot.frontend.pfunc.display.shown import ShownSession
 
         session = self._live_session()
         return ShownSession(**dict(session.loop.run(session.info())))
 
     def _report(self) -> None:
-        from parrot.frontend.pfunc.shown import cost_report
+        from parrot.frontend.pfunc.display.shown import cost_report
 
         with suppress(ParrotError):  # a program that failed says why by itself
             sys.stderr.write(cost_report(self.session_info(), self.stat_run_time))

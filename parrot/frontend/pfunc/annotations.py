@@ -1,0 +1,181 @@
+"""The annotations of parameters and of what a function returns."""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Optional,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+)
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.errors import PydanticUserError
+
+from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
+
+T = TypeVar("T")
+
+_ROLE_NAME = re.compile(r"\b(Input|Output|Returns)\b")
+
+
+class Returned(Generic[T]):
+    """The type of a function's outputs, for type checkers; at run time, `kind`."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+
+if TYPE_CHECKING:
+    Input: TypeAlias = object
+    # A function whose body is its docstring returns None.
+    Returns: TypeAlias = Optional[Returned[T]]  # noqa: UP045
+else:
+
+    class Input:
+        """Annotates an input: text, or a variable."""
+
+    class Returns:
+        """`-> P.Returns[T]`: the function has one output, of the type `T`, whose place is the
+        placeholder that is no parameter. `T` is `str`, a `Literal` of texts, or what pydantic knows
+        as JSON: a model class, `int`, `list[Person]`. `P.Returns[tuple[A, B]]`: two outputs, in
+        the order of their places. `Annotated[P.Returns[T], P.Output(...)]`: with options. Type
+        checkers know the parameters of such a function and the types of its outputs."""
+
+        def __class_getitem__(cls, kind: Any) -> Returned:
+            return Returned(kind)
+
+
+class Output:
+    """Annotates an output. `P.Output` is `P.Output(P.SamplingConfig())`.
+
+    At most one of the others says which texts it may be: JSON of a schema, a match of a regular
+    expression or of a Lark grammar, one of some choices. Reading an output whose schema is that of
+    a type, such as a pydantic model class or `list[int]`, gives an object of that type.
+    `logprobs`: its variable tells how likely its tokens were, and so many of the likeliest in their
+    places."""
+
+    def __init__(
+        self,
+        sampling_config: SamplingConfig | None = None,
+        *,
+        json_schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        choices: Sequence[str] | None = None,
+        logprobs: int | None = None,
+    ) -> None:
+        """Raises `TypeError`, or `ValueError` for more than one constraint."""
+        if sampling_config is not None and not isinstance(sampling_config, SamplingConfig):
+            raise TypeError("P.Output takes a P.SamplingConfig")
+        self.model: Any = None
+        if not isinstance(json_schema, dict | str | None):
+            self.model, json_schema = json_schema, _schema_of(json_schema)
+        given: dict[str, Any] = {
+            "json_schema": json_schema,
+            "regex": regex,
+            "grammar": grammar,
+            "choices": choices,
+        }
+        given["logprobs"] = logprobs
+        wanted = {name: value for name, value in given.items() if value is not None}
+        base = sampling_config or SamplingConfig()
+        self.sampling_config = SamplingConfig(**dict(base) | wanted) if wanted else base
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """Raises `TypeError` for what pydantic does not know as JSON."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        schema: dict[str, Any] = _closed(kind.model_json_schema())
+        return schema
+    try:
+        schema = _closed(TypeAdapter(kind).json_schema())
+    except PydanticUserError as error:
+        problem = error.message.partition(". ")[0]
+        raise TypeError(f"{kind!r} is no type of JSON values: {problem}") from None
+    return schema
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without objects that may have more than their properties, which the model class
+    would only drop."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: _closed(part) for name, part in schema.items()}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        parts.setdefault("additionalProperties", False)
+    return parts
+
+
+def role_of(annotation: Any, pyfunc: Callable[..., Any], name: str) -> Any:
+    """`Input`, an `Output`, or an annotation that means neither."""
+    role = _only_role(_evaluated(annotation, pyfunc), name)
+    return Output() if role is Output else role
+
+
+def returned_outputs(annotation: Any, pyfunc: Callable[..., Any]) -> list[Output] | None:
+    """The outputs that a return annotation stands for; None if it is no `P.Returns`. Raises
+    `TypeError` or `ValueError`."""
+    annotation = _evaluated(annotation, pyfunc)
+    parts = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    returned, *options = parts
+    if not isinstance(returned, Returned):
+        return None
+    given = [one for one in options if isinstance(one, Output | SamplingConfig)]
+    kinds = get_args(returned.kind) if get_origin(returned.kind) is tuple else (returned.kind,)
+    if len(given) > 1 or (given and len(kinds) > 1):
+        raise ValueError("P.Returns takes the options of one output, for one output")
+    return [_typed_output(kind, given[0] if given else Output()) for kind in kinds]
+
+
+def _typed_output(kind: Any, options: Output | SamplingConfig) -> Output:
+    """An output whose value is of this type."""
+    if isinstance(options, SamplingConfig):
+        options = Output(options)
+    if kind is str and options.model is None:
+        return options
+    sampling = options.sampling_config
+    if any(getattr(sampling, name) is not None for name in CONSTRAINTS):
+        raise ValueError(f"P.Returns[{kind!r}] says what the output is: its options must not")
+    if get_origin(kind) is not Literal:
+        return Output(sampling, json_schema=kind)
+    choices = get_args(kind)
+    if not all(isinstance(choice, str) for choice in choices):
+        raise TypeError(f"{kind!r} has choices that are no texts")
+    return Output(sampling, choices=choices)
+
+
+def _only_role(annotation: Any, name: str) -> Any:
+    """The role in an `Annotated[str, P.Output(...)]`, which type checkers take for a `str`."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    parts = annotation.__metadata__
+    roles = [part for part in parts if part is Input or part is Output or isinstance(part, Output)]
+    if len(roles) > 1:
+        raise ValueError(f"parameter `{name}` is annotated with {len(roles)} roles; give it one")
+    return roles[0] if roles else annotation
+
+
+def _evaluated(annotation: Any, pyfunc: Callable[..., Any]) -> Any:
+    """The object that a postponed annotation (`from __future__ import annotations`) names. Other
+    types may be known to type checkers only; they mean a Python object anyway."""
+    if not isinstance(annotation, str):
+        return annotation
+    scope = inspect.getclosurevars(pyfunc).nonlocals
+    try:
+        return eval(annotation, getattr(pyfunc, "__globals__", {}), dict(scope))
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        if _ROLE_NAME.search(annotation):
+            raise ValueError(
+                f"the annotation `{annotation}` of `{pyfunc.__name__}` cannot be evaluated: {error}"
+            ) from None
+        return annotation
