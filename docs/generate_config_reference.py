@@ -6,7 +6,8 @@ makes docs/configuration.md, and in docs/rest.md and docs/engine_api.md fills wh
 `<!-- fields: MODEL -->` and `<!-- end -->`, and in docs/metrics.md what stands between
 `<!-- metrics: PROCESS -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
 clients have done, and `<!-- wire -->`, what becomes of the fields that they send, and in
-docs/engines.md `<!-- servers -->`, what other makers' servers can do."""
+docs/engines.md `<!-- servers -->`, what other makers' servers can do. In docs/security.md
+`<!-- rules: SERVER -->` is who may use which route, as the apps have it."""
 
 import inspect
 import json
@@ -17,20 +18,27 @@ from typing import Any
 
 from prometheus_client.core import Metric
 from pydantic import BaseModel
+from starlette.routing import BaseRoute
 
 from parrot.engine import config as engine_config
+from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
+from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.sim.engine import SimService
 from parrot.protocol import engine_api, graph_api, public, sampling
+from parrot.protocol.gate.access import Access, rules
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.sampling import CONSTRAINTS
 from parrot.protocol.streams import payloads as streams_api
+from parrot.serve.api.app import create_app as core_app
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
 from parrot.serve.api.vendors.completions import CompletionRequest
 from parrot.serve.api.vendors.openai_chat import ChatRequest
 from parrot.serve.api.vendors.responses.fields import ResponseRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
+from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.utils.clock import MonotonicClock
@@ -73,6 +81,7 @@ REFUSED = {
 _TABLE = re.compile(r"(<!-- (clients|wire|servers) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _METRICS = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_RULES = re.compile(r"(<!-- rules: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
 
@@ -382,11 +391,29 @@ def _labels(family: Metric) -> str:
     return ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
 
 
+def _security_page(page: str) -> str:
+    made = {"core": rules_table(core_app(ServeCore(CoreConfig())).routes)}
+    config, clock = engine_config.SimConfig(), MonotonicClock()
+    engine = engine_app(SimService(config, clock), ReorderBuffer(clock), config)
+    made["engine"] = rules_table(engine.routes)
+    return _RULES.sub(lambda match: match[1] + made[match[2]] + match[3], page)
+
+
+def rules_table(routes: Iterable[BaseRoute]) -> str:
+    paths: dict[Access, list[str]] = {access: [] for access in Access}
+    for rule in rules(routes):
+        path = rule.path.replace(":path}", "}")
+        paths[rule.access].append(f"`{rule.method} {path}`".replace("* ", ""))
+    rows = [[str(access), ", ".join(found)] for access, found in paths.items() if found]
+    return _plain_table(["needs", "routes"], rows)
+
+
 def pages() -> dict[Path, str]:
     """Every generated page and what it should hold."""
     made = {DOCS / "configuration.md": configuration_page()}
     return made | {
         **{DOCS / name: _with_tables((DOCS / name).read_text()) for name in TABLE_PAGES},
+        DOCS / "security.md": _security_page((DOCS / "security.md").read_text()),
         DOCS / "metrics.md": _metrics_page((DOCS / "metrics.md").read_text()),
         **{DOCS / name: filled((DOCS / name).read_text()) for name in FILLED_PAGES},
     }

@@ -60,11 +60,13 @@ def growth(before: Counters, after: Counters) -> dict[str, float]:
     return {name: value for name, value in grown.items() if value}
 
 
-def scrape(base_url: str) -> Scrape:
+def scrape(base_url: str, token: str | None = None) -> Scrape:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+
     async def get() -> str:
         timeout = aiohttp.ClientTimeout(total=10)
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.get(f"{base_url}/metrics") as response,
         ):
             return await response.text() if response.ok else ""

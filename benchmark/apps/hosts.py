@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from benchmark.apps.backends.openai import openai_backend
 from benchmark.apps.backends.parrot import parrot_backend
@@ -19,6 +20,7 @@ from parrot.cluster.cluster import CORE
 from parrot.engine.config import SimConfig, parse_engine_config
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ReadyResponse
 from parrot.protocol.serve_client import ServeClient
@@ -84,7 +86,8 @@ class ServerHost(Host):
         if setting.style == "openai":
             return await openai_backend(url, network, self._model, self._api_key)
         client = ServeClient(HttpClient(url))
-        return parrot_backend(client, scrape(url), network, whole_graph=setting.style == "parrot")
+        metrics = scrape(url, own_token(url))
+        return parrot_backend(client, metrics, network, whole_graph=setting.style == "parrot")
 
 
 class ClusterHost(ServerHost):
@@ -170,16 +173,24 @@ class SimHost(Host):
             return await measure(backend)
 
 
+def own_token(url: str) -> str | None:
+    """This user's cluster token for a server on this machine; elsewhere it would be given away."""
+    return kept_token(state_dir=None) if is_loopback(urlsplit(url).hostname or "") else None
+
+
 async def engine_tokenizer(base_url: str) -> str | None:
     """From the first engine of a ServeCore of this user; None if this is no ServeCore."""
-    async with HttpClient(base_url) as http:
+    token = own_token(base_url)
+    async with HttpClient(base_url, bearer_token=token) as http:
         try:
             ready = ReadyResponse.model_validate(await http.request("GET", "/ready"))
         except Exception:  # noqa: BLE001 - another kind of server: whatever it answers
             return None
+    if not ready.engines:
+        return None
     engine = ready.engines[0]
     url = f"http://{engine.host}:{engine.port}"
-    client = EngineClient(HttpClient(url, bearer_token=kept_token(state_dir=None)))
+    client = EngineClient(HttpClient(url, bearer_token=token))
     try:
         return (await client.tokenizer()).tokenizer_json
     finally:

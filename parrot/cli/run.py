@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from parrot.cli.servers import running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
 from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.public import EngineStatus, ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.page.visitors import page_url
@@ -49,14 +50,29 @@ def show_health(core: str) -> None:
     if ask(*address, "/health", timeout_s=5.0) is None:
         _fail_without_core(core)
     milliseconds = 1e3 * (time.perf_counter() - begin)
-    status, answer = ask(*address, "/ready", timeout_s=5.0) or (None, None)
+    status, answer = ask(*address, "/ready", timeout_s=5.0, token=_token_for(address[0])) or (
+        None,
+        None,
+    )
     try:
-        ready = ReadyResponse.model_validate({"engines": []} if status == 503 else answer)
+        ready = None if status == 503 else ReadyResponse.model_validate(answer)
     except ValidationError:
         fail(f"{core} answers, but it is not a ServeCore")
-    OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms; {ready.num_queued} queued")
-    OUT.print(engine_table(ready.engines) if ready.engines else "no engine is registered")
-    sys.exit(0 if ready.engines else 1)
+    OUT.print(f"ServeCore at {core} answers in {milliseconds:.1f} ms")
+    if ready is None:
+        OUT.print("no engine is registered")
+        sys.exit(1)
+    if ready.engines is None:
+        OUT.print("engines are up; who has the cluster token may see which")
+    else:
+        OUT.print(f"{ready.num_queued} queued", engine_table(ready.engines), sep="\n")
+
+
+def _token_for(host: str) -> str | None:
+    """This user's token for a server on this machine; elsewhere it would be given away."""
+    with suppress(ConfigError):
+        return operator_token(None) if is_loopback(host) else None
+    return None
 
 
 def _fail_without_core(core: str) -> NoReturn:

@@ -212,10 +212,11 @@ def client_lines(url: str, model: str, key: str) -> dict[str, str]:
 def _models(cluster: Cluster) -> list[str]:
     """As ServeCore names them."""
     core = cluster.configs["core"]
-    status, answer = ask(core["host"], core["port"], "/ready", timeout_s=5.0) or (None, None)
+    token = cluster.cluster_token
+    status, answer = ask(core["host"], core["port"], "/ready", 5.0, token) or (None, None)
     if status != 200:
         return ["MODEL"]
-    engines = ReadyResponse.model_validate(answer).engines
+    engines = ReadyResponse.model_validate(answer).engines or []
     return list(dict.fromkeys(engine.model for engine in engines)) or ["MODEL"]
 
 

@@ -269,13 +269,14 @@ class Cluster:
     def _registered_ids(self) -> dict[str, int]:
         """Engine ids by name of the engines that ServeCore believes to be live."""
         answer = self._ask(CORE, "/ready") if CORE in self.configs else None
-        engines = [] if answer is None else ReadyResponse.model_validate(answer).engines
-        return {engine.engine_name: engine.engine_id for engine in engines}
+        engines = None if answer is None else ReadyResponse.model_validate(answer).engines
+        return {engine.engine_name: engine.engine_id for engine in engines or []}
 
     def _ask(self, name: str, path: str) -> Any:
         """The decoded answer of one of our servers; None if it gives none, or one of failure."""
         config = self.configs[name]
-        answer = ask(_reachable(config["host"]), config["port"], path)
+        host, token = _reachable(config["host"]), self.cluster_token
+        answer = ask(host, config["port"], path, token=token)
         return answer[1] if answer is not None and answer[0] == HTTPStatus.OK else None
 
     def _late_message(self, missing: set[str]) -> str:

@@ -36,13 +36,16 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def ask(host: str, port: int, path: str, timeout_s: float = 2.0) -> tuple[int, Any] | None:
+def ask(
+    host: str, port: int, path: str, timeout_s: float = 2.0, token: str | None = None
+) -> tuple[int, Any] | None:
     """(status, decoded JSON or None) of a GET, or None when nobody answers.
 
     Plain `http.client`: it ignores proxy settings, and needs no event loop."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             raw = response.read()
         except (OSError, http.client.HTTPException):

@@ -1,7 +1,8 @@
 """The HTTP face of an engine of any type."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,7 +16,7 @@ from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
-from parrot.protocol.endpoint import Endpoint, install_description
+from parrot.protocol.endpoint import Endpoint, install
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
@@ -31,6 +32,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
+from parrot.protocol.gate.access import Access, rules
 from parrot.protocol.gate.answer import error_response
 from parrot.protocol.server import create_base_app, require_cluster_token
 from parrot.protocol.streams.payloads import ChannelRequest, FollowRequest, FollowResponse
@@ -38,7 +40,7 @@ from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
-_OPEN_PATHS = frozenset({"/health", "/ready"})
+_guarded = partial(Endpoint, access=Access.CLUSTER)
 
 
 def create_app(
@@ -78,10 +80,10 @@ def create_app(
         *_readings(service),
         *_facts(service, incarnation, metrics),
     ]
-    app.router.routes[:0] = [endpoint.route() for endpoint in endpoints]
-    install_description(app, endpoints)
+    install(app, endpoints, access=Access.CLUSTER)
     if config.cluster_token is not None:
-        app.add_middleware(TokenGuard, token=config.cluster_token)
+        open_paths = {rule.path for rule in rules(app.routes) if rule.access is Access.ANYBODY}
+        app.add_middleware(TokenGuard, token=config.cluster_token, open_paths=open_paths)
     return app
 
 
@@ -113,9 +115,23 @@ def _verbs(
         return FreeContextResponse(context_len=await service.free_contexts(ids))
 
     return [
-        Endpoint("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
-        Endpoint("POST", "/generate", generate, "Add to contexts, and generate", errors=_ERRORS),
-        Endpoint("POST", "/free_context", free_context, "Drop contexts", errors=(401, 404, 413)),
+        _guarded("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
+        Endpoint(
+            "POST",
+            "/generate",
+            generate,
+            "Add to contexts, and generate",
+            errors=_ERRORS,
+            access=Access.CLUSTER,
+        ),
+        Endpoint(
+            "POST",
+            "/free_context",
+            free_context,
+            "Drop contexts",
+            errors=(401, 404, 413),
+            access=Access.CLUSTER,
+        ),
     ]
 
 
@@ -154,7 +170,15 @@ def _streams(
         ("/channel", channel, "The pieces of all generations that name it"),
     ]
     return [
-        Endpoint("POST", path, verb, about, errors=_ERRORS, media_type="text/event-stream")
+        Endpoint(
+            "POST",
+            path,
+            verb,
+            about,
+            errors=_ERRORS,
+            media_type="text/event-stream",
+            access=Access.CLUSTER,
+        )
         for path, verb, about in verbs
     ]
 
@@ -171,8 +195,15 @@ def _readings(service: EngineService) -> list[Endpoint]:
         return response
 
     return [
-        Endpoint("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
-        Endpoint("POST", "/score", score, "How likely a text's tokens are", errors=_ERRORS),
+        _guarded("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
+        Endpoint(
+            "POST",
+            "/score",
+            score,
+            "How likely a text's tokens are",
+            errors=_ERRORS,
+            access=Access.CLUSTER,
+        ),
     ]
 
 
@@ -198,12 +229,27 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
         return counts.render(service.runtime_info())
 
     return [
-        Endpoint("POST", "/ping", ping, "What runs here", errors=(401, 503)),
-        Endpoint("GET", "/tokenizer", tokenizer, "The model's tokenizer", errors=(401, 404, 503)),
-        Endpoint("GET", "/health", health, "Whether the process lives"),
-        Endpoint("GET", "/ready", ready, "Whether it can work", errors=(503,)),
+        _guarded("POST", "/ping", ping, "What runs here", errors=(401, 503)),
         Endpoint(
-            "GET", "/metrics", metrics, "For Prometheus", errors=(401,), media_type=CONTENT_TYPE
+            "GET",
+            "/tokenizer",
+            tokenizer,
+            "The model's tokenizer",
+            errors=(401, 404, 503),
+            access=Access.CLUSTER,
+        ),
+        Endpoint("GET", "/health", health, "Whether the process lives", access=Access.ANYBODY),
+        Endpoint(
+            "GET", "/ready", ready, "Whether it can work", errors=(503,), access=Access.ANYBODY
+        ),
+        Endpoint(
+            "GET",
+            "/metrics",
+            metrics,
+            "For Prometheus",
+            errors=(401,),
+            media_type=CONTENT_TYPE,
+            access=Access.CLUSTER,
         ),
     ]
 
@@ -212,12 +258,13 @@ class TokenGuard:
     """Refuses, unless it carries the cluster's token, every request that is not for an open path;
     so a route that is added later is closed by default."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str]) -> None:
         self._app = app
         self._token = token
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             try:
                 require_cluster_token(request := Request(scope), self._token)
             except AuthenticationFailed as error:

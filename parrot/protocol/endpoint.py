@@ -6,11 +6,13 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
+from parrot.protocol.gate.access import Access, Check, RuledRoute, rules
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
 from parrot.protocol.public import Answer, EmptyResponse
 from parrot.protocol.server import (
@@ -19,7 +21,6 @@ from parrot.protocol.server import (
     json_response,
     parse_payload,
     read_json,
-    require_cluster_token,
     run_until_disconnect,
 )
 from parrot.utils.traces.traceparent import TraceParent
@@ -46,7 +47,8 @@ class Endpoint:
 
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
     for the field `bearer` if that is not given, and the header `traceparent` for that field.
-    `cluster_token`: what the Bearer token must be. `body`: which bodies are read.
+    `access`: who may use it, and `check` what says so, if the verb does not. `body`: which bodies
+    are read.
     `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
     gives server-sent events to those who ask for them) only describe it."""
 
@@ -57,10 +59,11 @@ class Endpoint:
         verb: Callable[..., Any],
         summary: str = "",
         *,
+        access: Access,
+        check: Check | None = None,
         takes: type[BaseModel] | None = None,
         errors: tuple[int, ...] = (),
         bearer: str = "session_auth",
-        cluster_token: str | None = None,
         media_type: str = "application/json",
         about: str = "OK",
         may_stream: bool = False,
@@ -73,6 +76,7 @@ class Endpoint:
         self.summary = summary
         self.takes: type[BaseModel] | None = takes if request is None else request.annotation
         self.gives = signature.return_annotation
+        self.access = access
         self.errors = errors
         self.media_type = media_type
         self.about = about
@@ -81,20 +85,20 @@ class Endpoint:
         self._wants_request = request is not None
         self._is_traced = self.takes is not None and "traceparent" in self.takes.model_fields
         self._bearer = bearer
-        self._cluster_token = cluster_token
+        self._check = check
         self._body = body
 
     def route(self) -> Route:
         """A plain route: FastAPI's, which resolve dependencies, cost more than all of ServeCore's
         own work on a call."""
-        route = Route(self.path, self._answer, methods=[self.method])
+        route = RuledRoute(self.path, self._answer, self.access, methods=[self.method])
         if self.takes is not None:
             route.methods = {self.method}  # without HEAD, which would be a read
         return route
 
     async def _answer(self, request: Request) -> Response:
-        if self._cluster_token is not None:
-            require_cluster_token(request, self._cluster_token)
+        if self._check is not None:
+            self._check(request)
         result = self._verb(**await self._arguments(request))
         if inspect.isawaitable(result):
             result = await run_until_disconnect(request, result)
@@ -172,8 +176,8 @@ _ERRORS = {
 Json = dict[str, Any]
 
 
-def install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
-    """Add to what `/openapi.json` and `/docs` show; made when one of them is first asked for."""
+def _install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
+    """Have `app.openapi` describe them; it is made when it is first asked for."""
     described_by_fastapi = app.openapi
 
     def openapi() -> Json:
@@ -183,6 +187,26 @@ def install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def install(
+    app: FastAPI,
+    endpoints: Sequence[Endpoint],
+    others: Sequence[BaseRoute] = (),
+    *,
+    access: Access,
+    check: Check | None = None,
+) -> None:
+    """Make these all routes of the app, and describe them under `/openapi.json`, for whom `access`
+    and `check` say. Raises `TypeError` if a route has no rule."""
+
+    def openapi() -> bytes:
+        return orjson.dumps(app.openapi())
+
+    page = Endpoint("GET", "/openapi.json", openapi, "This page", access=access, check=check)
+    app.router.routes[:] = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
+    list(rules(app.routes))
+    _install_description(app, endpoints)
 
 
 def _describe(endpoints: Sequence[Endpoint]) -> Json:

@@ -383,10 +383,10 @@ class EngineStatus(Answer):
 
 
 class ReadyResponse(Answer):
-    """Answer of `/ready` when a live engine is registered; else it is the error `no_engine`."""
+    """Answer of `/ready` if an engine is registered. Without the cluster token all is null."""
 
-    num_queued: int = 0
-    engines: list[EngineStatus]
+    num_queued: int | None
+    engines: list[EngineStatus] | None
 
 
 class StreamDelta(Answer):

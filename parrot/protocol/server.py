@@ -66,6 +66,7 @@ def create_base_app(
     app = _App(
         title=title,
         lifespan=lifespan,
+        openapi_url=None,  # ours have rules; and FastAPI's pages load scripts from elsewhere
         # Else it looks for a provider of each in the environment, with every request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
@@ -133,9 +134,19 @@ def bearer_token(request: Request) -> str | None:
     return token if scheme.lower() == "bearer" and token else None
 
 
+def api_key_of(request: Request) -> str | None:
+    """The Bearer token, or the header `x-api-key` (Anthropic's)."""
+    return bearer_token(request) or request.headers.get("x-api-key")
+
+
+def knows_cluster_token(request: Request, expected: str | None) -> bool:
+    """Whether it carries the cluster's token, or none is configured."""
+    return expected is None or tokens_equal(bearer_token(request) or "", expected)
+
+
 def require_cluster_token(request: Request, expected: str | None) -> None:
-    """Refuse a call between tiers that does not carry the cluster's token, if one is configured."""
-    if expected is not None and not tokens_equal(bearer_token(request) or "", expected):
+    """Raises `AuthenticationFailed`."""
+    if not knows_cluster_token(request, expected):
         raise AuthenticationFailed("missing or wrong cluster token")
 
 

@@ -171,14 +171,15 @@ class ServeCore:
                 models.data.append(cards[name].model_copy(update={"id": alias}))
         return models
 
-    def readiness(self) -> ReadyResponse:
+    def readiness(self, *, sees_engines: bool) -> ReadyResponse:
         """Raises `NoEngine`, or `Unavailable` when the service is going down."""
         self._require_open()
         if not (engines := self.fleet.views()):
             raise NoEngine("no engine is registered")
-        return ReadyResponse(
-            num_queued=self.num_queued, engines=[engine_view(engine) for engine in engines]
-        )
+        if not sees_engines:
+            return ReadyResponse(num_queued=None, engines=None)
+        shown = [engine_view(engine) for engine in engines]
+        return ReadyResponse(num_queued=self.num_queued, engines=shown)
 
     @property
     def num_queued(self) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from parrot.cluster.ports import ask, free_port
+from parrot.protocol.gate.cluster_token import kept_token
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -182,7 +183,7 @@ def test_launch_until_a_signal_and_a_second_one_of_the_same_ports(
 ) -> None:
     paths, port = configs
     launch = start_launch(mark, tmp_path, paths)
-    answer = ask("localhost", port, "/ready")
+    answer = ask("localhost", port, "/ready", token=kept_token(None))
     assert answer is not None
     assert {e["engine_name"] for e in answer[1]["engines"]} == {"engine-0", "engine-1"}
     launch.read_until("#key=")

@@ -15,6 +15,7 @@ import pytest
 from parrot.cli.up import UpOptions, client_lines, plan_engines, visible_gpus
 from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
+from parrot.protocol.gate.cluster_token import kept_token
 from parrot.utils.config import ConfigError
 from tests.support.command import parrot
 
@@ -117,7 +118,10 @@ def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
                 said += line
                 if "Ctrl-C" in line:
                     break
-            _, ready = ask("127.0.0.1", port, "/ready") or (None, {"engines": []})
+            _, ready = ask("127.0.0.1", port, "/ready", token=kept_token(None)) or (
+                None,
+                {"engines": []},
+            )
             engines = [engine["model"] for engine in ready["engines"]]
         finally:
             process.send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/ready" and (config.get("loading") or not (engines or alone)):
             self._answer({"error": {"type": "no_engine"}}, status=503)
         else:
-            self._answer({"engines": engines})
+            self._answer({"num_queued": 0, "engines": engines})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import Unavailable
+from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.http import HttpClient
 from parrot.protocol.server import create_base_app
@@ -92,9 +93,11 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[Site]:
     sent: list[int] = []
     ended = asyncio.Event()
     app.router.routes[:0] = [
-        Endpoint("POST", "/endless", endless, media_type="text/event-stream").route(),
-        Endpoint("POST", "/size", size).route(),
-        Endpoint("POST", "/wait", wait).route(),
+        Endpoint(
+            "POST", "/endless", endless, media_type="text/event-stream", access=Access.ANYBODY
+        ).route(),
+        Endpoint("POST", "/size", size, access=Access.ANYBODY).route(),
+        Endpoint("POST", "/wait", wait, access=Access.ANYBODY).route(),
     ]
 
     async def end() -> None:

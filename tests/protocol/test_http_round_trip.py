@@ -25,6 +25,7 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
+from parrot.protocol.gate.access import Access
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import EmptyResponse
 from parrot.protocol.transport import AppTransport, Transport
@@ -89,7 +90,7 @@ def make_app(probe: Probe) -> FastAPI:
         return server.EventStream(probe.numbers())
 
     app.router.routes += [
-        Endpoint("GET", "/typed/{session_id}", typed).route(),
+        Endpoint("GET", "/typed/{session_id}", typed, access=Access.ANYBODY).route(),
         Route("/item", item, methods=["POST"]),
         Route("/guarded", guarded),
         Route("/defect", defect),

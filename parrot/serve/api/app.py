@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from parrot.protocol.endpoint import install_description
+from parrot.protocol.endpoint import install
+from parrot.protocol.gate.access import Access
 from parrot.protocol.server import create_base_app
-from parrot.serve.api.routes import endpoints
+from parrot.serve.api.routes import endpoints, key_check
 from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.routes import error_form, response_endpoints, vendor_endpoints
@@ -48,6 +49,5 @@ def create_app(core: ServeCore) -> FastAPI:
     app.add_middleware(RequestIds)
     served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
     shown = Page(core).routes() if core.config.page else []
-    app.router.routes[:0] = [*(endpoint.route() for endpoint in served), *shown]  # come first
-    install_description(app, served)
+    install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import NotFound
+from parrot.protocol.gate.access import Access, Check
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
@@ -21,7 +24,12 @@ from parrot.protocol.public import (
     VarGetRequest,
     VarSetRequest,
 )
-from parrot.protocol.server import bearer_token
+from parrot.protocol.server import (
+    api_key_of,
+    bearer_token,
+    knows_cluster_token,
+    require_cluster_token,
+)
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
@@ -63,6 +71,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             "Wait for a variable's value (long poll), which makes its work run",
             errors=_READ,
             body=SMALL_BODY,
+            access=Access.SESSION,
         ),
         Endpoint(
             "POST",
@@ -71,6 +80,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             "Submit a semantic call; a read makes it run",
             errors=_SUBMIT,
             body=known,
+            access=Access.SESSION,
         ),
         Endpoint(
             "POST",
@@ -79,6 +89,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             "Submit a native function's call; a read makes it run, in a sandbox",
             errors=_SUBMIT,
             body=known,
+            access=Access.SESSION,
         ),
         Endpoint(
             "POST",
@@ -87,6 +98,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             "Submit variables and calls that name each other, all of them or none",
             errors=(*_SUBMIT, 503),
             body=known if core.config.api_keys else ANY_BODY,
+            access=Access.SESSION_OR_KEY,
         ),
         Endpoint(
             "POST",
@@ -96,6 +108,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
+            access=Access.SESSION,
         ),
     ]
 
@@ -114,6 +127,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             "Create a variable",
             errors=(*_SCOPED, 413, 429),
             body=known,
+            access=Access.SESSION,
         ),
         Endpoint(
             "GET",
@@ -123,6 +137,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
+            access=Access.SESSION,
         ),
         Endpoint(
             "POST",
@@ -132,6 +147,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             takes=VarSetRequest,
             errors=(*_SCOPED, 409, 413, 429),
             body=known,
+            access=Access.SESSION,
         ),
         Endpoint(
             "POST",
@@ -141,6 +157,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
+            access=Access.SESSION,
         ),
     ]
 
@@ -159,6 +176,7 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
             "Wait for the first k of some variables; work for the others stops",
             errors=_READ,
             body=_known(core),
+            access=Access.SESSION,
         ),
         Endpoint(
             "GET",
@@ -169,6 +187,7 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
             media_type="text/event-stream",
             about=_EVENTS,
             body=SMALL_BODY,
+            access=Access.SESSION,
         ),
     ]
 
@@ -183,6 +202,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=(401, 429, 503),
             bearer="api_key",
             body=SMALL_BODY,
+            access=Access.API_KEY,
         ),
         Endpoint(
             "GET",
@@ -192,6 +212,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=(401, 503),
             bearer="api_key",
             body=SMALL_BODY,
+            access=Access.API_KEY,
         ),
         Endpoint(
             "GET",
@@ -201,6 +222,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
+            access=Access.SESSION_OR_KEY,
         ),
         Endpoint(
             "DELETE",
@@ -210,12 +232,16 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
+            access=Access.SESSION,
         ),
     ]
 
 
 def _service_endpoints(core: ServeCore) -> list[Endpoint]:
     token = core.config.cluster_token
+
+    def is_engine(request: Request) -> None:
+        require_cluster_token(request, token)
 
     def model(model_id: str) -> ModelCard:
         for card in core.models().data:
@@ -230,31 +256,65 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
             await asyncio.sleep(0)  # others may have a turn
         return b"".join(parts)
 
+    with_key = partial(Endpoint, access=Access.API_KEY, check=key_check(core))
+    of_engines = partial(Endpoint, access=Access.CLUSTER, check=is_engine)
     return [
-        Endpoint("GET", "/v1/models", core.models, "Models that are served now"),
-        Endpoint("GET", "/v1/models/{model_id:path}", model, "A model", errors=(404,)),
-        Endpoint("GET", "/health", _alive, "The process answers"),
-        Endpoint("GET", "/ready", core.readiness, "An engine is there", errors=(503,)),
-        Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus", media_type=CONTENT_TYPE),
-        Endpoint(
+        with_key("GET", "/v1/models", core.models, "Models that are served now", errors=(401,)),
+        with_key("GET", "/v1/models/{model_id:path}", model, "A model", errors=(401, 404)),
+        Endpoint("GET", "/health", _alive, "The process answers", access=Access.ANYBODY),
+        _ReadyEndpoint(core),
+        of_engines(
+            "GET",
+            "/metrics",
+            metrics,
+            "Metrics for Prometheus (Bearer: the cluster token)",
+            errors=(401,),
+            media_type=CONTENT_TYPE,
+        ),
+        of_engines(
             "POST",
             "/register_engine",
             core.register_engine,
             "An engine joins (Bearer: the cluster token)",
             errors=(401, 409, 429, 503),
-            cluster_token=token,
             body=SMALL_BODY,
         ),
-        Endpoint(
+        of_engines(
             "POST",
             "/engine_heartbeat",
             core.heartbeat,
             "An engine is alive (Bearer: the cluster token)",
             errors=(401,),
-            cluster_token=token,
             body=SMALL_BODY,
         ),
     ]
+
+
+class _ReadyEndpoint(Endpoint):
+    """Says which engines there are to those who have the cluster token."""
+
+    def __init__(self, core: ServeCore) -> None:
+        super().__init__(
+            "GET",
+            "/ready",
+            core.readiness,
+            "An engine is there (Bearer: the cluster token, to see which)",
+            errors=(503,),
+            access=Access.ANYBODY,
+        )
+        self._token = core.config.cluster_token
+
+    async def _arguments(self, request: Request) -> dict[str, Any]:
+        return {"sees_engines": knows_cluster_token(request, self._token)}
+
+
+def key_check(core: ServeCore) -> Check:
+    """Requests must have an API key, where there are any."""
+
+    def check(request: Request) -> None:
+        core.tenant(api_key_of(request))
+
+    return check
 
 
 def _known(core: ServeCore) -> BodyRules:

@@ -7,11 +7,12 @@ from typing import Any
 from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.responses import RedirectResponse
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import AuthenticationFailed, NotFound
+from parrot.protocol.gate.access import Access, RuledMount, RuledRoute
 from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.protocol.server import json_response, parse_payload, read_json
@@ -62,7 +63,9 @@ class PageEndpoint(Endpoint):
     def __init__(
         self, visitors: Visitors, method: str, path: str, verb: Callable[..., Any], **options: Any
     ) -> None:
-        super().__init__(method, f"/ui/api/{path}", verb, body=SMALL_BODY, **options)
+        super().__init__(
+            method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY, **options
+        )
         self._visitors = visitors
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
@@ -101,11 +104,11 @@ class Page:
             ),
         ]
         return [
-            Route("/", _to_page),
-            Route("/ui/api/enter", self._enter, methods=["POST"]),
-            Route("/ui/api/leave", self._leave, methods=["POST"]),
+            RuledRoute("/", _to_page, Access.ANYBODY),
+            RuledRoute("/ui/api/enter", self._enter, Access.ANYBODY, methods=["POST"]),
+            RuledRoute("/ui/api/leave", self._leave, Access.ANYBODY, methods=["POST"]),
             *(endpoint.route() for endpoint in endpoints),
-            Mount("/ui", _PageFiles(directory=_FILES, html=True)),
+            RuledMount("/ui", _PageFiles(directory=_FILES, html=True), Access.ANYBODY),
         ]
 
     # What is seen

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
+from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.answer import ERROR_HEADERS
 from parrot.protocol.server import (
     EventStream,
-    bearer_token,
+    api_key_of,
     read_json,
     run_until_disconnect,
 )
@@ -100,7 +101,7 @@ class VendorEndpoint(Endpoint):
         gives: type[VendorAnswer],
         **description: Any,
     ) -> None:
-        super().__init__(method, path, verb, summary, **description)
+        super().__init__(method, path, verb, summary, access=Access.API_KEY, **description)
         self.gives = gives
         self._core = core
         self._error_body = error_body
@@ -116,8 +117,7 @@ class VendorEndpoint(Endpoint):
             return self._failed(InternalError("internal error"), request_id)
 
     async def _ask(self, request: Request, request_id: str) -> Response:
-        key = bearer_token(request) or request.headers.get("x-api-key")
-        tenant, span = self._core.tenant(key), request.headers.get("traceparent")
+        tenant, span = self._core.tenant(api_key_of(request)), request.headers.get("traceparent")
         traceparent = str(TraceParent.parse(span) or "")
         caller = Caller(tenant, _program(request), request_id, {}, traceparent)
         result = self._verb(**await self._arguments(request), caller=caller)

@@ -1,0 +1,158 @@
+"""Every route of both servers refuses whoever lacks what its rule asks for."""
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+from starlette.routing import Route
+
+from parrot.engine.app import create_app as engine_app
+from parrot.engine.config import SimConfig
+from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.sim.engine import SimService
+from parrot.protocol.endpoint import install
+from parrot.protocol.gate.access import Access, Rule, rules
+from parrot.protocol.public import SessionCreateRequest
+from parrot.protocol.server import create_base_app
+from parrot.serve.api.app import create_app as core_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.page.visitors import page_key
+from parrot.utils.clock import MonotonicClock
+from tests.support.app_server import serve_app
+
+KEY, TOKEN = "a-key", "a-token"
+FIELDS = {  # what a route needs besides, to come to its check of who asks
+    "/v1/semantic_call": {"template": "{{y}}", "parameters": [{"name": "y", "is_output": True}]},
+    "/v1/py_native_call": {"func_name": "f", "func_source": "", "parameters": []},
+    "/v1/semantic_graph": {"calls": [], "session": {}},
+    "/v1/semantic_var": {"var_name": "x"},
+    "/v1/semantic_var/{var_id}": {"content": "x"},
+    "/v1/semantic_vars/first": {"var_ids": ["v"]},
+}
+
+
+class Site(NamedTuple):
+    url: str
+    rules: list[Rule]
+    session_id: int
+    bearers: dict[str, str]
+
+
+@pytest.fixture
+async def core() -> AsyncIterator[Site]:
+    core = ServeCore(CoreConfig(api_keys=(KEY,), cluster_token=TOKEN))
+    scope, other = (
+        core.create_session(SessionCreateRequest(api_key=KEY)).model_dump() for _ in range(2)
+    )
+    app = core_app(core)
+    bearers = {
+        "nothing": "",
+        "garbage": "garbage",
+        "key": KEY,
+        "token": TOKEN,
+        "session": scope["session_auth"],
+        "other session": other["session_auth"],
+        "page": page_key(TOKEN),
+    }
+    async with serve_app(app) as url:
+        yield Site(url, [*rules(app.routes)], scope["session_id"], bearers)
+    core.check_integrity()
+
+
+LETS_IN = {
+    Access.API_KEY: {"key"},
+    Access.SESSION: {"session"},
+    Access.SESSION_OR_KEY: {"session", "key"},
+    Access.CLUSTER: {"token"},
+    Access.VISITOR: set[str](),
+}
+
+
+async def asked(site: Site, rule: Rule, bearer: str) -> int:
+    path = rule.path.replace(":path}", "}").format(
+        session_id=site.session_id, var_id="v", request_id=1, model_id="m", engine_id=1,
+        response_id="r",
+    )  # fmt: skip
+    body: dict[str, Any] | None = None
+    params = {}
+    if rule.method == "POST":
+        body = {"session_id": site.session_id} | FIELDS.get(rule.path, {})
+        if "session" in body or rule.path == "/v1/session":
+            del body["session_id"]
+    elif rule.access is Access.SESSION and "session_id" not in rule.path:
+        params = {"session_id": str(site.session_id)}
+    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+    method = "GET" if rule.method == "*" else rule.method
+    async with (
+        aiohttp.ClientSession(site.url, headers=headers) as http,
+        http.request(method, path, json=body, params=params, allow_redirects=False) as answer,
+    ):
+        return answer.status
+
+
+async def test_a_route_refuses_whoever_lacks_what_it_needs(core: Site) -> None:
+    found = {rule.access for rule in core.rules}
+    assert found == set(Access)
+    for rule in core.rules:
+        if (rule.method, rule.path) == ("DELETE", "/v1/session/{session_id}"):
+            continue  # below
+        for name, bearer in core.bearers.items():
+            status = await asked(core, rule, bearer)
+            lets_in = LETS_IN.get(rule.access)
+            if rule.path == "/v1/semantic_graph":
+                lets_in = {"key"}  # which is asked here to begin a session
+            if lets_in is None or name in lets_in:
+                assert status != 401 or rule.path == "/ui/api/enter", (rule, name)
+            else:
+                assert status in (401, 422), (rule, name, status)
+                assert status == 401 or rule.path.startswith("/ui/api/"), (rule, name)
+
+
+async def test_a_session_is_ended_by_its_own_auth(core: Site) -> None:
+    rule = Rule("DELETE", "/v1/session/{session_id}", Access.SESSION)
+    assert rule in core.rules
+    for name, bearer in core.bearers.items():
+        if name != "session":
+            assert await asked(core, rule, bearer) == 401
+    assert await asked(core, rule, core.bearers["session"]) == 200
+
+
+async def test_open_routes_tell_nothing_of_the_cluster(core: Site) -> None:
+    info = {
+        "engine_type": "openai", "engine_name": "secret-name", "model": "m", "host": "127.0.0.1",
+        "port": 1, "max_seq_len": 10, "tokens_capacity": 10,
+    }  # fmt: skip
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession(core.url) as http:
+        body = {"engine_config": info}
+        async with http.post("/register_engine", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+        for bearer, sees in (("", False), (KEY, False), (TOKEN, True)):
+            async with http.get("/ready", headers={"Authorization": f"Bearer {bearer}"}) as answer:
+                assert answer.status == 200
+                assert ("secret-name" in await answer.text()) is sees
+
+
+async def test_an_engine_answers_the_cluster_only() -> None:
+    config = SimConfig(cluster_token=TOKEN)
+    service = SimService(config, MonotonicClock())
+    await service.start()
+    app = engine_app(service, ReorderBuffer(MonotonicClock()), config)
+    found = [*rules(app.routes)]
+    is_open = {rule.path for rule in found if rule.access is Access.ANYBODY}
+    assert is_open == {"/health", "/ready"}
+    assert {rule.access for rule in found} == {Access.ANYBODY, Access.CLUSTER}
+    async with serve_app(app) as url:
+        site = Site(url, found, 0, {})
+        for rule in [*found, Rule("POST", "/nowhere", Access.CLUSTER)]:
+            for bearer in ("", "garbage", KEY, page_key(TOKEN)):
+                assert (await asked(site, rule, bearer) == 401) != (rule.path in is_open)
+    await service.close()
+
+
+def test_an_app_with_a_route_of_no_rule_does_not_start() -> None:
+    app = create_base_app("test", max_body_size=1000)
+    with pytest.raises(TypeError, match="nobody says who may use"):
+        install(app, [], [Route("/new", lambda request: None)], access=Access.ANYBODY)
