@@ -42,8 +42,16 @@ def find_forbidden(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
             if name.startswith("builtins.") and name.partition(".")[2] in BUILTINS:
                 yield node.lineno, name
+        elif isinstance(node, ast.Call) and _may_trust(node):
+            yield node.lineno, "no trust_remote_code=False"
         elif isinstance(node, ast.keyword) and node.arg in TRUE_KEYWORDS and not _is_false(node):
             yield node.value.lineno, f"{node.arg}=True"
+
+
+def _may_trust(node: ast.Call) -> bool:
+    """It loads something of transformers', which asks at a terminal unless it is told not to."""
+    is_load = isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    return is_load and "trust_remote_code" not in {keyword.arg for keyword in node.keywords}
 
 
 def _is_false(node: ast.keyword) -> bool:
@@ -108,6 +116,7 @@ def test_the_allow_list_is_not_longer_than_needed() -> None:
         ("subprocess.run(c, shell=True)", "shell=True"),
         ("subprocess.run(c, shell=flag)", "shell=True"),
         ("AutoModel.from_pretrained(m, trust_remote_code=True)", "trust_remote_code=True"),
+        ("AutoTokenizer.from_pretrained(m)", "no trust_remote_code=False"),
         ("import os\nos.system('x')", "os.system"),
     ],
 )

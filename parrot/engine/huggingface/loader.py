@@ -59,7 +59,10 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
-    except (OSError, ValueError, ImportError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
+        logger.debug("%s", name, exc_info=True)
         raise ConfigError(f"{name}: transformers cannot load it: {error}") from None
 
 
@@ -78,6 +81,7 @@ def _from_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     return model_class.from_pretrained(
         None,
         config=model_class.config_class(**given),
+        trust_remote_code=False,
         state_dict={name: checkpoint.take(name) for name in checkpoint.shapes},
         dtype=dtype,
     )

@@ -4,8 +4,9 @@ built from one of them."""
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,14 +53,19 @@ class TensorSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model that can be built: `take` gives its tensors on a device, in any dtype, checked
-    against `shapes`; it may be called from several threads."""
+    against `shapes`; it may be called from several threads. `read_tokenizer` may raise anything."""
 
     source: str
     config: HFConfig
     spec: DecoderSpec
     shapes: Mapping[str, tuple[int, ...]]
     tensors: TensorSource
-    load_tokenizer: Callable[[], TokenizerResponse]
+    read_tokenizer: Callable[[], TokenizerResponse]
+
+    def load_tokenizer(self) -> TokenizerResponse:
+        """Raises `ConfigError`."""
+        with usable(self.source):
+            return self.read_tokenizer()
 
     def take(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
         tensor = self.tensors.get(name, device)
@@ -88,6 +94,8 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
+            if not path.is_file():
+                continue  # a pipe would be waited for
             try:
                 with safe_open(path, framework="pt") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
@@ -106,7 +114,8 @@ class SafetensorsFolder:
         return name in self._file_of
 
     def get(self, name: str, device: torch.device) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt", device=str(device)) as file:
+        path = self._file_of[name]
+        with usable(str(path)), safe_open(path, framework="pt", device=str(device)) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
@@ -136,9 +145,27 @@ class RandomTensors:
         """None has."""
 
 
+@contextmanager
+def usable(source: str) -> Iterator[None]:
+    """Raise `ConfigError` for whatever reading a model's files raises in the block: they may hold
+    anything, also what makes a library fail in its own way."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        logger.debug("%s", source, exc_info=True)
+        raise ConfigError(f"{source}: not a usable model: {error!r:.500}") from None
+
+
 def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:
     """`model`: a folder, a GGUF file, a hub id, `embedded`, or with `dummy` a known shape. Raises
     `ConfigError` saying what is wrong with it."""
+    with usable(model):
+        return _open_checkpoint(model, dummy=dummy, seed=seed)
+
+
+def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
     if dummy and model in KNOWN_SHAPES:
         config = KNOWN_SHAPES[model]
         vocab_size = int(config["vocab_size"])
@@ -163,11 +190,12 @@ def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkp
 
 
 def open_tokenizer(name: str) -> TokenizerResponse:
-    """The tokenizer of a folder, a GGUF file or a hub id."""
-    path = _locate(name)
-    if path.is_file():
-        return gguf_tokenizer(GGUFFile(path).metadata, str(path))
-    return folder_tokenizer(path, read_json(path / "config.json"))
+    """The tokenizer of a folder, a GGUF file or a hub id. Raises `ConfigError`."""
+    with usable(name):
+        path = _locate(name)
+        if path.is_file():
+            return gguf_tokenizer(GGUFFile(path).metadata, str(path))
+        return folder_tokenizer(path, read_json(path / "config.json"))
 
 
 def _checkpoint(

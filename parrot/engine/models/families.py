@@ -14,6 +14,18 @@ _OPT_ACTIVATIONS = ("relu", "gelu")
 _OPT_POSITION_OFFSET = 2  # its first two learned positions were meant for padding
 _QWEN3_HEAD_DIM = 128
 
+# Many times the largest model's: what is more is no model, and would take for ever to find out.
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "num_layers": 4096,
+    "num_heads": 2**14,
+    "num_kv_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**21,
+    "max_positions": 2**31,
+}
+
 _OPT_NAMES = TensorNames(
     embed="model.decoder.embed_tokens",
     final_norm="model.decoder.final_layer_norm",
@@ -129,11 +141,12 @@ ARCHITECTURES: dict[str, Callable[[HFConfig], DecoderSpec]] = {
 def spec_from_config(config: HFConfig, source: str) -> DecoderSpec:
     """Raises `ConfigError`, naming `source`, for what the engine cannot run exactly."""
     architectures = config.get("architectures") or ["(none)"]
-    build = ARCHITECTURES.get(architectures[0])
+    name = architectures[0] if isinstance(architectures, list) else architectures
+    build = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if build is None:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(
-            f"{source}: architecture {architectures[0]!r} is not supported by the builtin engine; "
+            f"{source}: architecture {name!r:.200} is not supported by the builtin engine; "
             f"it runs {known}"
         )
     if config.get("quantization_config"):
@@ -142,8 +155,11 @@ def spec_from_config(config: HFConfig, source: str) -> DecoderSpec:
         spec = build(config)
     except KeyError as error:
         raise ConfigError(f"{source}: config.json has no {error.args[0]!r}") from None
-    except (ConfigError, TypeError, ValueError) as error:
+    except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{source}: {error}") from None
+    for name, most in _LARGEST.items():
+        if not 1 <= getattr(spec, name) <= most:
+            raise ConfigError(f"{source}: `{name}` is {getattr(spec, name)}, not 1 to {most}")
     if spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
             f"{source}: {spec.num_heads} heads do not divide into {spec.num_kv_heads} KV heads"

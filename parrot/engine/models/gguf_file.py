@@ -24,6 +24,13 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
+# Bounds of a header: a file may be of any size, and say that anything in it is.
+_MAX_HEADER = 2**28  # bytes
+_MAX_STRING = 2**24  # bytes
+_MAX_ITEMS = 2**22  # of an array
+_MAX_ENTRIES = 2**16  # tensors, and values
+_MAX_NESTED = 4  # arrays in arrays
+_MAX_DIMS = 8
 # The codes of `struct`.
 _SCALARS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
 
@@ -76,26 +83,36 @@ class _Header:
         return value
 
     def string(self) -> str:
-        length = self.scalar("<Q")
+        length = _bounded(self.scalar("<Q"), _MAX_STRING, "bytes of a string")
         begin, self.position = self.position, self.position + length
         return self._data[begin : self.position].decode("utf-8", "replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
+        _bounded(self.position, _MAX_HEADER, "bytes of the header")
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar("<" + _SCALARS[kind])
         item_kind, count = self.scalar("<I"), self.scalar("<Q")
+        _bounded(count, _MAX_ITEMS, "items of an array")
+        _bounded(depth, _MAX_NESTED, "arrays in each other")
         if item_kind in _SCALARS:
             values = np.frombuffer(self._data, "<" + _SCALARS[item_kind], count, self.position)
             self.position += values.nbytes
             return values.tolist()
-        return [self.value(item_kind) for _ in range(count)]
+        return [self.value(item_kind, depth + 1) for _ in range(count)]
 
     def tensor(self) -> tuple[str, _TensorInfo]:
         name = self.string()
-        dims = [self.scalar("<Q") for _ in range(self.scalar("<I"))]
+        num_dims = _bounded(self.scalar("<I"), _MAX_DIMS, "dimensions")
+        dims = [self.scalar("<Q") for _ in range(num_dims)]
         return name, _TensorInfo(tuple(reversed(dims)), self.scalar("<I"), self.scalar("<Q"))
+
+
+def _bounded(count: int, most: int, what: str) -> int:
+    if count > most:
+        raise ValueError(f"{count} {what} are more than {most}")
+    return count
 
 
 class GGUFFile:
@@ -156,10 +173,13 @@ class GGUFFile:
         version = header.scalar("<I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not one of {_VERSIONS}")
-        num_tensors, num_values = header.scalar("<Q"), header.scalar("<Q")
+        num_tensors = _bounded(header.scalar("<Q"), _MAX_ENTRIES, "tensors")
+        num_values = _bounded(header.scalar("<Q"), _MAX_ENTRIES, "values")
         metadata = {header.string(): header.value(header.scalar("<I")) for _ in range(num_values)}
         tensors = dict(header.tensor() for _ in range(num_tensors))
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"an alignment of {alignment!r:.80}")
         return metadata, tensors, -(-header.position // alignment) * alignment
 
     def _hf_config(self, architecture: str) -> HFConfig:
@@ -218,6 +238,8 @@ class GGUFFile:
             raise ConfigError(
                 f"{self.path}: {name!r} has type {error}, which cannot be dequantized"
             ) from None
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(f"{self.path}: tensor {name!r} cannot be read: {error}") from None
 
 
 def _ggml_name(name: str) -> str:

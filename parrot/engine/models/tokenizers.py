@@ -13,6 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.utils.config import ConfigError
 
+_MAX_FILE = 2**27  # bytes of a file with text
+_MAX_TOKEN = 1024  # characters of one whose merges are looked for
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 
 _LLAMA3_SPLIT = (
@@ -40,7 +42,7 @@ _WORD_LETTERS = 4
 def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerResponse:
     """Read tokenizer.json, or let transformers convert the other files of the folder."""
     path = folder / "tokenizer.json"
-    text = path.read_text(encoding="utf-8") if path.exists() else _convert(folder)
+    text = _read_text(path) if path.exists() else _convert(folder)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
@@ -165,6 +167,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
 
 def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to put a token together from two others, best token first."""
+    if any(len(token) > _MAX_TOKEN for token in vocab):
+        raise ConfigError(f"a token of the vocabulary has more than {_MAX_TOKEN} characters")
     found = [
         (-scores[i], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
         for token, i in vocab.items()
@@ -178,7 +182,7 @@ def _convert(folder: Path) -> str:
     from transformers import AutoTokenizer  # seconds to import, and rarely needed
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no usable tokenizer: {error}") from None
     return str(tokenizer.backend_tokenizer.to_str())
@@ -187,7 +191,7 @@ def _convert(folder: Path) -> str:
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -211,15 +215,23 @@ def _as_ids(value: object) -> list[int]:
     return [int(i) for i in value] if isinstance(value, list) else [int(value)]  # type: ignore[call-overload]
 
 
+def _read_text(path: Path) -> str:
+    if not path.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(path)
+    if path.stat().st_size > _MAX_FILE:
+        raise ConfigError(f"{path}: is larger than {_MAX_FILE} bytes")
+    return path.read_text(encoding="utf-8")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_read_text(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a JSON object")
