@@ -50,6 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "aany_of",
     ),
     "Sessions": ("VirtualMachine",),
+    "Tools": ("tool", "Tool", "Agent", "AgentRun", "ToolCall", "MaxTurnsExceeded"),
     "Errors": ("errors",),
 }
 # What the decorators make has no name in `P`, but methods that programs call.
@@ -63,6 +64,7 @@ INTERNAL |= {
     "transform",
     "display_signature",
     "line_of",
+    "turns",
 }
 
 
@@ -173,7 +175,7 @@ def readable(text: str) -> str:
     text = re.sub(r"^(\w+: )'([^']*)'", r"\1\2", text)
     text = re.sub(r"<\w+\.(\w+): [^>]*>", r"\1", text)
     text = re.sub(r"<[\w.]+ object at 0x\w+>", "...", text)
-    text = text.replace("~", "")  # of a TypeVar
+    text = re.sub(r"[~+](?=[A-Z])", "", text)  # of a TypeVar
     return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text)
 
 

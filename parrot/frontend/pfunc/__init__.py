@@ -18,6 +18,9 @@ from parrot.frontend.pfunc.many import (
     gather,
 )
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.frontend.pfunc.tools.agent import Agent, AgentRun, MaxTurnsExceeded
+from parrot.frontend.pfunc.tools.tool import Tool, tool
+from parrot.frontend.pfunc.tools.turns import ToolCall
 from parrot.frontend.pfunc.transforms.conversation_template import chat_template, vicuna_template
 from parrot.frontend.pfunc.transforms.prompt_formatter import (
     allowing_newline,
@@ -29,7 +32,10 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 
 __all__ = [
+    "Agent",
+    "AgentRun",
     "Input",
+    "MaxTurnsExceeded",
     "Output",
     "ParamType",
     "Parameter",
@@ -37,6 +43,8 @@ __all__ = [
     "Returns",
     "SamplingConfig",
     "SemanticVariable",
+    "Tool",
+    "ToolCall",
     "VirtualMachine",
     "aany_of",
     "aas_completed",
@@ -52,6 +60,7 @@ __all__ = [
     "native_function",
     "semantic_function",
     "standard_formatter",
+    "tool",
     "variable",
     "vicuna_template",
 ]

@@ -1,0 +1,1 @@
+"""Tools, which are functions of the program that a model may call, and agents that call them."""

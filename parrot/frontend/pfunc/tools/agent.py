@@ -1,0 +1,218 @@
+"""An agent: a model that calls tools, turn by turn, until it answers in words."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from parrot.frontend.pfunc.function import SemanticFunction
+from parrot.frontend.pfunc.function_body import Parameter, ParamType
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.frontend.pfunc.tools.tool import Tool
+from parrot.frontend.pfunc.tools.turns import (
+    ToolCall,
+    Words,
+    read_calls,
+    results_message,
+    system_message,
+    turn_grammar,
+)
+from parrot.protocol.errors import CallFailed, InvalidRequest
+from parrot.protocol.sampling import SamplingConfig
+
+_TEMPLATE = "{{message}}{{reply}}"
+
+
+class MaxTurnsExceeded(CallFailed):
+    """An agent called tools in all the turns that it had."""
+
+
+class Agent:
+    """A model with tools. A run of it is a chat in the program's session: each turn continues the
+    context of the one before, so nothing is computed twice.
+
+    The model calls a tool, or several; the program runs them, and the next turn tells the model
+    their results, or the errors that they raised. What it says without calling any is the
+    answer."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool[..., Any]] = (),
+        system: str = "",
+        *,
+        max_turns: int = 10,
+        must_call: bool = False,
+        enforce_calls: bool = True,
+        models: Sequence[str] = (),
+        sampling_config: SamplingConfig | None = None,
+        name: str = "agent",
+    ) -> None:
+        """`system`: instructions, which the tools' descriptions follow. `max_turns` of the model;
+        `must_call`: the first of them is a call. `enforce_calls`: calls must be well-formed, which
+        the engine must support (`grammar`). Raises `TypeError` or `ValueError`."""
+        for tool in tools:
+            if not isinstance(tool, Tool):
+                raise TypeError(f"{tool!r} is no tool: make it one, with @P.tool")
+        self.tools = {tool.name: tool for tool in tools}
+        if len(self.tools) < len(tools):
+            raise ValueError("two tools have the same name")
+        if max_turns < 1:
+            raise ValueError("max_turns must be at least 1")
+        if must_call and not (tools and enforce_calls):
+            raise ValueError("must_call needs a tool, and enforce_calls")
+        self.max_turns = max_turns
+        self._name = name
+        self._system = system_message(system, tools) or None
+        self._models = tuple(models)
+        self._sampling = sampling_config or SamplingConfig()
+        self._turn_sampling = self._first_sampling = self._sampling
+        if tools and enforce_calls:
+            self._turn_sampling = self._enforcing(must_call=False)
+            self._first_sampling = self._enforcing(must_call=must_call)
+
+    def run(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
+        """Answer a message; returns the run when it has ended. See `stream`."""
+        run = self.stream(message, after)
+        for _ in run:
+            pass
+        return run
+
+    async def arun(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
+        """The same as `run` for async code. Tools of a turn run side by side, plain functions in
+        threads."""
+        run = self.stream(message, after)
+        async with aclosing(aiter(run)) as pieces:
+            async for _ in pieces:
+                pass
+        return run
+
+    def stream(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
+        """A run that begins when it is iterated, by `for` or `async for`: over the pieces of what
+        the model says. `after`: a run that has ended, whose chat goes on."""
+        return AgentRun(self, message, after)
+
+    def turns(self) -> tuple[SemanticFunction, SemanticFunction]:
+        """Functions of a chat's first turn and of all others."""
+        return self._turn(self._first_sampling), self._turn(self._turn_sampling)
+
+    def _turn(self, sampling: SamplingConfig) -> SemanticFunction:
+        params = [
+            Parameter("message", ParamType.INPUT_LOC),
+            Parameter("reply", ParamType.OUTPUT_LOC, sampling),
+        ]
+        made: SemanticFunction = SemanticFunction(
+            self._name, params, _TEMPLATE, models=self._models
+        )
+        return made.with_metadata(chat=True, system=self._system)
+
+    def _enforcing(self, *, must_call: bool) -> SamplingConfig:
+        grammar = turn_grammar(list(self.tools.values()), must_call=must_call)
+        return SamplingConfig(**dict(self._sampling) | {"grammar": grammar})
+
+
+class AgentRun:
+    """A run of an agent: iterate it once for the pieces of what the model says, also before it
+    calls tools. Raises `MaxTurnsExceeded`, and what reads raise.
+
+    Then `text` is the answer, which `str(run)` gives too, `calls` the calls of tools with their
+    results, and `num_turns` the number of the model's turns."""
+
+    def __init__(self, agent: Agent, message: Any, after: "AgentRun | None") -> None:
+        if after is not None and not after.is_done:
+            raise InvalidRequest("the run to go on with has no answer yet")
+        self.text = ""
+        self.is_done: bool = False
+        self.calls: list[ToolCall] = []
+        self.num_turns = 0
+        self._agent = agent
+        self._message = str(message)
+        self._first, self._next = agent.turns()
+        if after is not None:
+            self._first = self._next = after._next
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __iter__(self) -> Iterator[str]:
+        for tool in self._agent.tools.values():
+            if tool.is_async:
+                raise TypeError(f"tool `{tool.name}` is async: use `agent.arun`, or `async for`")
+        while not self.is_done:
+            turn = self._turn()
+            var = turn.invoke_statefully(self._next, message=self._message)
+            words = Words()
+            for piece in var.stream():
+                if said := words.feed(piece):
+                    yield said
+            if rest := words.finish():
+                yield rest
+            calls = [self._run_tool(call) for call in self._called(var)]
+            self._take(var, calls)
+
+    async def __aiter__(self) -> AsyncGenerator[str]:
+        while not self.is_done:
+            turn = self._turn()
+            var = await turn.ainvoke_statefully(self._next, message=self._message)
+            words = Words()
+            async with aclosing(var.astream()) as pieces:
+                async for piece in pieces:
+                    if said := words.feed(piece):
+                        yield said
+            if rest := words.finish():
+                yield rest
+            calls = await asyncio.gather(*map(self._arun_tool, self._called(var)))
+            self._take(var, calls)
+
+    def _turn(self) -> SemanticFunction:
+        """The function of the next turn."""
+        if self.num_turns == self._agent.max_turns:
+            raise MaxTurnsExceeded(
+                f"no answer in {self.num_turns} turns, with {len(self.calls)} calls of tools"
+            )
+        self.num_turns += 1
+        return self._first if self.num_turns == 1 else self._next
+
+    def _called(self, var: SemanticVariable[str]) -> list[ToolCall]:
+        return read_calls(str(var)) if self._agent.tools else []
+
+    def _take(self, var: SemanticVariable[str], calls: Sequence[ToolCall]) -> None:
+        """Go on with the results of the calls, or end with the answer."""
+        if calls:
+            self.calls += calls
+            self._message = results_message(calls)
+        else:
+            self.text, self.is_done = str(var), True
+
+    def _run_tool(self, call: ToolCall) -> ToolCall:
+        try:
+            return replace(call, result=self._tool(call).run(call.arguments))
+        except Exception as error:  # noqa: BLE001 - the model is told, and may mend it
+            return _failed(call, error)
+
+    async def _arun_tool(self, call: ToolCall) -> ToolCall:
+        try:
+            return replace(call, result=await self._tool(call).arun(call.arguments))
+        except Exception as error:  # noqa: BLE001 - the model is told, and may mend it
+            return _failed(call, error)
+
+    def _tool(self, call: ToolCall) -> Tool[..., Any]:
+        if call.error is not None:
+            raise call.error
+        tool = self._agent.tools.get(call.name)
+        if tool is None:
+            names = ", ".join(self._agent.tools)
+            raise InvalidRequest(f"there is no tool `{call.name}`, only {names}")
+        return tool
+
+
+def _failed(call: ToolCall, error: Exception) -> ToolCall:
+    """The call, whose result is the error in one line."""
+    if isinstance(error, ValidationError):
+        problems = error.errors(include_url=False, include_input=False)
+        shown = "; ".join(f"`{'.'.join(map(str, p['loc']))}`: {p['msg']}" for p in problems[:5])
+        return replace(call, error=error, result=f"Error: wrong arguments: {shown}")
+    text = " ".join(str(error).split())[:1000]
+    return replace(call, error=error, result=f"Error: {type(error).__name__}: {text}")

@@ -1,0 +1,156 @@
+"""A tool: a Python function, with what a model is told of it."""
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
+from pydantic_core import ArgsKwargs, to_json
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result", covariant=True)
+
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
+_NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_MAX_CHARS = 20_000
+# "Args:" with "name: text" or "name (type): text" below, as in Google's style; and Sphinx's.
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
+_GOOGLE = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_SPHINX = re.compile(r"^\s*:(param|return|returns|raises|rtype|type)\b[^:]*?(\w*)\s*:\s*(.*)$")
+
+
+class Tool(Generic[Given, Result]):
+    """A function that a model may call; calling it is calling the function."""
+
+    def __init__(
+        self,
+        pyfunc: Callable[Given, Result],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        max_chars: int = _MAX_CHARS,
+    ) -> None:
+        """The function's docstring describes it and its parameters (`Args:`, or `:param x:`).
+        `max_chars`: what the model is shown of a result. Raises `ValueError` for a function that a
+        model cannot call, and `TypeError` for a parameter that cannot be said in JSON."""
+        self.pyfunc = pyfunc
+        self.name = name or str(getattr(pyfunc, "__name__", ""))
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"`{self.name}` cannot be the name of a tool: give it one, `name=`")
+        self.max_chars = max_chars
+        about, of_parameters = _read_docstring(inspect.getdoc(pyfunc) or "")
+        self.description = about if description is None else description
+        self.is_async = inspect.iscoroutinefunction(pyfunc)
+        self._adapter, self.parameters = _schema_of(self.name, pyfunc)
+        for key, text in of_parameters.items():
+            if key in self.parameters["properties"]:
+                self.parameters["properties"][key].setdefault("description", text)
+
+    def __repr__(self) -> str:
+        return f"<Tool {self.name}>"
+
+    def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return self.pyfunc(*args, **kwargs)
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """What models are told of it, in the form that OpenAI's API has for functions."""
+        about = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": about | {"parameters": self.parameters}}
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """Check the arguments, call the function, and make a text of what it returns. Raises
+        pydantic's `ValidationError`, and what the function raises."""
+        if self.is_async:
+            raise TypeError(
+                f"tool `{self.name}` is async: use `arun`, `async for`, or a plain `def`"
+            )
+        return self._text_of(self._call(arguments))
+
+    async def arun(self, arguments: Mapping[str, Any]) -> str:
+        """The same for async code: a plain function runs in a thread."""
+        if self.is_async:
+            return self._text_of(await self._call(arguments))
+        return self._text_of(await asyncio.to_thread(self._call, arguments))
+
+    def _call(self, arguments: Mapping[str, Any]) -> Any:
+        return self._adapter.validate_python(ArgsKwargs((), dict(arguments)))
+
+    def _text_of(self, value: Any) -> str:
+        text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
+        if (more := len(text) - self.max_chars) > 0:
+            text = f"{text[: self.max_chars]}... ({more} more characters)"
+        return text
+
+
+@overload
+def tool(pyfunc: Callable[Given, Result], /) -> Tool[Given, Result]: ...
+@overload
+def tool(
+    *, name: str | None = None, description: str | None = None, max_chars: int = _MAX_CHARS
+) -> Callable[[Callable[Given, Result]], Tool[Given, Result]]: ...
+def tool(
+    pyfunc: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    max_chars: int = _MAX_CHARS,
+) -> Any:
+    """Make a tool of a function: `@P.tool`, or `@P.tool(name=...)`. A model is told its name, its
+    parameters, with the types and defaults that the signature gives them, and what its docstring
+    says of it and of them (`Args:` or `:param x:`). It may be async.
+
+    `max_chars`: how much of a result the model is shown. Raises `ValueError` for a function that a
+    model cannot call, and `TypeError` for a parameter that JSON cannot say."""
+
+    def decorate(function: Callable[..., Any]) -> Tool[..., Any]:
+        return Tool(function, name=name, description=description, max_chars=max_chars)
+
+    return decorate if pyfunc is None else decorate(pyfunc)
+
+
+def _schema_of(name: str, pyfunc: Callable[..., Any]) -> tuple[TypeAdapter[Any], dict[str, Any]]:
+    """What checks arguments and calls the function, and the JSON schema of the arguments."""
+    for param in inspect.signature(pyfunc).parameters.values():
+        if param.kind not in _NAMED_KINDS:
+            raise ValueError(f"tool `{name}`: parameter `{param}` must have a name of its own")
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", pyfunc))
+        schema = adapter.json_schema()
+    except (PydanticUserError, NameError) as error:
+        problem = str(error).partition("\n")[0]
+        raise TypeError(f"a parameter of tool `{name}` cannot be said in JSON: {problem}") from None
+    schema.setdefault("properties", {})
+    for part in schema["properties"].values():
+        part.pop("title", None)  # it repeats the name
+    return adapter, schema
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """What it says of the function, and of each parameter."""
+    about: list[str] = []
+    parameters: dict[str, list[str]] = {}
+    section: str | None = None
+    last: list[str] | None = None
+    for line in doc.splitlines():
+        if found := _SECTION.match(line):
+            section, last = found[1], None
+        elif found := _SPHINX.match(line):
+            section, last = "Args", None
+            if found[1] == "param":
+                last = parameters.setdefault(found[2], [found[3]])
+        elif section is None:
+            about.append(line)
+        elif line and not line[0].isspace() and section not in ("Args", "Arguments", "Parameters"):
+            section, last = None, None
+            about.append(line)
+        elif section in ("Args", "Arguments", "Parameters"):
+            if found := _GOOGLE.match(line):
+                last = parameters.setdefault(found[2], [found[3]])
+            elif last is not None and line.strip():
+                last.append(line.strip())
+    return "\n".join(about).strip(), {name: " ".join(said) for name, said in parameters.items()}

@@ -1,0 +1,134 @@
+"""Turns of an agent: how tools are shown to a model, and how its answers call them.
+
+    Let me look.                                            text, which people are shown
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Oslo"}}      a call
+    </tool_call>
+
+That is the form of Hermes, Qwen and others; models without any follow it as well, since a grammar
+lets calls have no other form."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parrot.frontend.pfunc.tools.tool import Tool
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.sampling import MAX_GRAMMAR
+from parrot.utils.json_schemas import exact_schema
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+_EXPLAINED = """
+You can call functions. They are, with the JSON schemas of their arguments:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and its arguments as JSON, between these tags:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>
+You are then told the result. When you know enough, answer in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made. `result`: what the model was told. `error`: what the tool raised,
+    or why it could not be called."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    result: str = ""
+    error: Exception | None = None
+
+
+def system_message(system: str, tools: Sequence[Tool[..., Any]]) -> str:
+    """The instructions, and what the model is told of its tools."""
+    if not tools:
+        return system
+    lines = "\n".join(json.dumps(tool.json_schema, ensure_ascii=False) for tool in tools)
+    return (system + "\n" + _EXPLAINED.format(tools=lines)).strip()
+
+
+def turn_grammar(tools: Sequence[Tool[..., Any]], *, must_call: bool) -> str:
+    """The grammar (Lark) of answers, whose calls fit the schemas as far as they can be enforced.
+    Raises `InvalidRequest` if it is too long."""
+    names = " | ".join(f"f{i}" for i in range(len(tools)))
+    opening, closing = json.dumps('\n{"name": '), json.dumps("}\n" + _CLOSE)
+    lines = [f"call: {opening} ({names}) {closing}"]
+    for i, tool in enumerate(tools):
+        schema = exact_schema(tool.parameters, MAX_GRAMMAR, lenient=True)
+        begin = json.dumps(f'"{tool.name}", "arguments": ')
+        lines.append(f"f{i}: {begin} %json {json.dumps(schema)}")
+    if must_call:
+        lines.insert(0, f'start: "{_OPEN}" call')
+    else:
+        lines.insert(0, "start: (head call)* TEXT")
+        lines += [f'head[lazy]: TEXT "{_OPEN}"', r"TEXT: /(.|\n)*/"]
+    grammar = "\n".join(lines)
+    if len(grammar.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR:
+        raise InvalidRequest(f"the schemas of the tools have more than {MAX_GRAMMAR} bytes")
+    return grammar
+
+
+def read_calls(text: str) -> list[ToolCall]:
+    """The calls in an answer. One that cannot be read has the `error` that says so, and no name."""
+    return [_read_call(found[1]) for found in _CALL.finditer(text)]
+
+
+def results_message(calls: Iterable[ToolCall]) -> str:
+    """The next turn's message, of the results of calls."""
+    return "\n".join(f"<tool_response>\n{call.result}\n</tool_response>" for call in calls)
+
+
+class Words:
+    """Takes an answer as it grows, and gives what of it are words: neither calls nor what may be
+    the beginning of one."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_call = False
+
+    def feed(self, piece: str) -> str:
+        """The words that are certain now."""
+        self._held += piece
+        words = ""
+        while True:
+            mark = _CLOSE if self._is_call else _OPEN
+            before, found, after = self._held.partition(mark)
+            if not found:
+                break
+            words += "" if self._is_call else before
+            self._held, self._is_call = after, not self._is_call
+        end = len(self._held) - _common_end(self._held, mark)
+        if not self._is_call:
+            words += self._held[:end]
+        self._held = self._held[end:]
+        return words
+
+    def finish(self) -> str:
+        """The rest, when the answer has ended."""
+        return "" if self._is_call else self._held
+
+
+def _common_end(text: str, mark: str) -> int:
+    """The length of the longest end of the text that begins the mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def _read_call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except ValueError as error:
+        return _unreadable(f"it is not JSON, or was cut: {error}")
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return ToolCall(name, arguments)
+    return _unreadable("it needs a name, and arguments that are an object")
+
+
+def _unreadable(problem: str) -> ToolCall:
+    return ToolCall("", {}, error=InvalidRequest(f"the call cannot be read: {problem}"))
