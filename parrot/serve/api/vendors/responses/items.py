@@ -22,30 +22,37 @@ from parrot.serve.api.vendors.openai_common import (
     Json,
     Wire,
     arguments_of,
+    check_sizes,
     text_of,
 )
+from parrot.serve.api.vendors.openai_common import Item as ListItem
 
 MAX_ITEMS = 16_384
 _Id = Annotated[str, Field(max_length=256)]
 
 
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict) and None in value.values():
+        return {name: field for name, field in value.items() if field is not None}
+    return value
+
+
 class Dumped(Wire):
-    """Items that clients may send as they got them, with a null for each field that is not
-    there."""
+    """What clients may send as they got it, with a null for each field that is not there."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict) and None in value.values():
-            return {name: field for name, field in value.items() if field is not None}
-        return value
+    _without_nulls = model_validator(mode="before")(_drop_nulls)
 
 
-class Item(Dumped):
+class Item(ListItem):
     id_prefix: ClassVar[str]
 
     id: _Id | None = None
     status: Ignored = None
+
+    @property
+    def written(self) -> str:
+        """All texts that it keeps."""
+        return self.model_dump_json()
 
     def listed(self) -> Json:
         """The item as clients read it."""
@@ -59,6 +66,12 @@ class MessageItem(Item):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     phase: Ignored = None
+
+    @property
+    def written(self) -> str:
+        if isinstance(self.content, str) and self.status is None and self.phase is None:
+            return self.content
+        return super().written
 
     def listed(self) -> Json:
         fields = super().listed()
@@ -115,6 +128,10 @@ class ReasoningItem(Item):
     summary: Ignored = Field([])
     content: list[ReasoningText] = Field([], fail_fast=True, max_length=MAX_PARTS)
 
+    @property
+    def reasoning(self) -> str:
+        return "".join([part.text for part in self.content])
+
 
 class OtherItem(Bounded):
     """An item of a tool that is not here."""
@@ -146,8 +163,12 @@ _AnyItem = Annotated[
 
 
 def _as_items(value: Any) -> Any:
-    """A text is a message of the user."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    """A text is a message of the user. Clients may send items as they got them, with nulls."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        return value  # validation says what is wrong with it
+    return [_drop_nulls(item) for item in check_sizes(value)]
 
 
 Items = Annotated[
@@ -170,25 +191,25 @@ def template_messages(items: Iterable[Item]) -> list[Json]:
     messages: list[Json] = []
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if isinstance(item, CallItem):
-            if last is None:
-                last = {"role": "assistant", "content": ""}
-                messages.append(last)
-            last.setdefault("tool_calls", []).append(_call(item))
-        elif isinstance(item, ReasoningItem):
-            if reasoning := "".join([part.text for part in item.content]):
-                fields = {"role": "assistant", "content": "", "reasoning_content": reasoning}
-                messages.append(fields)
-        elif isinstance(item, CallOutputItem):
-            content = text_of(item.output)
-            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
-        elif isinstance(item, MessageItem):
+        # The usual type first: models are slow to tell that something is of another.
+        if isinstance(item, MessageItem):
             text = text_of(item.content)
             if item.role == "assistant" and last is not None and last.keys() & _JOINED:
                 last["content"] += text
             else:
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": text})
+        elif isinstance(item, CallItem):
+            if last is None:
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            last.setdefault("tool_calls", []).append(_call(item))
+        elif isinstance(item, CallOutputItem):
+            content = text_of(item.output)
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+        elif isinstance(item, ReasoningItem) and (reasoning := item.reasoning):
+            fields = {"role": "assistant", "content": "", "reasoning_content": reasoning}
+            messages.append(fields)
     return messages
 
 

@@ -171,8 +171,8 @@ class ResponseStore:
 
 
 def _num_bytes(record: Record) -> int:
-    items = [item.model_dump_json() for item in record.input]
-    size = _RECORD_BYTES + len(record.body) + num_bytes(items) + _ITEM_BYTES * len(items)
+    texts = [item.written for item in record.input]
+    size = _RECORD_BYTES + len(record.body) + num_bytes(texts) + _ITEM_BYTES * len(texts)
     if record.job is not None:
         size += len(record.body) + _PART_BYTES * record.job.num_parts
     return size
