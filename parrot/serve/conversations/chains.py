@@ -84,7 +84,6 @@ class Chains:
             session,
             request_id,
             completions,
-            "",
             None,
             self._observed.reads,
             request.criteria,

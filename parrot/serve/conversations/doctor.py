@@ -41,7 +41,7 @@ _NONCE = re.compile(r"(?=[^\d]*\d)[\w-]{6,}")
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|$)", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Prompt:
     """A prompt as its program sent it, and as the model was shown it."""
 

@@ -1,67 +1,149 @@
-"""Which turn a prompt continues: the one with whose text, answer included, it begins."""
+"""Which turn a prompt continues: the one with whose text, answer included, it begins.
+
+    messages   |-- hashed at once: all up to the last answer --|-- the rest --|
+    text       |-- what the turn before it had, answer included --|-- the rest --|
+
+Turns are looked up by the messages that their programs sent, and told by their texts: chat
+templates do not show all that a message says. A hash goes on where that of the turn before ended,
+so of a long conversation only the new messages are hashed as text."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import orjson
 
-from parrot.serve.conversations.turn import Turn, TurnRequest
+from parrot.serve.conversations.doctor import Prompt
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.prompts.transcript import Message
 from parrot.utils.heaps import LruDict
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 _MAX_ENDINGS = 65_536  # turns that can be continued
 
 
 class Ending(NamedTuple):
-    """Where a turn ended: the digest of all its `length` characters, answer included."""
+    """Where a turn ended, after `length` characters: `told` is the hash of them, answer included.
+    `prompt`: the turn's, as long as it is kept."""
 
     session_id: int
     completion: Completion
     length: int
-    digest: bytes
+    told: "_Hash"
+    prompt: ReferenceType[Prompt]
+
+    def begins(self, text: str) -> bool:
+        """Whether the text begins with all of the turn's."""
+        prompt = self.prompt()
+        if prompt is not None:
+            answer = self.completion.output.text
+            return text.startswith(prompt.text) and text.startswith(answer, len(prompt.text))
+        return _told(text[: self.length]).digest() == self.told.digest()
+
+
+class Place:
+    """Where a prompt ends in its conversation: behind all of its `messages`, of which the first
+    `num_known` are a turn that ended in `ending`, if it continues one."""
+
+    def __init__(
+        self, prompt: Prompt, messages: "_Hash", ending: Ending | None, num_known: int
+    ) -> None:
+        self.prompt = prompt
+        self.messages = messages
+        self.ending = ending
+        self.num_known = num_known
+
+    def told(self) -> "_Hash":
+        """The hash of the prompt's text."""
+        if self.ending is None:
+            return _told(self.prompt.text)
+        told = self.ending.told.copy()
+        told.update(_encoded(self.prompt.text[self.ending.length :]))
+        return told
 
 
 class Endings:
-    """Turns are looked up by the messages that their programs sent, and told by their texts: chat
-    templates do not show all that a message says."""
+    """The endings of turns, the least recently used ones up to a bound."""
 
     def __init__(self) -> None:
         self._endings: LruDict[bytes, Ending] = LruDict(_MAX_ENDINGS)
 
-    def put(self, turn: Turn, completion: Completion, message: Message) -> None:
-        """One answer of the turn is done, for which its program will send `message`."""
-        assert turn.history is not None, turn
-        text = turn.text + completion.output.text
-        ending = Ending(turn.session.id, completion, len(text), _digest(text))
-        self._endings.put(_extend(turn.history, message), ending)
+    def put(self, place: Place, session_id: int, completion: Completion, message: Message) -> None:
+        """One answer of the turn at `place` is done, for which its program will send `message`."""
+        told, answer = place.told(), completion.output.text
+        told.update(_encoded(answer))
+        length = len(place.prompt.text) + len(answer)
+        key = place.messages.copy()
+        _extend(key, [message])
+        ending = Ending(session_id, completion, length, told, ref(place.prompt))
+        self._endings.put(key.digest(), ending)
 
     def find(
-        self, keys: Sequence[bytes], text: str, is_live: Callable[[int], bool]
-    ) -> tuple[Ending, int] | None:
-        """Where the longest known beginning of `text` ended, if its session is live, and after how
-        many messages; `keys` are its history keys."""
-        for num_messages in range(len(keys) - 1, -1, -1):
-            ending = self._endings.get(keys[num_messages])
+        self, prompt: Prompt, scope: Mapping[str, Any], is_live: Callable[[int], bool]
+    ) -> Place:
+        """Where the prompt ends, behind the longest known beginning of it whose session is live.
+        `scope`: what else has to be equal for two prompts to be."""
+        history = _History(prompt.messages, scope)
+        for num_messages, key in history.beginnings():
+            ending = self._endings.get(key)
             if ending is None or not is_live(ending.session_id):
                 continue
-            if _digest(text[: ending.length]) == ending.digest:
-                return ending, num_messages
-        return None
+            if ending.begins(prompt.text):
+                return Place(prompt, history.whole(), ending, num_messages)
+        return Place(prompt, history.whole(), None, 0)
 
 
-def history_keys(request: TurnRequest) -> list[bytes]:
-    """A key for the prompt up to each of its messages, and before the first."""
-    assert not isinstance(request.prompt, str), "a plain prompt has no messages"
-    begin = {"tenant": request.tenant, "model": request.model, "options": request.options}
-    key = _extend(b"", begin)
-    return [key, *[key := _extend(key, message) for message in request.prompt]]
+class _History:
+    """The keys of a prompt's messages: hashes of all from the first to some answer."""
+
+    def __init__(self, messages: Sequence[Message], scope: Mapping[str, Any]) -> None:
+        self._messages = messages
+        self._scope = hashlib.sha256(orjson.dumps(scope, option=orjson.OPT_SORT_KEYS))
+        self._num_hashed = 0
+        for i in range(len(messages), 0, -1):
+            if _is_answer(messages[i - 1]):
+                self._num_hashed = i
+                break
+        self._hash = self._scope.copy()  # of so many
+        _extend(self._hash, messages[: self._num_hashed])
+
+    def whole(self) -> "_Hash":
+        whole = self._hash.copy()
+        _extend(whole, self._messages[self._num_hashed :])
+        return whole
+
+    def beginnings(self) -> Iterator[tuple[int, bytes]]:
+        """How many messages there are up to each answer, and their key, the last answer first.
+        Conversations that were cut or have forked look at more than one."""
+        if not self._num_hashed:
+            return
+        yield self._num_hashed, self._hash.digest()
+        key, keys = self._scope.copy(), []
+        for i, message in enumerate(self._messages[: self._num_hashed - 1]):
+            _extend(key, [message])
+            if _is_answer(message):
+                keys.append((i + 1, key.digest()))
+        yield from reversed(keys)
 
 
-def _extend(key: bytes, message: Mapping[str, Any]) -> bytes:
-    return hashlib.sha256(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS)).digest()
+def _is_answer(message: Message) -> bool:
+    return message.get("role") == "assistant"
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def _extend(key: "_Hash", messages: Sequence[Message]) -> None:
+    """The same for all of them at once as for one after the other."""
+    if messages:
+        written = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)  # [...]
+        key.update(b",")
+        key.update(memoryview(written)[1:-1])
+
+
+def _told(text: str) -> "_Hash":
+    return hashlib.sha256(_encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -7,6 +7,7 @@ from typing import Any
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.public import ReadOptions, VarGetResponse
 from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.serve.conversations.endings import Place
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.answers import AnswerParser, FirstCallParser
@@ -72,16 +73,15 @@ class TurnRequest:
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
-    closing a stream, withdraws it. `text` is the prompt, `history` the key of its messages; None
-    if nothing continues it. `make_parser` makes a parser for each answer. `prefix` says in a line
+    closing a stream, withdraws it. `place`: where its prompt ends; None if nothing continues it.
+    `make_parser` makes a parser for each answer. `prefix` says in a line
     whether the prompt shares what the program sent before. `is_kept`: what is not done stays in the
     session, for whoever wants it."""
 
     session: Session
     request_id: int
     completions: Sequence[Completion]
-    text: str
-    history: bytes | None
+    place: Place | None
     reads: Reads
     criteria: PerformanceCriteria
     make_parser: Callable[[], AnswerParser]

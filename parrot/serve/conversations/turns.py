@@ -19,7 +19,7 @@ from parrot.serve.conversations.doctor import (
     Prompt,
     Reason,
 )
-from parrot.serve.conversations.endings import Endings, history_keys
+from parrot.serve.conversations.endings import Endings
 from parrot.serve.conversations.observed import ObservedTurns
 from parrot.serve.conversations.rendering import Rendered, rendered, served
 from parrot.serve.conversations.sessions import EndSession, ProgramSessions
@@ -89,11 +89,11 @@ class Turns:
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         shown, samplings, make_parser, conversation = self._rendered(request)
         text = shown.text
-        # Nothing continues a plain prompt.
-        keys = [] if isinstance(request.prompt, str) else history_keys(request)
         prompt = _prompt(request, text)
-        known = self._endings.find(keys, text, self._sessions.is_live)
-        ending, num_known = (None, 0) if known is None else known
+        place = None
+        if not isinstance(request.prompt, str):  # which nothing continues
+            place = self._endings.find(prompt, _scope(request), self._sessions.is_live)
+        ending, num_known = (None, 0) if place is None else (place.ending, place.num_known)
         fill = shown.pieces(0 if ending is None else ending.length, num_known)
         if request.tokens is not None:
             fill = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
@@ -125,8 +125,7 @@ class Turns:
             session,
             request_id,
             completions,
-            text,
-            keys[-1] if keys else None,
+            place,
             self._observed.reads,
             request.criteria,
             make_parser,
@@ -170,11 +169,11 @@ class Turns:
         """The program will send `message` for this answer if it goes on, perhaps without the
         reasoning."""
         completion = turn.completions[choice]
-        if turn.history is None or completion.state is not CompletionState.DONE:
+        if turn.place is None or completion.state is not CompletionState.DONE:
             return
         bare = {name: field for name, field in message.items() if name != "reasoning_content"}
         for shown in (message, bare) if len(bare) < len(message) else (message,):
-            self._endings.put(turn, completion, shown)
+            self._endings.put(turn.place, turn.session.id, completion, shown)
             self._doctor.remember_answer(completion.options.tenant, turn.session.id, shown)
 
     def forget(self, session: Session) -> None:
@@ -186,3 +185,8 @@ class Turns:
 def _prompt(request: TurnRequest, text: str) -> Prompt:
     messages = () if isinstance(request.prompt, str) else request.prompt
     return Prompt(messages, request.options, text)
+
+
+def _scope(request: TurnRequest) -> Mapping[str, Any]:
+    """What else is equal in conversations that go on."""
+    return {"tenant": request.tenant, "model": request.model, "options": request.options}
