@@ -106,7 +106,7 @@ def render_transcript(
         found, first = None, num_known - 1  # an answer, which may not be the one that was generated
         if num_known and are_as_sent:
             marked = _mark(template, messages, options, num_known)
-            found = _split_end(whole, marked, messages, start, num_known)
+            found = _split_end(whole, marked, messages, start)
         if found is None:
             found, first = _split(whole, _mark(template, messages, options), messages), 0
         ends, told_apart = found
@@ -120,7 +120,7 @@ def render_transcript(
 
 class _Marked(NamedTuple):
     """The prompt with marks in the places of texts: the markup around them, of which there is one
-    more, and the indices of their messages; -1 for messages that are known."""
+    more, and the indices of their messages; only what stands behind those that are known."""
 
     gaps: Sequence[str]
     shown: Sequence[int]
@@ -143,9 +143,18 @@ def _mark(
         ],
         **options,
     )
+    if num_known:
+        marked = _behind_known(mark, marked)
     first, *behind = marked.split(mark)
     parts = [part.partition("m") for part in behind]
     return _Marked([first, *[gap for _, _, gap in parts]], [int(index) for index, _, _ in parts])
+
+
+def _behind_known(mark: str, marked: str) -> str:
+    """Nothing if a new message stands before one that is known."""
+    known = f"{mark}-1m"
+    before, _, behind = marked.rpartition(known)
+    return "" if before.count(mark) > before.count(known) else behind
 
 
 def _mark_known(mark: str, messages: Sequence[Message]) -> Iterator[Message]:
@@ -185,21 +194,20 @@ def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[En
 
 
 def _split_end(
-    whole: str, marked: _Marked, messages: Sequence[Message], begin: int, num_known: int
+    whole: str, marked: _Marked, messages: Sequence[Message], begin: int
 ) -> tuple[Ends, set[int]] | None:
-    """Do the same for what stands behind `begin`, which is the place of all messages but the first
-    `num_known`, from its end on. None if not every one of them can be told from markup."""
+    """Do the same for what stands behind `begin`, which is the place of all messages that are not
+    known, from its end on. None if not every one of them can be told from markup."""
     gaps, shown = marked
-    first = next((at for at, i in enumerate(shown) if i >= num_known), len(shown))
-    stop, new = len(whole) - len(gaps[-1]), list(shown[first:])
-    if not (new and new == sorted(set(new)) and gaps[-1] and whole.endswith(gaps[-1])):
+    stop, new = len(whole) - len(gaps[-1]), set(shown)
+    if not (new and shown == sorted(new) and gaps[-1] and whole.endswith(gaps[-1])):
         return None
     ends: Ends = [(len(whole), PieceKind.CONSTANT)]
-    for at in range(len(shown) - 1, first - 1, -1):
+    for at in range(len(shown) - 1, -1, -1):
         message, before = messages[shown[at]], gaps[at]
         for form in _forms(_text(message)):
             start, gap = stop - len(form), before
-            if at == first and 0 <= start - begin <= len(gap):
+            if at == 0 and 0 <= start - begin <= len(gap):
                 gap = gap[len(gap) - (start - begin) :]  # it may begin before `begin`
             if start - len(gap) >= begin and whole.endswith(gap + form, begin, stop):
                 break
@@ -210,7 +218,7 @@ def _split_end(
         if gap:
             ends.append((start, PieceKind.CONSTANT))
         stop = start - len(gap)
-    return (ends[::-1], set(new)) if stop == begin else None
+    return (ends[::-1], new) if stop == begin else None
 
 
 def _kind(message: Message) -> PieceKind:

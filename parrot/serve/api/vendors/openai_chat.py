@@ -23,6 +23,7 @@ from parrot.serve.prompts.reasoning import reasoning_options
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 512
+_PLAIN = {"role", "content"}
 
 
 class FunctionCall(Wire):
@@ -81,7 +82,17 @@ class ChatRequest(GenerationFields):
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as chat templates take them."""
-    return [_template_message(i, message) for i, message in enumerate(messages)]
+    return [
+        {"role": message.role, "content": message.content}
+        if _is_plain(message)
+        else _template_message(i, message)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _is_plain(message: ChatMessage) -> bool:
+    is_text = isinstance(message.content, str) and message.role != "developer"
+    return is_text and message.model_fields_set == _PLAIN
 
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
