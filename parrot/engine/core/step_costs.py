@@ -101,7 +101,9 @@ class StepCostFit:
         fade = 1 - 1 / _MEMORY
         self._sums = [fade * old + value for old, value in zip(self._sums, new, strict=True)]
         self.num_observed += 1
-        if self.num_observed % _SOLVE_EVERY == 0 or self.num_observed < _SOLVE_EVERY:
+        # The first ones change much: after 1, 2, 4...
+        is_power = self.num_observed & (self.num_observed - 1) == 0
+        if self.num_observed % _SOLVE_EVERY == 0 or is_power:
             self._scales = self._solve()
 
     def costs(self) -> StepCosts | None:
