@@ -37,14 +37,6 @@ def row_slots(slot_of, slot_first, member, live, q_count):
 
 
 @triton.jit
-def row_tokens(token_order, q_first, own, member, live, q_count):
-    """The row of q of each tile row: consecutive for an own span, listed for a shared one."""
-    is_listed = live & (member < tl.where(own, 0, q_count))
-    listed = tl.load(token_order + q_first + member, mask=is_listed, other=0)
-    return tl.where(own, q_first + member, listed)
-
-
-@triton.jit
 def load_rows(q_ptr, token, head, live, offs_d, stride_q, D: tl.constexpr, UPCAST: tl.constexpr):
     offset = token.to(tl.int64) * stride_q + head * D
     q = tl.load(q_ptr + offset[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
@@ -54,18 +46,30 @@ def load_rows(q_ptr, token, head, live, offs_d, stride_q, D: tl.constexpr, UPCAS
 
 
 @triton.jit
-def tile_rows(offs_m, kv_head, q_count, G: tl.constexpr, BM: tl.constexpr):
-    """Of each row of a tile: which token of its item it is of, of which head, and whether it is of
-    any. Rows are tokens times the G heads that read one KV head."""
+def item_rows(
+    positions,
+    token_order,
+    q_first,
+    q_count,
+    kv_end,
+    own,
+    kv_head,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Of each row of a tile, the tokens of an item times the G heads that read one KV head: its
+    token's number in the item, its head, whether it is of any token, its row of q (consecutive for
+    an own span, listed for a shared one) and where the keys end that it sees; then the position of
+    the item's first token."""
+    offs_m = tl.arange(0, BM)
     member = offs_m // G
-    return member, kv_head * G + offs_m % G, (member < q_count) & (offs_m < (BM // G) * G)
-
-
-@triton.jit
-def visible_keys(positions, q_first, kv_end, member, own):
-    """The position of the item's first token, and where the keys end that each row sees."""
+    live = (member < q_count) & (offs_m < (BM // G) * G)
+    is_listed = live & (member < tl.where(own, 0, q_count))
+    listed = tl.load(token_order + q_first + member, mask=is_listed, other=0)
+    token = tl.where(own, q_first + member, listed)
     position = tl.load(positions + q_first, mask=own, other=NO_POSITION)
-    return position, tl.minimum(kv_end, position + 1 + member)
+    row_end = tl.minimum(kv_end, position + 1 + member)
+    return member, kv_head * G + offs_m % G, live, token, row_end, position
 
 
 @triton.jit
@@ -220,12 +224,11 @@ def attend_items(
             gdc_wait()
         return
     table = tables + table_row * stride_table
-    offs_m = tl.arange(0, BM)
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
-    member, head, live = tile_rows(offs_m, kv_head, q_count, G, BM)
-    token = row_tokens(token_order, q_first, own, member, live, q_count)
-    position, row_end = visible_keys(positions, q_first, kv_end, member, own)
+    member, head, live, token, row_end, position = item_rows(
+        positions, token_order, q_first, q_count, kv_end, own, kv_head, G, BM
+    )
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)

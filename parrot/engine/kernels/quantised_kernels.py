@@ -16,14 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from parrot.engine.kernels.attention_kernels import (
     NO_MAXIMUM,
     NO_SCORE,
+    item_rows,
     load_item,
     load_rows,
     page_ids,
     row_slots,
-    row_tokens,
     store_rows,
-    tile_rows,
-    visible_keys,
 )
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -237,13 +235,12 @@ def attend_quantised_items(
             gdc_wait()
         return
     table = tables + table_row * stride_table
-    offs_m = tl.arange(0, BM)
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
     pair = tl.arange(0, D // 2)
-    member, head, live = tile_rows(offs_m, kv_head, q_count, G, BM)
-    token = row_tokens(token_order, q_first, own, member, live, q_count)
-    position, row_end = visible_keys(positions, q_first, kv_end, member, own)
+    member, head, live, token, row_end, position = item_rows(
+        positions, token_order, q_first, q_count, kv_end, own, kv_head, G, BM
+    )
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)

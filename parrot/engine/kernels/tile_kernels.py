@@ -7,14 +7,12 @@ import triton.language as tl
 from parrot.engine.kernels.attention_kernels import (
     NO_MAXIMUM,
     attend,
+    item_rows,
     load_item,
     load_rows,
     row_slots,
-    row_tokens,
     store_partials,
     store_rows,
-    tile_rows,
-    visible_keys,
 )
 from parrot.engine.kernels.quantised_kernels import numbers_of, weigh_codes
 
@@ -114,17 +112,17 @@ def attend_tiles(
     if q_count == 0:  # padding of a captured grid
         return
     table = tables + table_row * stride_table
-    offs_m = tl.arange(0, BM)
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
-    member, head, live = tile_rows(offs_m, kv_head, q_count, G, BM)
     page = tl.load(table + kv_first // PAGE)
     exponents = 0
     if QUANTISED:
         row = (page * HKV + kv_head) * PAGE + kv_first % PAGE
         exponents_at = _exponents_at(k_exponents_ptr, v_exponents_ptr, BN)
         exponents = tl.load(exponents_at + row)
-    token = row_tokens(token_order, q_first, OWN, member, live, q_count)
+    member, head, live, token, row_end, position = item_rows(
+        positions, token_order, q_first, q_count, kv_end, OWN, kv_head, G, BM
+    )
     q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     IN_FLOAT32: tl.constexpr = q.dtype == tl.float32
     if QUANTISED and not IN_FLOAT32:
@@ -132,10 +130,8 @@ def attend_tiles(
     acc = tl.zeros([BM, D], dtype=tl.float32)
     maximum = tl.zeros([BM], dtype=tl.float32) + NO_MAXIMUM
     total = tl.zeros([BM], dtype=tl.float32)
-    row_end = kv_end + member * 0
     whole = kv_end
     if OWN:
-        position, row_end = visible_keys(positions, q_first, kv_end, member, OWN)
         shortest = tl.minimum(kv_end, position + 1)
         whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
     for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
