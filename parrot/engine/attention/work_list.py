@@ -127,6 +127,7 @@ class WorkList:
     `narrow_is_even`: its longest item is not much longer than the others.
     `dense`: (first row of q, tokens) of what no item covers: tokens 0... of one context each.
     `converted_pages`: pages of the pool, those of `converted_fills`, to be converted in this order.
+    `hides_keys`: some tokens have no item for keys of their own request that come after them.
 
     `num_shared_tokens`: KV tokens whose repeated reading the plan saves."""
 
@@ -142,6 +143,7 @@ class WorkList:
     slot_of: IntArray
     dense: tuple[tuple[int, int], ...]
     num_shared_tokens: int
+    hides_keys: bool
 
     @property
     def num_slots(self) -> int:
@@ -193,7 +195,7 @@ def plan_work(
     spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
     kinds = _kinds(spans, shape, split)
     converted_first, converted_pages = _conversions(spans, kinds, step.tables, shape.page_size)
-    items, item_kinds, lengths = _cut(spans, kinds, converted_first, shape, split)
+    items, item_kinds, lengths, hides_keys = _cut(spans, kinds, converted_first, shape, split)
     indptr, slot_of = _assign_slots(items, token_order)
     own = items[:, OWN] != 0
     items[own, Q_FIRST] = token_order[items[own, Q_FIRST]]
@@ -214,6 +216,7 @@ def plan_work(
         slot_of=slot_of,
         dense=tuple((int(step.q_first[r]), int(num_dense[r])) for r in np.flatnonzero(num_dense)),
         num_shared_tokens=num_shared_pages * shape.page_size,
+        hides_keys=hides_keys,
     )
 
 
@@ -295,9 +298,9 @@ def _cut(
     converted_first: LongArray,
     shape: AttentionShape,
     split: SplitConfig,
-) -> tuple[LongArray, LongArray, LongArray]:
-    """Items with their kinds and numbers of keys, most work first. Q_FIRST is still a place in
-    sorted order and SLOT is zero."""
+) -> tuple[LongArray, LongArray, LongArray, bool]:
+    """Items with their kinds and numbers of keys, most work first, and whether any was left out.
+    Q_FIRST is still a place in sorted order and SLOT is zero."""
     rows = np.where(kinds == NARROW, split.narrow_rows, split.tile_rows)
     tokens_per_block = rows // shape.group
     blocks = -(-spans.q_count // tokens_per_block)
@@ -323,7 +326,8 @@ def _cut(
     items[:, CONVERTED_FIRST] = np.where(kinds == CONVERTED_FILL, converted_first, 0)[span]
     seen = np.flatnonzero(work > 0)  # the last splits of a fill are invisible to its first tokens
     most_first = seen[np.argsort(-work[seen], kind="stable")]
-    return items[most_first], kinds[span[most_first]], work[most_first]
+    hides_keys = len(seen) < len(work)
+    return items[most_first], kinds[span[most_first]], work[most_first], hides_keys
 
 
 def _chunk_lengths(

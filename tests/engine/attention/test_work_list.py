@@ -326,16 +326,53 @@ def test_the_planner_keeps_its_plan_while_contexts_only_grow(own: int) -> None:
     assert planner.num_shared_steps == 65
 
 
+@given(steps(), st.sampled_from([1, 4]), SPLITS, st.lists(st.integers(0, 63), min_size=9))
+def test_a_plan_that_is_kept_is_right_for_contexts_that_have_grown(
+    step: StepRows, group: int, split: SplitConfig, growth: list[int]
+) -> None:
+    """Also where several tokens of each are new, as with drafts."""
+    planner = WorkPlanner(shape_of(group), FREE_SHARING, split)
+    count = len(step.starts)
+    free = 1000 + np.arange(6 * count, dtype=np.int32).reshape(count, 6)
+    used = -(-(step.starts + step.q_lens) // PAGE)
+    tables = np.pad(step.tables, ((0, 0), (0, 6)))
+    for row, first_free, more in zip(tables, used, free, strict=True):
+        row[first_free : first_free + 6] = more
+    first = planner.plan(range(count), replace(step, tables=tables))
+    starts = step.starts + np.array(growth[:count], dtype=np.int32)
+    grown = StepRows(tables, starts, step.q_lens)
+    work = planner.plan(range(count), grown)
+    if step.q_lens.max() == 1:
+        assert work is first
+    seen, token = seen_keys(grown, work), 0
+    for row, (start, new) in enumerate(zip(grown.starts, grown.q_lens, strict=True)):
+        for position in range(start, start + new):
+            expected = [(tables[row, n // PAGE], n % PAGE) for n in range(position + 1)]
+            assert sorted(seen[token]) == sorted(expected), (row, position)
+            token += 1
+
+
+def test_steps_with_drafts_and_without_take_turns_without_new_plans() -> None:
+    planner = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS)
+    step = shared_step(4, 64)
+    step = replace(step, tables=np.pad(step.tables, ((0, 0), (0, 64))))
+    drafted = replace(step, q_lens=np.array([1, 3, 1, 3], dtype=np.int32))
+    plans = [planner.plan([1, 2, 3, 4], rows) for rows in (step, drafted)]
+    for growth in range(1, 20):
+        for rows, first in zip((step, drafted), plans, strict=True):
+            grown = replace(rows, starts=rows.starts + growth)
+            assert planner.plan([1, 2, 3, 4], grown) is first
+
+
 def test_the_planner_plans_anew_for_another_batch() -> None:
     planner = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS)
     step = shared_step(4, 64)
     first = planner.plan([1, 2, 3, 4], step)
     fill = StepRows(step.tables, step.starts, np.array([1, 1, 1, 3], dtype=np.int32))
     restarted = StepRows(step.tables, step.starts - 1, step.q_lens)
-    changes = (([1, 2, 3, 5], step), ([1, 2, 3, 5], fill), ([1, 2, 3, 5], step))
-    plans = [first] + [planner.plan(ids, rows) for ids, rows in changes]
-    assert len({id(plan) for plan in plans}) == 4
-    assert planner.plan([1, 2, 3, 5], restarted) is not plans[-1]
+    plans = [first, planner.plan([1, 2, 3, 5], step), planner.plan([1, 2, 3, 5], fill)]
+    assert len({id(plan) for plan in plans}) == 3
+    assert planner.plan([1, 2, 3, 5], restarted) is not plans[1]
 
 
 def test_items_name_the_rows_of_the_device_s_table() -> None:
