@@ -1,7 +1,6 @@
 """A ServeCore and its engines on this machine, as child processes."""
 
 import json
-import os
 import queue
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.public import ReadyResponse
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
+from parrot.utils.private_files import open_private
 
 Config = Mapping[str, Any]
 CORE = "core"
@@ -246,8 +246,8 @@ class Cluster:
         path = self._config_path(name)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(self.configs[name], file, indent=2)
+            with open_private(path, is_new=True) as file:
+                file.write(json.dumps(self.configs[name], indent=2).encode())
         except OSError as error:
             raise ClusterError(
                 f"{path}: {error.strerror}; choose another folder for logs (--log_dir)"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from parrot.utils.private_files import open_private
 from parrot.utils.settings import without_settings
 
 _STOP_GRACE_S = 10.0
@@ -70,7 +71,7 @@ class ServerProcess:
         self._is_to_end = False
         self.started_at = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        with open_private(self.log_path, is_new=False) as log:
             popen = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from parrot.protocol.engine_api import FEATURES, PoolingKind
-from parrot.protocol.gate.config import ConnectionLimits, HostNames
+from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
 from parrot.utils.settings import ConfigFile, Settings, read_settings
@@ -224,9 +224,8 @@ class EngineConfig(ConfigModel):
         None, description="Tokens of KV that ServeCore may use here."
     )
     heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
-    cluster_token: str | None = Field(
+    cluster_token: Secret | None = Field(
         None,
-        min_length=1,
         repr=False,
         description="Shared with ServeCore. Needed beyond loopback; null on loopback: that of a "
         "file in `state_dir`, or none if it serves alone (`--without_core`).",

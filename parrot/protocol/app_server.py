@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.connection import guarded_protocol
-from parrot.utils.logs import CALLS, JsonFormatter, TextFormatter
+from parrot.utils.logs import CALLS, JsonFormatter, LogFile, TextFormatter
 
 # Idle connections must be closed by their clients (aiohttp's do it after 15 s, uvicorn's default
 # is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
@@ -93,7 +93,7 @@ def run_server(args: argparse.Namespace, serve: Coroutine[Any, Any, None]) -> No
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if args.log_dir is not None:
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(Path(args.log_dir) / args.log_filename))
+        handlers.append(LogFile(Path(args.log_dir) / args.log_filename))
     level = logging.WARNING if args.release_mode else logging.INFO
     formatter = JsonFormatter() if args.log_format == "json" else TextFormatter()
     for handler in handlers:

@@ -59,7 +59,13 @@ class SamplingConfig(BaseModel):
     logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
         default=None, max_length=1024
     )
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="the same random numbers; surely the same text only in float32: in bfloat16 "
+        "and float16 equal calls may differ (docs/engines.md)",
+    )
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = Field(default=None, max_length=MAX_GRAMMAR)
     grammar: str | None = Field(default=None, max_length=MAX_GRAMMAR)

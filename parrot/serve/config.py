@@ -5,14 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from parrot.protocol.gate.config import ConnectionLimits, HostNames
+from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
 from parrot.utils.config import ConfigModel
 from parrot.utils.settings import ConfigFile, Settings, read_settings
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Secret = Annotated[str, Field(min_length=1, max_length=4096)]
 
 KvEviction = Literal["next_use", "lru"]
 PlacementName = Literal["predicted", "round_robin", "prefix_aware"]

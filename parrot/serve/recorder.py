@@ -5,7 +5,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
@@ -29,6 +29,7 @@ from parrot.serve.sessions import Session
 from parrot.serve.views import session_view
 from parrot.utils.clock import Clock
 from parrot.utils.config import ConfigError
+from parrot.utils.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class TraceFile:
     def __init__(self, path: str) -> None:
         """Begins the file anew. Raises `ConfigError` if it cannot be written."""
         try:
-            self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by `close`
+            self._file = open_private(path, is_new=True)
         except OSError as error:
             raise ConfigError(f"trace_path: {path}: {error.strerror}") from None
 

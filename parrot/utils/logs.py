@@ -1,15 +1,23 @@
 """How servers write their logs: lines of text, or of JSON."""
 
+import io
+import json
 import logging
+import re
 import traceback
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
+from parrot.utils.private_files import open_private
+
 CALLS = logging.getLogger("parrot.calls")
 """Says how sessions and calls ended, if that is wanted."""
 
+# Of an engine's name or a library's error: a line break would begin a line of its own, and a
+# terminal would obey the others.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -20,14 +28,31 @@ def log_call(message: str, **facts: Any) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """One line, with the facts behind the message, and below it the traceback of an error."""
+    """One line, with the facts behind the message, and below it, indented, the traceback of an
+    error."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         facts = getattr(record, "facts", {})
-        return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in facts.items())])
+        line = " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in facts.items())])
+        return _escaped(line)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {_escaped(line)}" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class LogFile(logging.FileHandler):
+    """Adds to a file that only this user can read."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open_private(self.baseFilename, is_new=False), "utf-8")
 
 
 class JsonFormatter(logging.Formatter):
@@ -48,4 +73,7 @@ class JsonFormatter(logging.Formatter):
                 f"{frame.filename}:{frame.lineno} {frame.name}"
                 for frame in traceback.extract_tb(error.__traceback__)
             ]
-        return orjson.dumps(line, default=str).decode()
+        try:
+            return orjson.dumps(line, default=str).decode()
+        except orjson.JSONEncodeError:  # half a character, as in the name of a file
+            return json.dumps(line, default=str)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from parrot.protocol.gate.names import MAX_HOST_NAME
 from parrot.utils.config import ConfigModel
@@ -11,6 +11,22 @@ _HostName = Annotated[str, Field(min_length=1, max_length=MAX_HOST_NAME)]
 HostNames = Annotated[tuple[_HostName, ...], Field(strict=False)]
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]
 _Count = Annotated[int, Field(ge=1, le=2**40)]
+
+
+_PLACEHOLDER = "replace-me"
+
+
+def _no_placeholder(secret: str) -> str:
+    """Raises `ValueError` for what the sample configurations have in the place of a secret."""
+    if secret.startswith(_PLACEHOLDER):
+        raise ValueError(
+            "is the sample's, which everybody knows: put a secret of your own, as of "
+            "`openssl rand -hex 32`"
+        )
+    return secret
+
+
+Secret = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_no_placeholder)]
 
 
 class ConnectionLimits(ConfigModel):
