@@ -171,6 +171,7 @@ _ERRORS = {
     502: "a producer failed, so the value will never exist",
     503: "no engine can serve this now, or the server is shutting down",
     504: "the read's timeout passed",
+    507: "the journal cannot be written",
 }
 
 Json = dict[str, Any]

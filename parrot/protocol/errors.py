@@ -26,7 +26,8 @@
     |-- Unavailable               503  the server cannot be reached or is shutting down
     |   |-- NoEngine              503  no live engine can serve the model
     |   `-- OutOfMemory           503  no KV room now; may work later
-    `-- TimedOut                  504  the read's timeout or deadline passed
+    |-- TimedOut                  504  the read's timeout or deadline passed
+    `-- InsufficientStorage       507  the journal cannot be written, so nothing was done
 
 The same classes are raised by servers, travel as `{"error": {"type", "message", "param"?}}`, and
 are raised again by the clients.
@@ -140,6 +141,9 @@ class OutOfMemory(Unavailable): ...
 
 
 class TimedOut(ParrotError, status=504): ...
+
+
+class InsufficientStorage(ParrotError, status=507): ...
 
 
 def _walk(root: type[ParrotError]) -> list[type[ParrotError]]:

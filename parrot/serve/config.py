@@ -221,6 +221,18 @@ class CoreConfig(ConfigModel):
     native_memory_mb: int = Field(
         64, ge=1, le=65536, description="Memory one native function may use, in MiB."
     )
+    journal: str | None = Field(
+        None,
+        min_length=1,
+        description="File (SQLite) in which sessions are kept, so that they outlive this process "
+        "(docs/operations.md); null: they end with it.",
+    )
+    journal_size: int = Field(
+        2**32,
+        ge=2**20,
+        le=2**46,
+        description="Bytes of the journal; when it is full, what would be written gets 507.",
+    )
     trace_path: str | None = Field(
         None,
         min_length=1,

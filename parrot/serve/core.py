@@ -1,10 +1,8 @@
 """ServeCore: the service as a whole, which begins and ends sessions and knows the engines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from parrot.protocol.engine_api import (
-    HeartbeatRequest,
-    HeartbeatResponse,
     RegisterRequest,
     RegisterResponse,
 )
@@ -56,6 +54,7 @@ class ServeCore:
         self._timers = TimerQueue(self.clock)
         self._dispatcher = dispatcher or Dispatcher(config, self.clock)
         self.fleet = self._dispatcher.fleet
+        self.heartbeat = self.fleet.heartbeat
         self.decisions = self._dispatcher.decisions
         self.contexts = self._dispatcher.contexts
         self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
@@ -151,6 +150,19 @@ class ServeCore:
         self._observers.tell(lambda one: one.session_deleted(session))
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
+    def restore(self, replay: Callable[[], Iterable[Session]]) -> None:
+        """Call `replay`, which does once more what a journal tells, has the sessions write down
+        there what comes, and returns those that are not whole. Nothing runs meanwhile; then goes on
+        what ran."""
+        self._runner.hold()
+        for session in replay():
+            self._end(session, SessionGone(f"session {session.id} could not be restored"))
+        self.turns.programs.cancel_orphans()
+        self._dispatcher.on_placed = self.sessions.placed
+        self._runner.go_on()
+        for session in self.sessions:
+            self.programs.restored(session)
+
     # Engines and the service itself
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
@@ -158,9 +170,6 @@ class ServeCore:
         engine_id = await self.fleet.register(request.engine_config)
         self._observers.tell(lambda one: one.engine_registered(request.engine_config))
         return RegisterResponse(engine_id=engine_id)
-
-    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        return self.fleet.heartbeat(request)
 
     def models(self) -> ModelsResponse:
         """Those that engines serve, by all their names."""
@@ -199,6 +208,7 @@ class ServeCore:
         """Admit nothing more, and end every session: open reads get `Unavailable` now."""
         self.is_closing = True
         for session in self.sessions:
+            session.follow(None)  # the journal has it, for the next process
             self._end(session, Unavailable("ServeCore is shutting down"))
 
     async def close(self) -> None:
@@ -217,6 +227,9 @@ class ServeCore:
         self._end(session, SessionGone(text))
 
     def _end(self, session: Session, error: ParrotError) -> None:
+        if session.history is not None:
+            session.history.ended()
+            session.follow(None)
         session.graph.close(error)
         self._dispatcher.release_session(session.id)
         self.sessions.remove(session)

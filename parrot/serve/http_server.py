@@ -17,10 +17,11 @@ from parrot.serve.api.app import create_app
 from parrot.serve.call_log import CallLog
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.core import ServeCore
+from parrot.serve.journal.journal import Journal
 from parrot.serve.observers import Observer
 from parrot.serve.recorder import Recorder, TraceFile
 from parrot.serve.tracer import Tracer
-from parrot.utils.clock import MonotonicClock
+from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
 from parrot.utils.logs import CALLS
 from parrot.utils.traces.record import span_export
@@ -47,7 +48,11 @@ async def serve(config: CoreConfig) -> None:
             config.host,
         )
     trace = None if config.trace_path is None else TraceFile(config.trace_path)
-    clock = MonotonicClock()
+    clock: Clock = MonotonicClock()
+    journal = None
+    if config.journal is not None:
+        journal = Journal.at(config.journal, config.journal_size, clock)
+        clock = journal.clock
     observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
     export = None if config.otlp_endpoint is None else span_export(config.otlp_endpoint, "parrot")
     if export is not None:
@@ -60,9 +65,11 @@ async def serve(config: CoreConfig) -> None:
         core.shut_down()
 
     try:
-        app = create_app(core)
+        app = create_app(core, journal)
         await AppServer(app, config.host, config.port, end_requests, config.connections).serve()
     finally:
+        if journal is not None:
+            await journal.close()
         if trace is not None:
             trace.close()
         if export is not None:

@@ -210,7 +210,8 @@ class NativeRunner:
         else:
             call.state = CompletionState.DONE
             for (_, variable), text in zip(call.results, texts, strict=True):
-                variable.set(text)
+                if not variable.is_settled:  # one that died may have got as far as this
+                    variable.set(text)
 
     async def _evaluate(self, call: NativeCall) -> Sequence[object]:
         """The sandbox's values, in time that the session's account has and pays. Raises

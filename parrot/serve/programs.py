@@ -17,8 +17,10 @@ from parrot.protocol.public import (
     VarValue,
 )
 from parrot.serve.graph.graph import naming_call
-from parrot.serve.graph.local_names import resolve
+from parrot.serve.graph.local_names import ResolvedGraph, resolve
 from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.journal.record import Kind, Payload
+from parrot.serve.journal.replay import replay_attempt, replay_settled
 from parrot.serve.observers import Observers
 from parrot.serve.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.readers import Reads
@@ -44,6 +46,7 @@ class Programs:
         self._sessions = sessions
         self._runner = runner
         self._observers = observers
+        self._clock = clock
         self._reads = Reads(timers, clock)
 
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
@@ -61,14 +64,22 @@ class Programs:
             self._runner.check_native(request)
         if (answer := session.graph.replays.find(request, CallResponse)) is not None:
             return answer
+        session.require_room()
         self._runner.require_room(session.tenant)
-        usage = usage_of(request)
-        session.account.require(**usage)
-        response = session.graph.submit(request)
-        session.graph.replays.remember(request, response)
+        session.account.require(**usage_of(request))
+        response = self._add_call(session, request)
         self._reads.wake_soon(session)
-        session.account.add(**usage)
         self._submitted(session, request, response)
+        return response
+
+    def _add_call(
+        self, session: Session, request: SemanticCallRequest | NativeCallRequest
+    ) -> CallResponse:
+        kind = Kind.NATIVE if isinstance(request, NativeCallRequest) else Kind.CALL
+        with session.written(kind, request):
+            response = session.graph.submit(request)
+        session.graph.replays.remember(request, response)
+        session.account.add(**usage_of(request))
         return response
 
     def submit_graph(self, request: GraphRequest) -> GraphResponse:
@@ -79,14 +90,27 @@ class Programs:
         session = self._sessions.authenticate(request.session_id, request.session_auth)
         if (answer := session.graph.replays.find(request, GraphResponse)) is not None:
             return answer
-        graph = resolve(request, session.id)
-        for index, call in enumerate(graph.calls):
-            if isinstance(call, NativeCallRequest):
-                with naming_call(index, call.func_name):
-                    self._runner.check_native(call)
-        self._runner.require_room(session.tenant)
-        usage = usage_of_graph(request.variables, len(graph.variables), graph.calls)
-        session.account.require(**usage)
+        session.require_room()
+        with session.written(Kind.GRAPH, request):
+            graph = resolve(request, session.id, session.graph.new_variable)
+            for index, call in enumerate(graph.calls):
+                if isinstance(call, NativeCallRequest):
+                    with naming_call(index, call.func_name):
+                        self._runner.check_native(call)
+            self._runner.require_room(session.tenant)
+            session.account.require(**_usage(request, graph))
+            answer = self._add_graph(session, request, graph)
+        self._reads.wake_soon(session)
+        contents = {declared.name: declared.content for declared in request.variables}
+        for name, variable in graph.variables.items():
+            self._created(session, variable, contents.get(name))
+        for call, response in zip(graph.calls, answer.calls, strict=True):
+            self._submitted(session, call, response)
+        return answer
+
+    def _add_graph(
+        self, session: Session, request: GraphRequest, graph: ResolvedGraph
+    ) -> GraphResponse:
         responses = session.graph.submit_all(graph.calls, list(graph.variables.values()))
         answer = GraphResponse(
             session_id=session.id,
@@ -94,13 +118,7 @@ class Programs:
             calls=responses,
         )
         session.graph.replays.remember(request, answer)
-        self._reads.wake_soon(session)
-        session.account.add(**usage)
-        contents = {declared.name: declared.content for declared in request.variables}
-        for name, variable in graph.variables.items():
-            self._created(session, variable, contents.get(name))
-        for call, response in zip(graph.calls, responses, strict=True):
-            self._submitted(session, call, response)
+        session.account.add(**_usage(request, graph))
         return answer
 
     def _created(self, session: Session, variable: SemanticVariable, content: str | None) -> None:
@@ -125,12 +143,15 @@ class Programs:
     ) -> str:
         """Raises `QuotaExceeded`."""
         session = self._sessions.authenticate(session_id, session_auth)
-        usage = {"variables": 1, "text_bytes": num_bytes([content or ""])}
-        session.account.require(**usage)
-        session.account.add(**usage)
-        variable = session.graph.add_variable(var_name, content)
+        session.require_room()
+        session.account.require(**_usage_of_variable(content))
+        variable = self._add_variable(session, var_name, content)
         self._created(session, variable, content)
         return variable.id
+
+    def _add_variable(self, session: Session, name: str, content: str | None) -> SemanticVariable:
+        session.account.add(**_usage_of_variable(content))
+        return session.add_variable(name, content)
 
     def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
         session = self._sessions.authenticate(session_id, session_auth)
@@ -139,6 +160,7 @@ class Programs:
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
         """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
         session = self._sessions.authenticate(session_id, session_auth)
+        session.require_room()
         size = num_bytes([content])
         session.account.require(text_bytes=size)
         session.graph.set_variable(var_id, content)
@@ -164,6 +186,8 @@ class Programs:
             self._runner.require_room(session.tenant)
         with self._observers.reading(session, request, [var_id]):
             await self._reads.value(session, variable, request)
+        if session.history is not None:
+            await session.history.published()
         return await read_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
@@ -176,6 +200,8 @@ class Programs:
             self._runner.require_room(session.tenant)
         with self._observers.reading(session, request, request.var_ids, k=request.k):
             winners = await self._reads.first(session, variables, request)
+        if session.history is not None:
+            await session.history.published()
         read = [(winner.id, await read_view(winner)) for winner in winners]
         return FirstVarsResponse(
             values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
@@ -197,3 +223,44 @@ class Programs:
             async with aclosing(self._reads.stream(session, variable, request)) as deltas:
                 async for delta in deltas:
                     yield delta
+        if session.history is not None:
+            await session.history.published()
+
+    # From the journal
+
+    def restore(self, session: Session, kind: Kind, fields: Payload) -> None:
+        """Do again what a record of the session tells."""
+        graph = session.graph
+        if "upcoming" in fields:
+            graph.ids.upcoming = fields["upcoming"]
+        match kind:
+            case Kind.CALL:
+                self._add_call(session, SemanticCallRequest.model_validate(fields["request"]))
+            case Kind.NATIVE:
+                self._add_call(session, NativeCallRequest.model_validate(fields["request"]))
+            case Kind.GRAPH:
+                request = GraphRequest.model_validate(fields["request"])
+                made = resolve(request, session.id, graph.new_variable)
+                self._add_graph(session, request, made)
+            case Kind.VARIABLE:
+                self._add_variable(session, fields["name"], fields["content"])
+            case Kind.SETTLED:
+                variable = replay_settled(graph, fields)
+                if variable.producer is None and variable.state is VariableState.READY:
+                    session.account.add(text_bytes=num_bytes([variable.text]))
+            case Kind.ATTEMPT:
+                replay_attempt(graph, fields, self._clock)
+            case Kind.READ:
+                session.was_read = True
+
+    def restored(self, session: Session) -> None:
+        """It goes on: what its program holds runs, if anything was read."""
+        self._reads.wake_soon(session)
+
+
+def _usage(request: GraphRequest, graph: ResolvedGraph) -> dict[str, int]:
+    return dict(usage_of_graph(request.variables, len(graph.variables), graph.calls))
+
+
+def _usage_of_variable(content: str | None) -> dict[str, int]:
+    return {"variables": 1, "text_bytes": num_bytes([content or ""])}

@@ -82,8 +82,8 @@ class Account:
 
     def __init__(self, quota: SessionQuota | TenantQuota, parent: "Account | None" = None) -> None:
         self.used: Counter[str] = Counter()
+        self.parent = parent
         self._quota = quota
-        self._parent = parent
 
     def require(self, **more: int) -> None:
         """Raise `QuotaExceeded` naming the limit if there is no room for `more`."""
@@ -93,19 +93,19 @@ class Account:
             if amount and self.used[name] + amount > limit:
                 what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
                 raise QuotaExceeded(f"{quota.holder} would {what} (`{quota.key}.{name}`)")
-        if self._parent is not None:
-            self._parent.require(**more)
+        if self.parent is not None:
+            self.parent.require(**more)
 
     def add(self, **more: int) -> None:
         for name, amount in more.items():
             self.used[name] += amount
-        if self._parent is not None:
-            self._parent.add(**more)
+        if self.parent is not None:
+            self.parent.add(**more)
 
     def close(self) -> None:
         """The session has ended: its tenant has room again for what it kept."""
-        if self._parent is not None:
-            self._parent.used.subtract(self.used)
+        if self.parent is not None:
+            self.parent.used.subtract(self.used)
 
 
 class QueuedByTenant(Counter[str]):

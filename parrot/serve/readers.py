@@ -98,7 +98,7 @@ class Reads:
         read = _Read(session, options, self._clock.now())
         if read.end is not None:
             session.timed_reads[read] = read.end
-        session.was_read = True
+        session.read_began()
         self.wake_soon(session)
         grace_s = 0.0
         try:

@@ -42,6 +42,7 @@ class TaskRunner:
         self.unexpect = dispatcher.unexpect
         self.reprioritise = dispatcher.reprioritise
         self.progressed = dispatcher.progressed
+        self._held: dict[int, Task] | None = None
 
     def require_room(self, tenant: str) -> None:
         """Raise `QueueFull` if the queue is full and the tenant has its share of it. To be asked
@@ -56,7 +57,21 @@ class TaskRunner:
         """Raise `InvalidRequest` if the call can never run."""
         check_call(request, self._max_native_timeout_s)
 
+    def hold(self) -> None:
+        """Start nothing until `go_on`: what is told of tasks has happened already."""
+        self._held = {}
+
+    def go_on(self) -> None:
+        """Start what should be running, and what comes."""
+        held, self._held = self._held or {}, None
+        for task in held.values():
+            if not task.is_finished:
+                self.start(task)
+
     def start(self, task: Task) -> None:
+        if self._held is not None:
+            self._held[task.id] = task
+            return
         if isinstance(task, Completion):
             self._trace(task)
             self._dispatcher.submit(task)
@@ -71,13 +86,17 @@ class TaskRunner:
             task.traceparent = str(task_span(trace_id, task))
 
     def withdraw(self, task: Task) -> None:
-        if isinstance(task, Completion):
+        if self._held is not None:
+            self._held.pop(task.id, None)
+        elif isinstance(task, Completion):
             self._dispatcher.withdraw(task)
         else:
             self._native.stop(task)
 
     def cancel(self, task: Task, error: ParrotError) -> None:
-        if isinstance(task, Completion):
+        if self._held is not None:
+            self._held.pop(task.id, None)
+        elif isinstance(task, Completion):
             self._dispatcher.cancel(task, error)
         else:
             self._native.cancel(task, error)
@@ -86,6 +105,10 @@ class TaskRunner:
         session = self._find_session(task.session_id)
         if session is not None:
             session.task_finished(task, self._clock.now())
+            if self._held is not None:
+                if self._held.pop(task.id, None) and isinstance(task, Completion):
+                    self._dispatcher.unexpect(task)
+                return
             self._metrics.task_finished(task, session)
             self._observers.tell(lambda one: one.task_finished(session, task))
 

@@ -2,16 +2,24 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakValueDictionary
+
+from pydantic import BaseModel
 
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.serve.config import CoreConfig
-from parrot.serve.graph.graph import GraphIds, SessionGraph
+from parrot.serve.graph.build import Prompt
+from parrot.serve.graph.graph import SessionGraph, not_written
+from parrot.serve.graph.ids import GraphIds, SessionIds
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.runner import Predictor, Runner
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.journal.history import History
+from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import Account, num_bytes
 from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token, tokens_equal
@@ -21,11 +29,27 @@ from parrot.utils.traces.traceparent import TraceParent, new_trace_id
 PUBLIC_TENANT = "public"
 
 
+_NOT_WRITTEN: AbstractContextManager[None] = nullcontext()
+
+
+class Begun(NamedTuple):
+    """The facts that a session begins with. `is_program`: its program knows nothing of it."""
+
+    id: int
+    auth: str
+    tenant: str
+    apps: Sequence[str]
+    on_demand: bool
+    trace_id: str
+    is_program: bool
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """`last_active`: when a request came in, or a task of the session ended. `timed_reads`: the
     open reads with a timeout, and when they end. Times are on the clock's scale. `was_read`: a read
-    has had to wait, so what the program holds may run; `is_wake_due`: it will be woken soon."""
+    has had to wait, so what the program holds may run; `is_wake_due`: it will be woken soon.
+    `history`: where what happens is written down, if it is."""
 
     id: int
     auth: str
@@ -39,6 +63,49 @@ class Session:
     was_read: bool = False
     is_wake_due: bool = False
     expiry: Timer | None = None
+    history: History | None = None
+
+    def follow(self, history: History | None) -> None:
+        """Write down what happens from now on."""
+        self.history = history
+        self.graph.on_settled = not_written if history is None else history.settled
+
+    def require_room(self) -> None:
+        """Raise `InsufficientStorage` if nothing can be written down."""
+        if self.history is not None:
+            self.history.require_room()
+
+    def read_began(self) -> None:
+        """A read has to wait."""
+        if not self.was_read and self.history is not None:
+            self.history.was_read()
+        self.was_read = True
+
+    def written(self, kind: str, request: BaseModel) -> AbstractContextManager[None]:
+        """For the block in which a request changes the graph: written down before what follows from
+        it, unless the block raises."""
+        history = self.history
+        return _NOT_WRITTEN if history is None else history.asked(kind, self.graph, request)
+
+    def add_variable(self, name: str, content: str | None) -> SemanticVariable:
+        if self.history is not None:
+            self.history.created(self.graph, name, content)
+        return self.graph.add_variable(name, content)
+
+    def submit_prompt(
+        self, prompt: Prompt, usage: Mapping[str, int], *, is_kept: bool
+    ) -> tuple[int, list[Completion]]:
+        """Add it to the graph and the account; returns and raises as `SessionGraph.submit_prompt`
+        does. Not `is_kept`: nobody but who waits for it can want it."""
+        history = self.history
+        with (
+            _NOT_WRITTEN
+            if history is None
+            else history.prompted(self.graph, prompt, usage, is_kept=is_kept)
+        ):
+            answer = self.graph.submit_prompt(prompt)
+        self.account.add(**usage)
+        return answer
 
     def task_finished(self, task: Task, now: float) -> None:
         """Count the end of one of its tasks as activity, and as kept the texts that it made and how
@@ -74,6 +141,7 @@ class SessionRegistry:
         first_id: int = 0,
     ) -> None:
         """`expire` ends a session, which includes `remove`."""
+        self.journal: Journal | None = None
         self._config = config
         self._clock = clock
         self._timers = timers
@@ -99,35 +167,73 @@ class SessionRegistry:
         apps: Sequence[str],
         *,
         on_demand: bool = False,
+        is_program: bool = False,
         traceparent: str | None = None,
     ) -> Session:
-        """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long."""
+        """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long, and
+        `InsufficientStorage` if it cannot be written down."""
+        if self.journal is not None:
+            self.journal.require_room()
         limit = self._config.max_sessions_num
         if len(self._sessions) >= limit:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
         tenant_account = self._tenants.get(tenant) or Account(self._config.tenant_quota)
         account = Account(self._config.session_quota, tenant_account)
         account.require(text_bytes=num_bytes(apps))
-        account.add(text_bytes=num_bytes(apps))
-        self._tenants[tenant] = tenant_account
-        session_id = self._next_id
-        self._next_id += 1
+        trace_id = self._trace_id(traceparent)
+        begun = Begun(
+            self._next_id, new_token(), tenant, tuple(apps), on_demand, trace_id, is_program
+        )
+        session = self._begin(begun, account)
+        if self.journal is not None:
+            history = History(self.journal, session.id)
+            history.began(begun._asdict())
+            session.follow(history)
+        return session
+
+    def restore(self, begun: Begun) -> Session:
+        """Begin a session once more, in the state that it began in."""
+        tenant_account = self._tenants.get(begun.tenant) or Account(self._config.tenant_quota)
+        return self._begin(begun, Account(self._config.session_quota, tenant_account))
+
+    def placed(self, completion: Completion) -> None:
+        """It was sent to an engine."""
+        session = self.find(completion.session_id)
+        if session is not None and session.history is not None:
+            session.history.attempted(completion)
+
+    def _begin(self, begun: Begun, account: Account) -> Session:
+        assert account.parent is not None
+        account.add(text_bytes=num_bytes(begun.apps))
+        self._tenants[begun.tenant] = account.parent
+        self._next_id = max(self._next_id, begun.id + 1)
         now = self._clock.now()
         graph = SessionGraph(
-            session_id,
-            tenant,
-            on_demand=on_demand,
-            trace_id=self._trace_id(traceparent),
+            begun.id,
+            begun.tenant,
+            on_demand=begun.on_demand,
+            trace_id=begun.trace_id,
             runner=self._runner,
             predictor=self._predictor,
             clock=self._clock,
-            ids=self._graph_ids,
+            ids=SessionIds(self._graph_ids, begun.auth),
         )
-        session = Session(session_id, new_token(), tenant, tuple(apps), graph, account, now, now)
-        self._sessions[session_id] = session
+        session = Session(
+            begun.id, begun.auth, begun.tenant, tuple(begun.apps), graph, account, now, now
+        )
+        self._sessions[begun.id] = session
         self._auths.add(session.auth)
         self._watch(session)
         return session
+
+    def restored(self, journal: Journal) -> None:
+        """All are as they were. What happens from now on is written down, and now is when they were
+        last active: their programs could not reach them."""
+        self.journal = journal
+        self._first_id = journal.fact("first_session_id", self._first_id)
+        for session in self:
+            session.last_active = self._clock.now()
+            session.follow(History(journal, session.id))
 
     def _trace_id(self, traceparent: str | None) -> str:
         """The trace of a new session, empty if it has none: its caller's, or one of its own."""

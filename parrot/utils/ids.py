@@ -1,17 +1,36 @@
 """Identifiers and secrets."""
 
+import hashlib
 import secrets
-from itertools import count
+from base64 import urlsafe_b64encode
 
 
 class IdCounter:
-    """Hands out 0, 1, 2, ... (or from `start`); an id is never handed out twice."""
+    """Hands out 0, 1, 2, ... (or from `start`); an id is never handed out twice, unless `upcoming`,
+    the next one, is set back."""
 
     def __init__(self, start: int = 0) -> None:
-        self._numbers = count(start)
+        self.upcoming = start
 
     def next(self) -> int:
-        return next(self._numbers)
+        number = self.upcoming
+        self.upcoming += 1
+        return number
+
+
+class SecretIds:
+    """Hands out tokens as `new_token` makes them, which follow from `secret` and their numbers:
+    whoever has them, but not it, can guess no others. `upcoming`: the number of the next."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self.upcoming = 0
+
+    def next(self) -> str:
+        number = self.upcoming
+        self.upcoming += 1
+        digest = hashlib.blake2b(b"%d" % number, key=self._secret, digest_size=16).digest()
+        return urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def new_token() -> str:

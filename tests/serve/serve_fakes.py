@@ -18,7 +18,8 @@ from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.events import EventLog
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
-from parrot.serve.graph.graph import GraphIds, SessionGraph
+from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.ids import GraphIds, SessionIds
 from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
@@ -129,7 +130,7 @@ def make_graph(
         runner=runner or FakeRunner(),
         predictor=predictor or Estimates(LoadIndex().pace),
         clock=clock or ManualClock(),
-        ids=GraphIds(IdCounter(100), IdCounter(1)),
+        ids=SessionIds(GraphIds(IdCounter(100), IdCounter(1)), "secret"),
     )
 
 

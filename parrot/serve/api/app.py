@@ -14,11 +14,14 @@ from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.routes import error_form, response_endpoints, vendor_endpoints
 from parrot.serve.core import ServeCore
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.restoring import restore
 from parrot.serve.page.endpoints import Page
 
 
-def create_app(core: ServeCore) -> FastAPI:
-    """The app of one ServeCore, which it closes when it ends."""
+def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
+    """The app of one ServeCore, which it closes when it ends. With a journal, the core is restored
+    from it first. Raises `ConfigError` if that cannot be read."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -29,6 +32,9 @@ def create_app(core: ServeCore) -> FastAPI:
             await responses.close()
 
     responses = Responses(core.turns, core.config.responses_size)
+    if journal is not None:
+        restore(core, journal, responses.kept.restorers)
+        responses.kept.keep_in(journal)
     app = create_base_app(
         "Parrot ServeCore",
         max_body_size=core.config.max_body_size,

@@ -30,6 +30,7 @@ from parrot.protocol.server import (
     knows_cluster_token,
     require_cluster_token,
 )
+from parrot.serve.api.lasting import lasting_verbs
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
@@ -37,7 +38,7 @@ from parrot.serve.views import read_view
 from parrot.utils.metrics import CONTENT_TYPE
 
 _SCOPED = (401, 404, 410)
-_SUBMIT = (*_SCOPED, 409, 413, 429)
+_SUBMIT = (*_SCOPED, 409, 413, 429, 507)
 _READ = (*_SCOPED, 409, 429, 499, 502, 503, 504)
 _EVENTS = (
     "Events `delta` with `{text}` from the first token on, whenever the reader came; then one final"
@@ -58,7 +59,7 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _call_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known = core.programs, _known(core)
+    programs, known, lasting = core.programs, _known(core), lasting_verbs(core)
 
     def submit_graph(request: GraphRequest) -> GraphResponse:
         return _submit_graph(core, request)
@@ -76,7 +77,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_call",
-            programs.submit_call,
+            lasting(programs.submit_call),
             "Submit a semantic call; a read makes it run",
             errors=_SUBMIT,
             body=known,
@@ -85,7 +86,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/py_native_call",
-            programs.submit_native,
+            lasting(programs.submit_native),
             "Submit a native function's call; a read makes it run, in a sandbox",
             errors=_SUBMIT,
             body=known,
@@ -94,7 +95,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_graph",
-            submit_graph,
+            lasting(submit_graph),
             "Submit variables and calls that name each other, all of them or none",
             errors=(*_SUBMIT, 503),
             body=known if core.config.api_keys else ANY_BODY,
@@ -103,7 +104,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/request/{request_id}/cancel",
-            programs.cancel_call,
+            lasting(programs.cancel_call),
             "Cancel every output of a call",
             takes=SessionScoped,
             errors=_SCOPED,
@@ -114,7 +115,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known = core.programs, _known(core)
+    programs, known, lasting = core.programs, _known(core), lasting_verbs(core)
 
     def create_var(request: VarCreateRequest) -> VarCreateResponse:
         return VarCreateResponse(var_id=programs.create_var(**dict(request)))
@@ -123,9 +124,9 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var",
-            create_var,
+            lasting(create_var),
             "Create a variable",
-            errors=(*_SCOPED, 413, 429),
+            errors=(*_SCOPED, 413, 429, 507),
             body=known,
             access=Access.SESSION,
         ),
@@ -142,17 +143,17 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}",
-            programs.set_var,
+            lasting(programs.set_var),
             "Set a variable, once",
             takes=VarSetRequest,
-            errors=(*_SCOPED, 409, 413, 429),
+            errors=(*_SCOPED, 409, 413, 429, 507),
             body=known,
             access=Access.SESSION,
         ),
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}/cancel",
-            programs.cancel_var,
+            lasting(programs.cancel_var),
             "Stop making a variable",
             takes=SessionScoped,
             errors=_SCOPED,
@@ -193,13 +194,14 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _session_endpoints(core: ServeCore) -> list[Endpoint]:
+    lasting = lasting_verbs(core)
     return [
         Endpoint(
             "POST",
             "/v1/session",
-            core.create_session,
+            lasting(core.create_session),
             "Begin a session",
-            errors=(401, 429, 503),
+            errors=(401, 429, 503, 507),
             bearer="api_key",
             body=SMALL_BODY,
             access=Access.API_KEY,
@@ -227,7 +229,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "DELETE",
             "/v1/session/{session_id}",
-            core.delete_session,
+            lasting(core.delete_session),
             "End a session: work is cancelled, contexts freed, open reads get an error",
             takes=SessionScoped,
             errors=_SCOPED,

@@ -63,6 +63,7 @@ class Chains:
         if chain.output is not None:
             output = _known(session, chain.output, "parrot.output")
         usage = usage_of(fill, 0 if output else len(request.samplings), request.prediction)
+        session.require_room()
         session.account.require(**usage)
         options = CallOptions(
             func_name=request.func_name,
@@ -72,11 +73,10 @@ class Chains:
             prediction=request.prediction,
             traceparent=request.traceparent,
         )
-        request_id, completions = session.graph.submit_prompt(
-            Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
-        )
-        session.account.add(**usage)
         is_own = self._programs.is_live(session.id)
+        is_kept = not is_own or output is not None or chain.is_deferred
+        prompt = Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
+        request_id, completions = session.submit_prompt(prompt, usage, is_kept=is_kept)
         self._observed.submitted(session, completions, is_bound=output is not None)
         if chain.is_deferred:
             self._begin(session, completions, chain)
@@ -90,7 +90,7 @@ class Chains:
             make_parser,
             "chained",
             request.deadline,
-            is_kept=not is_own or output is not None or chain.is_deferred,
+            is_kept=is_kept,
         )
 
     def _session(self, request: TurnRequest, chain: Chain) -> Session:

@@ -10,13 +10,16 @@ so of a long conversation only the new messages are hashed as text."""
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import orjson
 
 from parrot.serve.conversations.doctor import Prompt
-from parrot.serve.graph.nodes import Completion
+from parrot.serve.graph.nodes import Completion, TextPiece
+from parrot.serve.journal.record import Payload
+from parrot.serve.journal.replay import recorded_completion
 from parrot.serve.prompts.transcript import Message
+from parrot.serve.sessions import Session
 from parrot.utils.heaps import LruDict
 
 if TYPE_CHECKING:
@@ -27,13 +30,13 @@ _MAX_ENDINGS = 65_536  # turns that can be continued
 
 class Ending(NamedTuple):
     """Where a turn ended, after `length` characters: `told` is the hash of them, answer included.
-    `prompt`: the turn's, as long as it is kept."""
+    `prompt` gives the turn's, as long as it is kept."""
 
     session_id: int
     completion: Completion
     length: int
     told: "_Hash"
-    prompt: ReferenceType[Prompt]
+    prompt: Callable[[], Prompt | None]
 
     def begins(self, text: str) -> bool:
         """Whether the text begins with all of the turn's."""
@@ -71,15 +74,25 @@ class Endings:
     def __init__(self) -> None:
         self._endings: LruDict[bytes, Ending] = LruDict(_MAX_ENDINGS)
 
-    def put(self, place: Place, session_id: int, completion: Completion, message: Message) -> None:
+    def put(self, place: Place, session: Session, completion: Completion, message: Message) -> None:
         """One answer of the turn at `place` is done, for which its program will send `message`."""
         told, answer = place.told(), completion.output.text
         told.update(_encoded(answer))
         length = len(place.prompt.text) + len(answer)
-        key = place.messages.copy()
-        _extend(key, [message])
-        ending = Ending(session_id, completion, length, told, ref(place.prompt))
-        self._endings.put(key.digest(), ending)
+        messages = place.messages.copy()
+        _extend(messages, [message])
+        key = messages.digest()
+        ending = Ending(session.id, completion, length, told, ref(place.prompt))
+        self._endings.put(key, ending)
+        if session.history is not None:
+            session.history.can_continue(key, completion)
+
+    def restore(self, session: Session, fields: Payload) -> None:
+        """Remember what a record of the session tells."""
+        completion = recorded_completion(session.graph, fields)
+        text = _text_of(completion)
+        ending = Ending(session.id, completion, len(text), _told(text), lambda: None)
+        self._endings.put(bytes.fromhex(fields["key"]), ending)
 
     def find(
         self, prompt: Prompt, scope: Mapping[str, Any], is_live: Callable[[int], bool]
@@ -139,6 +152,17 @@ def _extend(key: "_Hash", messages: Sequence[Message]) -> None:
         written = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)  # [...]
         key.update(b",")
         key.update(memoryview(written)[1:-1])
+
+
+def _text_of(completion: Completion) -> str:
+    """All of a turn, answer included."""
+    parts: list[str] = []
+    turn: Completion | None = completion
+    while turn is not None:
+        parts.append(turn.output.text)
+        parts += [piece.text for piece in reversed(turn.fill) if isinstance(piece, TextPiece)]
+        turn = turn.previous
+    return "".join(reversed(parts))
 
 
 def _told(text: str) -> "_Hash":

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from parrot.protocol.errors import QuotaExceeded, SessionGone
+from parrot.serve.journal.record import Payload
+from parrot.serve.journal.replay import recorded_prompt
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
@@ -31,6 +33,7 @@ class ProgramSessions:
         self._end = end
         self._programs: LruDict[int, Program] = LruDict()  # by session id
         self._by_name: dict[Program, int] = {}
+        self._orphans: list[tuple[Session, int]] = []
 
     def is_live(self, session_id: int) -> bool:
         return session_id in self._programs
@@ -80,7 +83,7 @@ class ProgramSessions:
         while True:
             session = None
             try:
-                session = self._registry.create(tenant, apps, on_demand=True)
+                session = self._registry.create(tenant, apps, on_demand=True, is_program=True)
                 self._on_begun(session)
                 session.account.require(**usage)
             except QuotaExceeded as error:
@@ -90,10 +93,30 @@ class ProgramSessions:
                     raise
             else:
                 break
-        self._programs.put(session.id, program)
-        if name is not None:
-            self._by_name[program] = session.id
+        self.restore(session)
         return session
+
+    def restore_prompt(self, session: Session, fields: Payload) -> None:
+        """Submit once more what a record of the session tells."""
+        session.graph.ids.upcoming = fields["upcoming"]
+        prompt, is_kept = recorded_prompt(session.graph, fields), fields["is_kept"]
+        request_id, _ = session.submit_prompt(prompt, fields["usage"], is_kept=is_kept)
+        if not is_kept:
+            self._orphans.append((session, request_id))
+
+    def cancel_orphans(self) -> None:
+        """Whoever waited for these answers has gone with its connection."""
+        orphans, self._orphans = self._orphans, []
+        for session, request_id in orphans:
+            if self._registry.find(session.id) is session:
+                session.graph.cancel_call(request_id)
+
+    def restore(self, session: Session) -> None:
+        """It is a program's."""
+        name = session.apps[0] if session.apps else None
+        self._programs.put(session.id, (session.tenant, name))
+        if name is not None:
+            self._by_name[session.tenant, name] = session.id
 
     def _end_oldest(self, tenant: str) -> bool:
         """End an idle session, one of the tenant's own if there is one."""

@@ -77,6 +77,8 @@ class Turns:
             require_room,
         )
         self._endings = Endings()
+        self.programs = self._sessions
+        self.restore_ending = self._endings.restore
 
     def submit(self, request: TurnRequest) -> Turn:
         """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`, and
@@ -104,6 +106,7 @@ class Turns:
         else:
             session = self._sessions.use(ending.session_id)
             session.account.require(**usage)
+        session.require_room()
         left = self._doctor.examine(session.id, prompt, is_continued=ending is not None)
         options = CallOptions(
             func_name=request.func_name,
@@ -115,10 +118,8 @@ class Turns:
             traceparent=request.traceparent,
         )
         previous = None if ending is None else ending.completion
-        request_id, completions = session.graph.submit_prompt(
-            CallPrompt(tuple(fill), samplings, options, previous, conversation=conversation)
-        )
-        session.account.add(**usage)
+        asked = CallPrompt(tuple(fill), samplings, options, previous, conversation=conversation)
+        request_id, completions = session.submit_prompt(asked, usage, is_kept=False)
         self._observed.submitted(session, completions)
         prefix = "new" if ending is None else "continued"
         return Turn(
@@ -173,7 +174,7 @@ class Turns:
             return
         bare = {name: field for name, field in message.items() if name != "reasoning_content"}
         for shown in (message, bare) if len(bare) < len(message) else (message,):
-            self._endings.put(turn.place, turn.session.id, completion, shown)
+            self._endings.put(turn.place, turn.session, completion, shown)
             self._doctor.remember_answer(completion.options.tenant, turn.session.id, shown)
 
     def forget(self, session: Session) -> None:

@@ -41,7 +41,10 @@ _DEFECT = InternalError("internal error of the scheduler")
 
 class Dispatcher:
     """Owns a completion from `submit` until it has settled its output. All methods are for the
-    event loop's thread; an output's callbacks run in it too, when the books are done."""
+    event loop's thread; an output's callbacks run in it too, when the books are done. `on_placed`
+    hears of each completion that is sent to an engine."""
+
+    on_placed: Callable[[Completion], None] | None = None
 
     def __init__(
         self,
@@ -248,6 +251,9 @@ class Dispatcher:
                 run.trouble = ""
         if run.state is not RunState.PLACED:  # which is the pump's own doing
             self._wake()
+        elif self.on_placed is not None:
+            for waiter in run.waiters:
+                self.on_placed(waiter)
 
     def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
         """Learn from its result, and keep it for those to come."""

@@ -1,6 +1,7 @@
 """The consequences of a settled variable: its consumers become ready, or fail with it."""
 
 from collections import deque
+from collections.abc import Callable
 
 from parrot.protocol.errors import ParrotError
 from parrot.serve.graph.activation import Activation
@@ -14,8 +15,16 @@ class Flow:
     """Handles settled variables one after the other, in a loop and not by recursion: settling one
     may settle thousands that depend on it."""
 
-    def __init__(self, clock: Clock, runner: Runner, activation: Activation) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        runner: Runner,
+        activation: Activation,
+        on_settled: Callable[[SemanticVariable], None],
+    ) -> None:
+        """`on_settled` hears of each variable before what follows from it."""
         self.num_settled = dict.fromkeys(VariableState, 0)
+        self._on_settled = on_settled
         self._clock = clock
         self._runner = runner
         self._activation = activation
@@ -53,6 +62,7 @@ class Flow:
         variable.readers.clear()
         if variable.producer is not None:
             self._finish(variable.producer, variable)
+        self._on_settled(variable)
         for consumer in variable.consumers:
             self._activation.input_settled(consumer)
             if variable.error is not None:

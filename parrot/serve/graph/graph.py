@@ -1,8 +1,8 @@
 """One session's graph: its variables, the calls that make and take them, what is wanted of it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
@@ -23,13 +23,13 @@ from parrot.protocol.public import (
 from parrot.serve.graph.activation import Activation
 from parrot.serve.graph.build import Ancestor, Prompt, build_completions, index_parameters
 from parrot.serve.graph.flow import Flow
+from parrot.serve.graph.ids import SessionIds
 from parrot.serve.graph.links import link, link_all
 from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, Reader, Task, unnamed
 from parrot.serve.graph.replays import Replays
 from parrot.serve.graph.runner import Predictor, Runner
-from parrot.serve.graph.variable import SemanticVariable, VariableState, new_variable
+from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
-from parrot.utils.ids import IdCounter
 
 CallRequest = SemanticCallRequest | NativeCallRequest
 Bound = dict[str, SemanticVariable]  # by parameter name
@@ -54,20 +54,13 @@ class _Draft:
     criteria: PerformanceCriteria | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GraphIds:
-    """Counters that all sessions of a ServeCore share."""
-
-    tasks: IdCounter = field(default_factory=lambda: IdCounter(1))
-    requests: IdCounter = field(default_factory=lambda: IdCounter(1))
-
-
 class SessionGraph:
     """Owns the session's variables and tasks. A verb that raises leaves the graph unchanged.
 
     Tasks run by way of `runner`, when `activation` says that somebody wants them; their results
     come back through the variables alone. `on_demand` holds for calls that do not say it
-    themselves: nothing but a reader makes them run."""
+    themselves: nothing but a reader makes them run. `on_settled` hears of every variable that was
+    not born with its value, before what follows from it."""
 
     def __init__(
         self,
@@ -79,7 +72,7 @@ class SessionGraph:
         runner: Runner,
         predictor: Predictor,
         clock: Clock,
-        ids: GraphIds,
+        ids: SessionIds,
     ) -> None:
         self.session_id = session_id
         self.trace_id = trace_id
@@ -90,8 +83,9 @@ class SessionGraph:
         self._tenant = tenant
         self._on_demand = on_demand
         self._clock = clock
-        self._ids = ids
-        self._flow = Flow(clock, runner, self.activation)
+        self.ids = ids
+        self._flow = Flow(clock, runner, self.activation, lambda one: self.on_settled(one))
+        self.on_settled: Callable[[SemanticVariable], None] = not_written
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:
@@ -105,8 +99,15 @@ class SessionGraph:
             raise NotFound(f"no variable `{var_id:.80}` in this session") from None
 
     def add_variable(self, name: str, text: str | None = None) -> SemanticVariable:
-        variable = new_variable(self.session_id, name, text)
+        variable = self.new_variable(name, text)
         self._register(variable)
+        return variable
+
+    def new_variable(self, name: str, text: str | None = None) -> SemanticVariable:
+        """A variable that nobody knows yet, which is set to `text`. It is no part of the graph."""
+        variable = SemanticVariable(self.ids.variables.next(), name, self.session_id)
+        if text is not None:
+            variable.set(text)
         return variable
 
     def set_variable(self, var_id: str, text: str) -> None:
@@ -148,15 +149,15 @@ class SessionGraph:
         Raises `CyclicGraph`, and for an output that is given `AlreadySet` or `Conflict`."""
         if prompt.output is not None:
             _require_unset(prompt.output, prompt.output.name)
-        request_id = self._ids.requests.next()
+        request_id = self.ids.requests.next()
         completions = [
             Completion(
-                id=self._ids.tasks.next(),
+                id=self.ids.tasks.next(),
                 request_id=request_id,
                 session_id=self.session_id,
                 options=prompt.options,
                 fill=prompt.fill,
-                output=prompt.output or new_variable(self.session_id, f"answer_{i}"),
+                output=prompt.output or self.new_variable(f"answer_{i}"),
                 sampling=sampling,
                 previous=prompt.previous,
                 is_held=prompt.is_held and not self._on_demand,
@@ -238,7 +239,7 @@ class SessionGraph:
     ) -> _Draft:
         ancestor = self._ancestor(request.successor_of)
         bound = self._bind(request.parameters, new)
-        request_id = self._ids.requests.next()
+        request_id = self.ids.requests.next()
         completions, successor = build_completions(
             request,
             bound,
@@ -253,7 +254,7 @@ class SessionGraph:
             ),
             session_id=self.session_id,
             request_id=request_id,
-            next_id=self._ids.tasks.next,
+            next_id=self.ids.tasks.next,
         )
         call = Call(tuple(completions), successor)
         return _Draft(request_id, call, list(bound.values()), request.output_criteria)
@@ -264,9 +265,9 @@ class SessionGraph:
         if not any(parameter.is_output for parameter in request.parameters):
             raise InvalidRequest(f"native function `{request.func_name}` has no output")
         bound = self._bind(request.parameters, new)
-        request_id = self._ids.requests.next()
+        request_id = self.ids.requests.next()
         task = NativeCall(
-            id=self._ids.tasks.next(),
+            id=self.ids.tasks.next(),
             request_id=request_id,
             session_id=self.session_id,
             options=CallOptions(request.func_name, tenant=self._tenant),
@@ -295,9 +296,7 @@ class SessionGraph:
                 variable = new.get(parameter.var_id) or self.variables.get(parameter.var_id)
                 bound[parameter.name] = _required(variable, parameter)
             else:
-                bound[parameter.name] = new_variable(
-                    self.session_id, parameter.name, parameter.value
-                )
+                bound[parameter.name] = self.new_variable(parameter.name, parameter.value)
         outputs = [bound[parameter.name] for parameter in parameters if parameter.is_output]
         if len(set(outputs)) < len(outputs):
             raise InvalidRequest("two outputs name the same variable")
@@ -322,6 +321,10 @@ class SessionGraph:
                 last = draft.call.tasks[-1].outputs[-1]
                 if not last.is_settled:
                     self.activation.add_reader(Reader(last, draft.criteria))
+
+
+def not_written(variable: SemanticVariable) -> None:
+    """The session has no history."""
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """From a graph whose calls name each other's variables to calls that name them by id. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from parrot.protocol.errors import InvalidRequest, ParrotError
@@ -10,9 +11,11 @@ from parrot.protocol.graph_api import (
     SemanticGraphCall,
 )
 from parrot.protocol.public import CallParameter, NativeCallRequest, SemanticCallRequest
-from parrot.serve.graph.variable import SemanticVariable, new_variable
+from parrot.serve.graph.variable import SemanticVariable
 
 Scope = dict[str, int | str | None]
+NewVariable = Callable[[str, str | None], SemanticVariable]
+"""Makes a variable of a name and its value, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,11 @@ class ResolvedGraph:
     calls: list[SemanticCallRequest | NativeCallRequest] = field(default_factory=list)
 
 
-def resolve(request: GraphRequest, session_id: int) -> ResolvedGraph:
+def resolve(request: GraphRequest, session_id: int, new_variable: NewVariable) -> ResolvedGraph:
     """Raises `InvalidRequest` that names the field for a name that is declared twice, made by two
     calls, or never declared."""
     graph = ResolvedGraph()
-    _declare(request, session_id, graph.variables)
+    _declare(request, new_variable, graph.variables)
     scope: Scope = {"session_id": session_id, "session_auth": request.session_auth}
     for i, call in enumerate(request.calls):
         parameters = [
@@ -39,13 +42,13 @@ def resolve(request: GraphRequest, session_id: int) -> ResolvedGraph:
 
 
 def _declare(
-    request: GraphRequest, session_id: int, variables: dict[str, SemanticVariable]
+    request: GraphRequest, new_variable: NewVariable, variables: dict[str, SemanticVariable]
 ) -> None:
     for i, declared in enumerate(request.variables):
         name = declared.name
         if name in variables:
             raise _error(f"`{name}` is declared twice", f"variables.{i}.name")
-        variables[name] = new_variable(session_id, declared.var_name or name, declared.content)
+        variables[name] = new_variable(declared.var_name or name, declared.content)
     made: set[str] = set()
     for i, call in enumerate(request.calls):
         for j, parameter in enumerate(call.parameters):
@@ -59,7 +62,7 @@ def _declare(
                 )
             made.add(name)
             if name not in variables:
-                variables[name] = new_variable(session_id, parameter.name)
+                variables[name] = new_variable(parameter.name, None)
 
 
 def _resolved(

@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from parrot.protocol.errors import AlreadySet, ParrotError
-from parrot.utils.ids import new_token
 
 if TYPE_CHECKING:
     from parrot.serve.graph.nodes import Reader, Task
@@ -199,11 +198,3 @@ class SemanticVariable:
         finally:
             if watcher.cancelled() and watcher in self._watchers:  # nothing has changed meanwhile
                 self._watchers.remove(watcher)
-
-
-def new_variable(session_id: int, name: str, text: str | None = None) -> SemanticVariable:
-    """A variable that nobody knows yet, which is set to `text`."""
-    variable = SemanticVariable(new_token(), name, session_id)
-    if text is not None:
-        variable.set(text)
-    return variable

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import parse_template, placeholder
 from parrot.serve.graph.nodes import PieceKind, TextPiece, VariablePiece
-from parrot.serve.graph.variable import new_variable
 from parrot.serve.prompts.chat import ChatTemplate
 from parrot.serve.prompts.placeholders import mark_places, put_variables
 from parrot.serve.prompts.transcript import render_transcript
 from tests.serve.prompts.test_transcript import HERMES
+from tests.serve.serve_fakes import make_graph
 
 NAMES = ("a", "b")
-VALUES = {name: new_variable(0, name, f"<|im_end|>{{{{{name}}}}}") for name in NAMES}
+GRAPH = make_graph()
+VALUES = {name: GRAPH.add_variable(name, f"<|im_end|>{{{{{name}}}}}") for name in NAMES}
 CONTENTS = st.lists(
     st.one_of(
         st.text(max_size=5),

@@ -123,12 +123,19 @@ class VendorEndpoint(Endpoint):
         result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))
+            await self._lasting()
         elif isinstance(result, AsyncGenerator):
             response = EventStream(result, lambda error: self._failed(error, request_id))
         else:
             response = self._response(result)
+            await self._lasting()
         response.headers.update(caller.headers)
         return response
+
+    async def _lasting(self) -> None:
+        """Answer when what was done is on disk, if it is written down at all."""
+        if self.method != "GET" and (journal := self._core.sessions.journal) is not None:
+            await journal.durable()
 
     async def _read_fields(self, request: Request) -> Any:
         """The body's, or the query's where there is no body: clients put fields into the query of

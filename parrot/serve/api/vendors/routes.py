@@ -25,7 +25,7 @@ from parrot.serve.api.vendors.tokenize import DetokenizedText, Tokenize, Tokens
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.direct import DirectRequests
 
-_ERRORS = (401, 404, 413, 429, 499, 502, 503, 504)
+_ERRORS = (401, 404, 413, 429, 499, 502, 503, 504, 507)
 _PARROT_PATHS = ("/v1/session", "/v1/semantic_", "/v1/py_native_call", "/v1/request/")
 
 

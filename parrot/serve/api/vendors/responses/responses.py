@@ -11,6 +11,7 @@ from parrot.protocol.errors import (
     InvalidRequest,
     NotFound,
     ParrotError,
+    Unavailable,
     UnsupportedField,
 )
 from parrot.protocol.server import Events
@@ -31,7 +32,7 @@ from parrot.serve.api.vendors.responses.items import (
     output_items,
     template_messages,
 )
-from parrot.serve.api.vendors.responses.store import Record, ResponseStore
+from parrot.serve.api.vendors.responses.store import KeptResponses, Record, ResponseStore
 from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
@@ -46,6 +47,7 @@ class Responses:
     def __init__(self, turns: Turns, max_bytes: int) -> None:
         self._turns = turns
         self._store = ResponseStore(max_bytes)
+        self.kept = KeptResponses(self._store)
         self._tasks = TaskSet()
 
     async def close(self) -> None:
@@ -80,6 +82,7 @@ class Responses:
         if request.background:
             record.job = job = Background(turn, frame)
             self._store.begin(record)
+            self.kept.write(record, _interrupted(frame))
             self._tasks.spawn(self._work(job, turn, parser, record), name=record.id)
             return job.events() if request.stream else job.body()
         writer = ResponseWriter(frame)
@@ -198,6 +201,7 @@ class Responses:
                     events += writer.write(part)
                     if isinstance(part, Ended):  # before the client knows, and continues it
                         self._end(turn, writer, record)
+                        await self.kept.durable()
                     yield [(event["type"], event) for event in events]
         except ParrotError as error:
             if not has_begun:
@@ -232,6 +236,15 @@ class Responses:
         if writer.response["store"] and not record.body:
             record.body = orjson.dumps(writer.response)
             self._store.keep(record)
+            self.kept.write(record, record.body)
+
+
+def _interrupted(frame: Json) -> bytes:
+    """The body of a response that was not made to its end."""
+    writer = ResponseWriter(frame)
+    for _ in writer.write(Unavailable("ServeCore was restarted while the response was made")):
+        pass
+    return orjson.dumps(writer.response)
 
 
 def _messages(request: ResponseRequest, record: Record) -> list[Json]:

@@ -7,18 +7,23 @@ Their bytes are bounded. When there is no room, those go that nothing continues,
 used of the tenant that keeps the most: here r3 or r4, then r2. Whatever lives can be continued."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from parrot.protocol.errors import NotFound
 from parrot.serve.api.vendors.responses.background import Background
-from parrot.serve.api.vendors.responses.items import Item
+from parrot.serve.api.vendors.responses.items import Item, output_items
+from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import num_bytes
 from parrot.utils.heaps import LazyHeap, LruDict
 
 _RECORD_BYTES = 4096  # what a record takes beside its texts
 _ITEM_BYTES = 1024
 _PART_BYTES = 160  # of a part of an answer that can be streamed again
+_KEPT = "response"
+_DELETED = "response_deleted"  # nobody finds it, but others continue it
+Fields = Mapping[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +67,11 @@ class _Tenant:
 
 
 class ResponseStore:
+    """`on_dropped` hears of each that was removed: when it can be found no more, and, if others
+    continue it, again when it is not kept any more either."""
+
     def __init__(self, max_bytes: int) -> None:
+        self.on_dropped: Callable[[Record], None] = _nobody_hears
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._by_id: dict[str, Record] = {}
@@ -122,16 +131,20 @@ class ResponseStore:
         record.is_deleted = True
         self._by_id.pop(record.id, None)
         if not record.is_kept:
+            self.on_dropped(record)
             return
         leaves = self._tenants[record.tenant].leaves
         last: Record | None = record
         while last is not None and last.is_deleted and not last.num_successors:
             last.is_kept = False
+            self.on_dropped(last)
             leaves.pop(last.id)
             self._count(last.tenant, -last.num_bytes)
             last = last.previous
             if last is not None:
                 last.num_successors -= 1
+        if record.is_kept:
+            self.on_dropped(record)
         if last is not None and not last.num_successors:
             leaves.put(last.id, last)
             leaves.touch(last.id, newest=False)
@@ -170,9 +183,81 @@ class ResponseStore:
             del self._tenants[name]
 
 
+def _nobody_hears(record: Record) -> None:
+    """They are kept in memory alone."""
+
+
 def _num_bytes(record: Record) -> int:
     texts = [item.written for item in record.input]
     size = _RECORD_BYTES + len(record.body) + num_bytes(texts) + _ITEM_BYTES * len(texts)
     if record.job is not None:
         size += len(record.body) + _PART_BYTES * record.job.num_parts
     return size
+
+
+class KeptResponses:
+    """Writes down what the store keeps, and removes."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._restored: dict[str, Record] = {}
+        self._journal: Journal | None = None
+        self.restorers: dict[str, Callable[[str, Fields], None]] = {
+            _KEPT: self._restore,
+            _DELETED: self._restore_deleted,
+        }
+
+    def keep_in(self, journal: Journal) -> None:
+        """From now on."""
+        self._journal = journal
+        self._restored.clear()
+        self._store.on_dropped = self._dropped
+
+    def write(self, record: Record, body: bytes) -> None:
+        """What comes back is a response with this body."""
+        if self._journal is None or record.is_deleted:
+            return
+        previous = record.previous
+        output = None if record.output is None else [_item_fields(item) for item in record.output]
+        fields = {
+            "tenant": record.tenant,
+            "previous": None if previous is None else previous.id,
+            "input": [_item_fields(item) for item in record.input],
+            "output": output,
+            "body": body.decode(),
+            "has_variables": record.has_variables,
+        }
+        self._journal.append(record.id, _KEPT, fields)
+
+    async def durable(self) -> None:
+        """Wait until what was written is on disk."""
+        if self._journal is not None:
+            await self._journal.published()
+
+    def _dropped(self, record: Record) -> None:
+        assert self._journal is not None
+        if record.is_kept:
+            self._journal.append(record.id, _DELETED, {})
+        else:
+            self._journal.end(record.id)
+
+    def _restore(self, response_id: str, fields: Fields) -> None:
+        if (known := self._restored.get(response_id)) is not None:
+            self._store.remove(known)
+        record = self._restored[response_id] = Record(
+            response_id,
+            fields["tenant"],
+            self._restored.get(fields["previous"]),
+            output_items(fields["input"]),
+            None if fields["output"] is None else output_items(fields["output"]),
+            fields["body"].encode(),
+            has_variables=fields["has_variables"],
+        )
+        self._store.keep(record)
+
+    def _restore_deleted(self, response_id: str, fields: Fields) -> None:
+        self._store.remove(self._restored[response_id])
+
+
+def _item_fields(item: Item) -> dict[str, Any]:
+    return item.model_dump(mode="json", exclude_none=True)

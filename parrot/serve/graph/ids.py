@@ -1,0 +1,32 @@
+"""The ids of what is in a session's graph."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parrot.utils.ids import IdCounter, SecretIds
+
+
+@dataclass(frozen=True, slots=True)
+class GraphIds:
+    """Counters that all sessions of a ServeCore share."""
+
+    tasks: IdCounter = field(default_factory=lambda: IdCounter(1))
+    requests: IdCounter = field(default_factory=lambda: IdCounter(1))
+
+
+class SessionIds:
+    """What one session's graph takes its ids from: the shared counters, and ids of variables that
+    follow from the session's secret."""
+
+    def __init__(self, shared: GraphIds, secret: str) -> None:
+        self.tasks, self.requests = shared.tasks, shared.requests
+        self.variables = SecretIds(secret)
+
+    @property
+    def upcoming(self) -> list[int]:
+        """The numbers of the next ids. Set back, the same ids come again."""
+        return [self.tasks.upcoming, self.requests.upcoming, self.variables.upcoming]
+
+    @upcoming.setter
+    def upcoming(self, numbers: Sequence[int]) -> None:
+        self.tasks.upcoming, self.requests.upcoming, self.variables.upcoming = numbers

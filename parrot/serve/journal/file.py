@@ -1,0 +1,225 @@
+"""The journal's file: an SQLite database with a write-ahead log, which one process has open."""
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from parrot.serve.journal.record import ENDED, Record
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+_APPLICATION = 0x50727274
+_PAGE_BYTES = 4096
+_LOG_BYTES = 16 * 2**20  # that the write-ahead log keeps when it has been written back
+_TRIMMED = 512  # records that are removed at once
+_TABLES = f"""
+CREATE TABLE records (
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, subject TEXT NOT NULL, kind TEXT NOT NULL,
+    payload BLOB NOT NULL, checksum INTEGER NOT NULL
+);
+CREATE INDEX by_subject ON records (subject);
+CREATE INDEX ended ON records (subject) WHERE kind = '{ENDED}';
+CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+PRAGMA application_id = {_APPLICATION};
+PRAGMA user_version = {SCHEMA};
+"""
+_ROWS = "seq, at, subject, kind, payload, checksum"
+
+
+class JournalFile:
+    """Not for two threads at once. What `write` has written survives the loss of power: with
+    `synchronous` FULL the log is synced with each transaction. Every method but `close` raises
+    `sqlite3.Error` when the file cannot be read or written."""
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        """Raises `ConfigError` if it cannot be had: it is no journal or a newer version's, another
+        process has it, or its folder is missing."""
+        self._path = Path(path)
+        self._max_bytes = max_bytes
+        self._lock = _locked(self._path)
+        try:
+            self._database = self._open(self._path)
+            self._ended = self._find_ended()
+            with self._database:
+                self.epoch = self._count_epoch()
+        except (sqlite3.Error, OSError) as error:
+            self._lock.close()
+            raise ConfigError(f"journal: {path}: {error}") from None
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def fact(self, name: str, value: int) -> int:
+        """The number that was first given for this name."""
+        with self._database as database:
+            database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, value))
+        (known,) = database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return int(known)
+
+    def read(self) -> Iterator[Record]:
+        """Yield all records of subjects that have not ended, in their order. From the first one on
+        that is damaged, all are cut off; the damaged file is kept beside."""
+        last = 0
+        try:
+            for *row, checksum in self._database.execute(
+                f"SELECT {_ROWS} FROM records NOT INDEXED ORDER BY seq"
+            ):
+                record = Record(*row)
+                if not _is_whole(record, checksum):
+                    break
+                last = record.seq
+                if record.subject not in self._ended:
+                    yield record
+            else:
+                return
+            reason = f"the record behind {last} is damaged"
+        except sqlite3.DatabaseError as error:
+            reason = f"it cannot be read behind record {last}: {error}"
+        self._cut(last, reason)
+
+    def last_seq(self) -> int:
+        (seq,) = self._database.execute("SELECT max(seq) FROM records").fetchone()
+        return seq or 0
+
+    def write(self, records: Sequence[Record]) -> None:
+        """All of them or none."""
+        with self._database as database:
+            database.executemany(
+                f"INSERT INTO records ({_ROWS}) VALUES (?, ?, ?, ?, ?, ?)",
+                [(*record, record.checksum) for record in records],
+            )
+        self.note_ends(records)
+
+    def note_ends(self, records: Sequence[Record]) -> None:
+        """What these records end may be trimmed."""
+        for record in records:
+            if record.kind == ENDED:
+                self._ended[record.subject] = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to `trim`."""
+        return bool(self._ended)
+
+    def trim(self) -> None:
+        """Remove some records of a subject that has ended, the last one last."""
+        subject = next(iter(self._ended))
+        with self._database as database:
+            removed = database.execute(
+                "DELETE FROM records WHERE seq IN "
+                f"(SELECT seq FROM records WHERE subject = ? ORDER BY seq LIMIT {_TRIMMED})",
+                (subject,),
+            )
+        if removed.rowcount < _TRIMMED:
+            del self._ended[subject]
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._database.close()
+        self._lock.close()
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        database = sqlite3.connect(path, check_same_thread=False)
+        try:
+            if not database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+                database.executescript(f"BEGIN; {_TABLES} COMMIT;")
+            self._check(database)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")
+            database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+            database.execute(f"PRAGMA max_page_count = {max(64, self._max_bytes // _PAGE_BYTES)}")
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _check(self, database: sqlite3.Connection) -> None:
+        (application,) = database.execute("PRAGMA application_id").fetchone()
+        (schema,) = database.execute("PRAGMA user_version").fetchone()
+        if application != _APPLICATION:
+            raise ConfigError(f"journal: {self._path} is a database, but no journal of Parrot's")
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"journal: {self._path} has schema version {schema}, and this Parrot writes "
+                f"{SCHEMA}: start the version that wrote it, or set another path"
+            )
+
+    def _count_epoch(self) -> int:
+        self._database.execute(
+            "INSERT INTO facts VALUES ('epoch', 1) "
+            "ON CONFLICT (name) DO UPDATE SET value = value + 1"
+        )
+        (epoch,) = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
+        return int(epoch)
+
+    def _facts(self) -> list[tuple[str, int]]:
+        try:
+            return self._database.execute("SELECT name, value FROM facts").fetchall()
+        except sqlite3.DatabaseError:
+            return [("epoch", self.epoch)]
+
+    def _find_ended(self) -> dict[str, None]:
+        rows = self._database.execute(f"SELECT subject FROM records WHERE kind = '{ENDED}'")
+        return dict.fromkeys(subject for (subject,) in rows)
+
+    def _cut(self, last: int, reason: str) -> None:
+        """Go on in a new file with the records up to `last`."""
+        aside = self._path.with_name(f"{self._path.name}.damaged-{int(time.time() * 1000)}")
+        logger.error("journal %s: %s. What follows is cut; see %s", self._path, reason, aside)
+        draft = self._path.with_name(f"{self._path.name}.new")
+        for leftover in _files(draft):
+            leftover.unlink(missing_ok=True)
+        with closing(self._open(draft)) as copy, copy:
+            copy.executemany(
+                f"INSERT INTO records ({_ROWS}) VALUES (?, ?, ?, ?, ?, ?)",
+                self._database.execute(
+                    f"SELECT {_ROWS} FROM records NOT INDEXED WHERE seq <= ? ORDER BY seq", (last,)
+                ),
+            )
+            copy.executemany("INSERT INTO facts VALUES (?, ?)", self._facts())
+        with suppress(sqlite3.Error):
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._database.close()
+        os.link(self._path, aside)
+        _, log, index = _files(self._path)
+        if log.exists():
+            log.rename(f"{aside}-wal")
+        index.unlink(missing_ok=True)
+        draft.rename(self._path)
+        self._database = self._open(self._path)
+        self._ended = self._find_ended()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Have the file, which is made if it is missing, for this process alone."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        lock = open(os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT, 0o600), "wb")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"journal: {path}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"journal: another ServeCore has {path} open") from None
+    return lock
+
+
+def _files(path: Path) -> tuple[Path, Path, Path]:
+    """A database, its write-ahead log, and the log's index."""
+    return path, Path(f"{path}-wal"), Path(f"{path}-shm")
+
+
+def _is_whole(record: Record, checksum: object) -> bool:
+    """Whether it is as it was written, to the type of each field."""
+    kinds = (int, float, str, str, bytes)
+    is_typed = all(type(value) is kind for value, kind in zip(record, kinds, strict=True))
+    return is_typed and record.checksum == checksum

@@ -1,0 +1,139 @@
+"""A session's history: what its records say. `replay` reads them again."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, fields
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.sampling import Logprobs, WireLogprobs
+from parrot.serve.graph.build import Prompt
+from parrot.serve.graph.graph import SessionGraph
+from parrot.serve.graph.nodes import Completion, Piece, RunStats, TextPiece
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.record import Kind, Payload
+
+LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
+_NO_STATS = RunStats()
+_SECRETS = {"session_auth", "session"}
+
+
+class History:
+    """Appends what happens to one session to the journal."""
+
+    def __init__(self, journal: Journal, session_id: int) -> None:
+        self._journal = journal
+        self._subject = str(session_id)
+        self.require_room = journal.require_room
+        self.published = journal.published
+
+    def began(self, session: Mapping[str, Any]) -> None:
+        self._journal.append(self._subject, Kind.SESSION, dict(session))
+
+    def ended(self) -> None:
+        self._journal.end(self._subject)
+
+    def asked(
+        self, kind: str, graph: SessionGraph, request: BaseModel
+    ) -> AbstractContextManager[None]:
+        """For the block in which the request changes the graph."""
+        fields = request.model_dump(mode="json", exclude=_SECRETS, exclude_unset=True)
+        return self._entry(kind, graph, {"request": fields})
+
+    def created(self, graph: SessionGraph, name: str, content: str | None) -> None:
+        """The program makes a variable now."""
+        fields = {"upcoming": graph.ids.upcoming, "name": name, "content": content}
+        self._journal.append(self._subject, Kind.VARIABLE, fields)
+
+    def prompted(
+        self, graph: SessionGraph, prompt: Prompt, usage: Mapping[str, int], *, is_kept: bool
+    ) -> AbstractContextManager[None]:
+        """For the block in which the prompt becomes a part of the graph."""
+        fields = _prompt_fields(graph, prompt) | {"usage": dict(usage), "is_kept": is_kept}
+        return self._entry(Kind.PROMPT, graph, fields)
+
+    def settled(self, variable: SemanticVariable) -> None:
+        """Nothing is written for one that failed because another did: that follows again."""
+        if variable.origin is not None:
+            return
+        fields: Payload = {"variable": variable.id}
+        if variable.error is not None:
+            fields["error"] = error_fields(variable.error)
+        else:
+            fields["text"] = variable.text
+            if variable.tokenized is not None:
+                fields["tokenizer"] = variable.tokenized.tokenizer_id
+                fields["ids"] = variable.tokenized.ids
+        if (task := variable.producer) is not None:
+            fields["state"] = task.state.value
+            if isinstance(task, Completion):
+                fields["stats"] = _stats_fields(task.stats)
+        self._journal.append(self._subject, Kind.SETTLED, fields)
+
+    def attempted(self, completion: Completion) -> None:
+        fields = {
+            "request": completion.request_id,
+            "task": completion.id,
+            "number": completion.stats.attempts,
+            "engine": completion.stats.engine_name,
+        }
+        self._journal.append(self._subject, Kind.ATTEMPT, fields)
+
+    def was_read(self) -> None:
+        self._journal.append(self._subject, Kind.READ, {})
+
+    def can_continue(self, key: bytes, completion: Completion) -> None:
+        """A turn of a conversation may continue this one."""
+        fields = {"key": key.hex(), "request": completion.request_id, "task": completion.id}
+        self._journal.append(self._subject, Kind.ENDING, fields)
+
+    def _entry(
+        self, kind: str, graph: SessionGraph, fields: Payload
+    ) -> AbstractContextManager[None]:
+        return self._journal.recorded(
+            self._subject, kind, fields | {"upcoming": graph.ids.upcoming}
+        )
+
+
+def error_fields(error: ParrotError) -> Payload:
+    """The error and those that caused it."""
+    fields: Payload = {**error.to_payload(), "status": error.status}
+    if isinstance(error.__cause__, ParrotError):
+        fields["cause"] = error_fields(error.__cause__)
+    return fields
+
+
+def _stats_fields(stats: RunStats) -> Payload:
+    """Those that are not as in the beginning."""
+    given = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    changed = {k: v for k, v in given.items() if v != getattr(_NO_STATS, k)}
+    if stats.logprobs is not None:
+        own = Logprobs(stats.logprobs.width, tokens=[])
+        own.extend(stats.logprobs)  # with its tokens, which no tokenizer may know later
+        changed["logprobs"] = LOGPROBS.dump_python(own, mode="json")
+    return changed
+
+
+def _prompt_fields(graph: SessionGraph, prompt: Prompt) -> Payload:
+    previous = prompt.previous
+    return {
+        "fill": [_piece_fields(piece) for piece in prompt.fill],
+        "samplings": [s.model_dump(mode="json", exclude_unset=True) for s in prompt.samplings],
+        "options": asdict(prompt.options),
+        "previous": None if previous is None else [previous.request_id, previous.id],
+        "output": None if prompt.output is None else prompt.output.id,
+        "is_held": prompt.is_held,
+        "conversation": prompt.conversation,
+    }
+
+
+def _piece_fields(piece: Piece) -> list[Any]:
+    if not isinstance(piece, TextPiece):
+        return [piece.variable.id]
+    fields: list[Any] = [piece.kind.value.decode(), piece.text]
+    if piece.tokenized is not None:
+        fields += [piece.tokenized.tokenizer_id, piece.tokenized.ids]
+    return fields

@@ -1,0 +1,224 @@
+"""The journal as ServeCore uses it: records are appended at once, and written by one thread, all
+that have gathered in one transaction.
+
+    append, append, ...     in a turn of the event loop; can be taken back until it ends
+          |                 at its end
+          v
+    the thread: write ---> `durable` goes on
+"""
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Self
+
+import orjson
+
+from parrot.protocol.errors import InsufficientStorage
+from parrot.serve.journal.clock import ReplayClock
+from parrot.serve.journal.file import JournalFile
+from parrot.serve.journal.record import ENDED, Payload, Record
+from parrot.utils.clock import Clock
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0  # between attempts to write what could not be written
+_CLOSE_S = 5.0
+_BYTES_PER_WRITE = 8 * 2**20
+
+
+class Journal:
+    """One process's journal; close when done. Its records are read back once, before the first is
+    appended, in the event loop where everything else happens.
+
+    While the file cannot be written (its bound or the disk is full), `require_room` refuses what
+    would be recorded. What happens all the same, since it was begun before, is kept in memory and
+    written as soon as there is room."""
+
+    def __init__(self, file: JournalFile, clock: Clock) -> None:
+        """`clock` is what `self.clock` shows, but while records are read."""
+        self._file = file
+        self.clock = ReplayClock(clock)
+        self.epoch = self._file.epoch
+        self.fact = self._file.fact
+        self.trouble = ""  # why nothing can be written
+        self._turn: list[Record] = []
+        self._seq = self._num_flushed = self._num_written = 0
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._batches: SimpleQueue[list[Record] | None] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def at(cls, path: str, max_bytes: int, clock: Clock) -> Self:
+        """Raises `ConfigError`, see `JournalFile`."""
+        return cls(JournalFile(path, max_bytes), clock)
+
+    def read(self, apply: Callable[[Record], None]) -> None:
+        """Call `apply` with each record there is, at the time when it was made, and begin to write.
+        Raises `ConfigError` if the file cannot be read."""
+        now = time.time()
+        try:
+            for record in self._file.read():
+                self.clock.show(now - record.at)
+                apply(record)
+        except sqlite3.Error as error:
+            raise ConfigError(f"journal: it cannot be read: {error}") from None
+        finally:
+            self.clock.show(None)
+        self._seq = self._num_flushed = self._num_written = self._file.last_seq()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+        self._thread.start()
+
+    def append(self, subject: str, kind: str, fields: Payload) -> None:
+        """It is written soon, and either with all that is appended in this turn of the event loop
+        or, like them, not at all."""
+        assert self._loop is not None, "the journal was not read"
+        payload = orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
+        if not self._turn:
+            self._loop.call_soon(self._flush)
+        self._seq += 1
+        self._turn.append(Record(self._seq, time.time(), subject, kind, payload))
+
+    def end(self, subject: str) -> None:
+        """Forget the subject."""
+        self.append(subject, ENDED, {})
+
+    @contextmanager
+    def recorded(self, subject: str, kind: str, fields: Payload) -> Iterator[None]:
+        """Append a record of what is done in the block, before all that follows from it; if the
+        block raises, nothing has happened."""
+        self.append(subject, kind, fields)
+        place = len(self._turn)
+        try:
+            yield
+        except BaseException:
+            del self._turn[place - 1 :]
+            self._seq = self._num_flushed + len(self._turn)
+            raise
+
+    def require_room(self) -> None:
+        """Raise `InsufficientStorage` while nothing can be written."""
+        if self.trouble:
+            raise _refusal(self.trouble)
+
+    async def durable(self) -> None:
+        """Wait until everything that was appended until now is on disk. Raises
+        `InsufficientStorage` if it cannot be written now."""
+        if self._num_written == self._seq:
+            return
+        self.require_room()
+        assert self._loop is not None
+        waiter = self._loop.create_future()
+        self._waiters.append((self._seq, waiter))
+        await waiter
+
+    async def published(self) -> None:
+        """Do the same, but do not wait while nothing can be written."""
+        if self._num_written < self._seq and not self.trouble:
+            with suppress(InsufficientStorage):
+                await self.durable()
+
+    async def close(self) -> None:
+        """Write what is left, for a few seconds at most."""
+        if self._thread is not None:
+            self._flush()
+            self._batches.put(None)
+            await asyncio.to_thread(self._thread.join, _CLOSE_S)
+            if self._thread.is_alive():
+                logger.error("the journal's last records could not be written: %s", self.trouble)
+                return
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._turn:
+            self._num_flushed = self._turn[-1].seq
+            self._batches.put(self._turn)
+            self._turn = []
+
+    # In the thread
+
+    def _write_all(self) -> None:
+        pending: list[Record] = []
+        has_failed = is_closing = False
+        while not is_closing or (pending and not has_failed):
+            wait_s = _RETRY_S if has_failed else 0.0 if self._file.has_ended else None
+            is_closing |= self._gather(pending, wait_s)
+            try:
+                while self._file.has_ended and (has_failed or not pending):
+                    self._file.trim()
+                    if not has_failed:
+                        break  # something else may have come
+                while pending:
+                    count = _num_at_once(pending)
+                    self._file.write(pending[:count])
+                    self._tell(self._written, pending[count - 1].seq)
+                    del pending[:count]
+                if has_failed:
+                    self._tell(self._recovered)
+                has_failed = False
+            except sqlite3.Error as error:
+                if not has_failed:
+                    logger.error("the journal cannot be written: %s", error)
+                self._tell(self._refuse, str(error))
+                has_failed = True
+                self._file.note_ends(pending)  # what goes makes room for the rest
+
+    def _gather(self, pending: list[Record], wait_s: float | None) -> bool:
+        """Take what there is, and wait for something if there is nothing yet. True: no more will
+        come."""
+        try:
+            batch = self._batches.get(wait_s != 0, wait_s)
+            while batch is not None:
+                pending += batch
+                batch = self._batches.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def _tell(self, report: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(report, *args)
+
+    # What it tells
+
+    def _written(self, seq: int) -> None:
+        self._num_written = seq
+        while self._waiters and self._waiters[0][0] <= seq:
+            _, waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _recovered(self) -> None:
+        logger.warning("the journal can be written again")
+        self.trouble = ""
+
+    def _refuse(self, reason: str) -> None:
+        self.trouble = reason
+        while self._waiters:
+            _, waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(_refusal(reason))
+
+
+def _refusal(reason: str) -> InsufficientStorage:
+    return InsufficientStorage(f"the journal cannot be written, so nothing is accepted: {reason}")
+
+
+def _num_at_once(records: list[Record]) -> int:
+    """How many go into one transaction."""
+    size = 0
+    for count, record in enumerate(records, start=1):
+        size += len(record.payload)
+        if size > _BYTES_PER_WRITE:
+            return count
+    return len(records)

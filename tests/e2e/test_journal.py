@@ -1,0 +1,176 @@
+"""ServeCore is killed in the middle, and goes on where it was."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from parrot.cluster import Cluster
+from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.http import HttpClient
+from parrot.protocol.public import SessionInfo
+from parrot.protocol.serve_client import ServeClient
+from tests.e2e.programs import Program
+
+T = TypeVar("T")
+SIM = {"engine_type": "sim", "heartbeat_interval": 0.3, "instance": {"step_s": 0.01}}
+NUM_PARTS = 5
+HANGS_S = 60
+
+
+@asynccontextmanager
+async def cluster_with(path: Path | None, num_engines: int = 2) -> AsyncIterator[Cluster]:
+    core = {"engine_heartbeat_timeout": 3} | ({} if path is None else {"journal": str(path)})
+    with Cluster(core=core, engines=[SIM] * num_engines) as cluster:
+        yield cluster
+
+
+async def begin(client: ServeClient) -> Program:
+    created = await client.create_session()
+    return Program(client, created.session_id, created.session_auth)
+
+
+async def persistently(ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+    """The answer of a server that may be dead for a while."""
+    while True:
+        try:
+            return await ask(*args, **options)
+        except Unavailable:
+            await asyncio.sleep(0.05)
+
+
+async def map_reduce(session: Program) -> list[str]:
+    """Submit calls, of which the last joins the others, each until it is acknowledged; returns the
+    variables that they make."""
+    parts = []
+    for i in range(NUM_PARTS):
+        key = {"idempotency_key": f"part {i}"}
+        ask = session.call
+        parts.append(await persistently(ask, f"Part {i}: {{{{out}}}}", 30 + 10 * i, **key))
+    names = [f"p{i}" for i in range(NUM_PARTS)]
+    template = "Join " + " ".join(f"{{{{{name}}}}}" for name in names) + ": {{out}}"
+    whole = await persistently(
+        session.call,
+        template,
+        40,
+        variables=dict(zip(names, parts, strict=True)),
+        idempotency_key="whole",
+    )
+    return [*parts, whole]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_killed_servecore_costs_no_program_its_values(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    async with (
+        cluster_with(tmp_path / "journal") as cluster,
+        HttpClient(cluster.core_url) as http,
+    ):
+        client = ServeClient(http)
+        undisturbed = await begin(client)
+        expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
+        session = await begin(client)
+        var_ids = await map_reduce(session)
+        reads = [
+            asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
+            for var_id in var_ids
+        ]
+        seen: dict[str, str] = {}
+        for _ in range(2):
+            await asyncio.sleep(draw.uniform(0.05, 0.6))
+            cluster.kill("core")
+            for var_id, read in zip(var_ids, reads, strict=True):
+                if read.done():
+                    seen[var_id] = read.result()
+            cluster.restart("core")
+        values = await asyncio.wait_for(asyncio.gather(*reads), HANGS_S)
+        assert values == expected
+        # What was told once is told again, and the calls are the same as before.
+        for var_id, text in seen.items():
+            assert await session.get(var_id) == text
+        assert await map_reduce(session) == var_ids
+        info = await client.session_info(session.session_id, session.session_auth)
+        assert [call.state for call in info.calls] == ["done"] * (NUM_PARTS + 1)
+
+
+async def _info(client: ServeClient, session: Program) -> SessionInfo:
+    return await client.session_info(session.session_id, session.session_auth)
+
+
+async def test_what_ran_runs_again_with_a_higher_attempt_though_nobody_reads(
+    tmp_path: Path,
+) -> None:
+    async with (
+        cluster_with(tmp_path / "journal", 1) as cluster,
+        HttpClient(cluster.core_url) as http,
+    ):
+        client = ServeClient(http)
+        session = await begin(client)
+        slow = await session.call("Take your time: {{out}}", 200)
+        read = asyncio.create_task(session.get(slow))
+        while (await _info(client, session)).calls[0].state != "running":
+            await asyncio.sleep(0.02)
+        cluster.kill("core")
+        with pytest.raises(Unavailable):
+            await read
+        cluster.restart("core")
+        async with asyncio.timeout(HANGS_S):
+            while (call := (await persistently(_info, client, session)).calls[0]).state != "done":
+                await asyncio.sleep(0.05)
+        assert call.attempts == 2
+
+
+async def test_a_clean_stop_keeps_sessions_too(tmp_path: Path) -> None:
+    async with (
+        cluster_with(tmp_path / "journal", 1) as cluster,
+        HttpClient(cluster.core_url) as http,
+    ):
+        client = ServeClient(http)
+        session, ended = await begin(client), await begin(client)
+        text = await session.get(var_id := await session.call("Once: {{out}}"))
+        await client.delete_session(ended.session_id, ended.session_auth)
+        cluster.process("core").stop()
+        cluster.restart("core")
+        assert await persistently(session.get, var_id) == text
+        with pytest.raises(ParrotError) as gone:
+            await ended.get(var_id)
+        assert gone.value.status == 410
+
+
+async def test_responses_and_conversations_outlive_it(tmp_path: Path) -> None:
+    async with (
+        cluster_with(tmp_path / "journal", 1) as cluster,
+        HttpClient(cluster.core_url) as http,
+    ):
+        (model,) = [card["id"] for card in (await http.request("GET", "/v1/models"))["data"]]
+
+        async def respond(**fields: Any) -> Any:
+            body = {"model": model, "max_output_tokens": 16} | fields
+            return await http.request("POST", "/v1/responses", body=body)
+
+        first = await respond(input="Hello", prompt_cache_key="p")
+        second = await respond(input="And?", previous_response_id=first["id"])
+        dropped = await respond(input="Forget me")
+        await http.request("DELETE", f"/v1/responses/{dropped['id']}")
+        working = await respond(input="Long", background=True, max_output_tokens=2000)
+        cluster.kill("core")
+        cluster.restart("core")
+        await asyncio.to_thread(cluster.wait_ready)
+
+        async def kept(response: Any) -> Any:
+            return await http.request("GET", f"/v1/responses/{response['id']}")
+
+        assert await kept(first) == first
+        assert await kept(second) == second
+        with pytest.raises(ParrotError):
+            await kept(dropped)
+        assert (await kept(working))["status"] == "failed"
+        third = await respond(input="Go on", previous_response_id=second["id"])
+        items = await http.request("GET", f"/v1/responses/{third['id']}/input_items")
+        assert len(items["data"]) == 5
+        # The conversation goes on in the session that it had.
+        assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]

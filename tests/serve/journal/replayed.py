@@ -1,0 +1,81 @@
+"""A journal without a disk, and what must come back from it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from parrot.protocol.errors import ParrotError
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.nodes import Completion
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.journal.file import JournalFile
+from parrot.serve.journal.record import ENDED, Record
+from parrot.serve.sessions import Session
+
+
+class MemoryFile(JournalFile):
+    """A journal's file that is a list."""
+
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        self.records = list(records)
+        self.epoch = 1
+
+    def fact(self, name: str, value: int) -> int:
+        return value
+
+    def read(self) -> Iterator[Record]:
+        ended = {record.subject for record in self.records if record.kind == ENDED}
+        return iter([record for record in self.records if record.subject not in ended])
+
+    def last_seq(self) -> int:
+        return self.records[-1].seq if self.records else 0
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.records += records
+
+    @property
+    def has_ended(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+def state_of(core: ServeCore) -> dict[int, Any]:
+    """All that programs can see, but for who reads and what runs."""
+    return {session.id: _session(session) for session in core.sessions}
+
+
+def _session(session: Session) -> dict[str, Any]:
+    graph = session.graph
+    return {
+        "facts": (session.auth, session.tenant, session.apps, session.was_read),
+        "used": {name: n for name, n in session.account.used.items() if n},
+        "variables": {v.id: _variable(v) for v in graph.variables.values()},
+        "calls": {
+            request_id: [_task(task) for task in call.tasks]
+            for request_id, call in graph.calls.items()
+        },
+        "answers": dict(graph.replays._answers),
+    }
+
+
+def _variable(variable: SemanticVariable) -> tuple[Any, ...]:
+    text = variable.partial_text if variable.error is None and variable.is_settled else None
+    return variable.name, variable.state, text, variable.tokenized, _error(variable.error)
+
+
+def _error(error: BaseException | None) -> Any:
+    if not isinstance(error, ParrotError):
+        return None
+    return error.type, error.message, error.param, _error(error.__cause__)
+
+
+def _task(task: Any) -> tuple[Any, ...]:
+    state = task.state if task.is_finished else None
+    names = (task.id, task.func_name, state, [v.id for v in task.inputs])
+    if isinstance(task, Completion):
+        texts = [getattr(piece, "text", None) for piece in task.fill]
+        before = None if task.previous is None else task.previous.id
+        stats = task.stats if task.is_finished else None
+        return (*names, texts, task.sampling, task.options, before, stats, task.is_held)
+    results = [(name, variable.id) for name, variable in task.results]
+    return (*names, task.source, task.timeout_s, results)

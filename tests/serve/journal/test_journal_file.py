@@ -1,0 +1,249 @@
+"""The journal's file: locks, versions, damage, and no room."""
+
+import asyncio
+import os
+import random
+import resource
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from parrot.protocol.errors import InsufficientStorage
+from parrot.serve.journal.file import SCHEMA, JournalFile
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.record import ENDED, Record
+from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError
+
+SIZE = 2**30
+
+
+def record(seq: int, subject: str = "1", kind: str = "call", size: int = 50) -> Record:
+    return Record(seq, seq / 8, subject, kind, b'{"x":"%s"}' % (b"y" * size))
+
+
+def filled(path: Path, count: int = 60, size: int = 50) -> list[Record]:
+    records = [record(seq, size=size) for seq in range(1, count + 1)]
+    file = JournalFile(str(path), SIZE)
+    for begin in range(0, count, 7):
+        file.write(records[begin : begin + 7])
+    file.close()
+    return records
+
+
+def read(path: Path) -> list[Record]:
+    file = JournalFile(str(path), SIZE)
+    try:
+        return list(file.read())
+    finally:
+        file.close()
+
+
+def test_what_was_written_is_read_and_each_start_has_a_higher_epoch(tmp_path: Path) -> None:
+    records = filled(tmp_path / "j")
+    assert read(tmp_path / "j") == records
+    file = JournalFile(str(tmp_path / "j"), SIZE)
+    assert (file.epoch, file.last_seq()) == (3, 60)
+    assert [file.fact("first", 7), file.fact("first", 8)] == [7, 7]
+    file.close()
+    assert (tmp_path / "j").stat().st_mode & 0o077 == 0
+
+
+def test_what_has_ended_is_not_read_and_goes_bit_by_bit(tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path / "j"), SIZE)
+    file.write([record(seq, "old") for seq in range(1, 1200)])
+    file.write([record(1200, "new"), record(1201, "old", ENDED)])
+    assert [r.subject for r in file.read()] == ["new"]
+    file.trim()
+    file.close()
+    file = JournalFile(str(tmp_path / "j"), SIZE)  # it died on the way
+    assert [r.subject for r in file.read()] == ["new"]
+    while file.has_ended:
+        file.trim()
+    count = file._database.execute("SELECT count(*) FROM records").fetchone()
+    assert count == (1,)
+    file.close()
+
+
+def test_one_process_has_it(tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path / "j"), SIZE)
+    with pytest.raises(ConfigError, match="another ServeCore"):
+        JournalFile(str(tmp_path / "j"), SIZE)
+    file.close()
+    JournalFile(str(tmp_path / "j"), SIZE).close()
+
+
+def test_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path / "newer")
+    with sqlite3.connect(tmp_path / "newer") as database:
+        database.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    database.close()
+    with sqlite3.connect(tmp_path / "other") as database:
+        database.execute("CREATE TABLE t (x)")
+    database.close()
+    (tmp_path / "text").write_text("no database at all " * 100)
+    for name, reason in {
+        "newer": f"schema version {SCHEMA + 1}",
+        "other": "no journal",
+        "text": "not a database",
+        "missing/j": "No such file",
+    }.items():
+        for _ in range(2):  # nothing was changed, and no lock is left
+            with pytest.raises(ConfigError, match=reason):
+                JournalFile(str(tmp_path / name), SIZE)
+
+
+def test_a_torn_end_of_the_log_costs_what_was_not_committed(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    file = JournalFile(str(path), SIZE)
+    sizes = []
+    for seq in range(1, 20):
+        file.write([record(seq)])
+        sizes.append(Path(f"{path}-wal").stat().st_size)
+    log, database = Path(f"{path}-wal").read_bytes(), path.read_bytes()
+    file.close()
+    for cut in range(sizes[9] - 100, sizes[10] + 100, 150):
+        copy = tmp_path / f"copy{cut}"
+        copy.write_bytes(database)
+        Path(f"{copy}-wal").write_bytes(log[:cut])
+        num_whole = sum(size <= cut for size in sizes)
+        assert read(copy) == [record(seq) for seq in range(1, num_whole + 1)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_byte_costs_what_is_behind_it(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    path = tmp_path / "j"
+    records = filled(path, size=draw.choice([20, 300, 6000]))
+    raw = bytearray(path.read_bytes())
+    place = draw.randrange(len(raw))
+    raw[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(raw)
+    try:
+        found = read(path)
+    except ConfigError:
+        assert len(path.read_bytes()) == len(raw)  # nothing is lost by a start that is refused
+        return
+    assert found == records[: len(found)]
+    asides = list(tmp_path.glob("j.damaged-*"))
+    if len(found) < len(records):
+        (aside,) = [one for one in asides if not one.name.endswith("-wal")]
+        assert aside.read_bytes()[place] == raw[place]
+        assert read(path) == found
+        file = JournalFile(str(path), SIZE)
+        file.write([record(file.last_seq() + 1)])  # it goes on
+        file.close()
+        assert len(read(path)) == len(found) + 1
+
+
+def test_a_damaged_record_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    records = filled(path)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE records SET payload = '{}' WHERE seq = 31")
+    database.close()
+    assert read(path) == records[:30]
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """A disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def opened(path: Path, size: int = SIZE) -> Journal:
+    journal = Journal(JournalFile(str(path), size), MonotonicClock())
+    journal.read(lambda record: None)
+    return journal
+
+
+async def recovered(journal: Journal) -> None:
+    while journal.trouble:  # noqa: ASYNC110 - the next attempt is a matter of time
+        await asyncio.sleep(0.01)
+
+
+async def test_appended_is_durable_in_order_and_in_groups(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j")
+    assert journal._num_written == 0
+    await journal.durable()  # nothing to wait for
+
+    async def append(i: int) -> None:
+        journal.append(str(i), "call", {"i": i})
+        await journal.durable()
+
+    await asyncio.gather(*[append(i) for i in range(100)])
+    await journal.close()
+    assert [r.fields()["i"] for r in read(tmp_path / "j")] == list(range(100))
+    assert not [t for t in threading.enumerate() if t.name == "journal"]
+
+
+async def test_what_raises_was_never_written(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j")
+    journal.append("1", "a", {})
+    with suppress(ValueError), journal.recorded("1", "b", {}):
+        journal.append("1", "c", {})
+        raise ValueError
+    with journal.recorded("1", "d", {}):
+        journal.append("1", "e", {})
+    await journal.durable()
+    await journal.close()
+    found = read(tmp_path / "j")
+    assert [r.kind for r in found] == ["a", "d", "e"]
+    assert [r.seq for r in found] == [1, 2, 3]
+
+
+async def test_a_full_disk_refuses_and_loses_nothing(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j")
+    journal.append("1", "a", {})
+    await journal.durable()
+    with file_size_limit(os.stat(f"{tmp_path}/j-wal").st_size + 100):
+        journal.append("1", "b", {"text": "x" * 10_000})
+        with pytest.raises(InsufficientStorage, match="cannot be written"):
+            await journal.durable()
+        with pytest.raises(InsufficientStorage):
+            journal.require_room()
+        journal.append("1", "c", {})  # what was begun goes on
+        with pytest.raises(InsufficientStorage):
+            await journal.durable()
+        await journal.published()  # readers do not wait
+    await recovered(journal)
+    journal.require_room()
+    await journal.durable()
+    await journal.close()
+    assert [r.kind for r in read(tmp_path / "j")] == ["a", "b", "c"]
+
+
+async def test_the_bound_refuses_until_something_ends(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j", size=2**20)
+    count = 0
+    while not journal.trouble:
+        count += 1
+        journal.append(f"{count % 2}", "call", {"text": "x" * 10_000})
+        with suppress(InsufficientStorage):
+            await journal.durable()
+    assert 50 < count < 120
+    journal.end("0")
+    await recovered(journal)
+    journal.append("1", "call", {"text": "x" * 10_000})
+    await journal.durable()
+    await journal.close()
+    assert {r.subject for r in read(tmp_path / "j")} == {"1"}
+
+
+async def test_a_journal_that_cannot_be_written_to_its_end_does_not_hold_the_process(
+    tmp_path: Path,
+) -> None:
+    journal = await opened(tmp_path / "j")
+    with file_size_limit(1):
+        journal.append("1", "b", {"text": "x" * 10_000})
+        await journal.close()
+    assert read(tmp_path / "j") == []

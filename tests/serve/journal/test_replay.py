@@ -1,0 +1,258 @@
+"""What the records tell, done once more, gives what was there: after each of them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.engine_api import FinishReason
+from parrot.protocol.errors import EngineFailed, InvalidRequest, ModelNumerics, ParrotError
+from parrot.protocol.graph_api import GraphRequest
+from parrot.protocol.public import (
+    NativeCallRequest,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    VarGetRequest,
+)
+from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.serve.config import CoreConfig
+from parrot.serve.conversations.turn import Chain, TurnRequest
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.record import Record
+from parrot.serve.journal.restoring import restore
+from parrot.serve.sessions import Session
+from tests.serve.journal.replayed import MemoryFile, state_of
+from tests.serve.serve_fakes import FakeDispatcher
+from tests.support.manual_clock import ManualClock
+
+Choose = Callable[[int], int]
+
+
+class World:
+    """A core with a journal that began with `records`."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.file = MemoryFile(records)
+        self.clock = ManualClock(start=1e6)
+        self.journal = Journal(self.file, self.clock)
+        self.dispatcher = FakeDispatcher()
+        self.core = ServeCore(
+            CoreConfig(),
+            clock=self.journal.clock,
+            dispatcher=self.dispatcher,  # type: ignore[arg-type]
+            sandbox=_NoSandbox(),
+        )
+        restore(self.core, self.journal, {})
+        self.reads: list[asyncio.Task[Any]] = []
+
+    async def close(self) -> None:
+        for read in self.reads:
+            read.cancel()
+        await asyncio.gather(*self.reads, return_exceptions=True)
+        await self.core.close()
+        await self.journal.close()
+
+
+class _NoSandbox:
+    async def evaluate(self, call: Any) -> list[object]:
+        await asyncio.Event().wait()
+        return []
+
+    async def close(self) -> None: ...
+
+
+class Program:
+    """Does something that `choose` decides on."""
+
+    def __init__(self, world: World, choose: Choose) -> None:
+        self.world = world
+        self.core = world.core
+        self.choose = choose
+
+    def begin(self, session: Session | None) -> None:
+        apps = [["a"], []][self.choose(2)]
+        self.core.create_session(SessionCreateRequest(apps=apps, on_demand=self.choose(2) == 0))
+
+    def end(self, session: Session) -> None:
+        if self.choose(4) == 0:
+            self.core.delete_session(session.id, session.auth)
+
+    def variable(self, session: Session) -> None:
+        content = [None, "", "text"][self.choose(3)]
+        self.core.programs.create_var(session.id, session.auth, "v", content)
+
+    def set(self, session: Session) -> None:
+        if var_id := self._any_variable(session):
+            self.core.programs.set_var(session.id, session.auth, var_id, "set")
+
+    def cancel(self, session: Session) -> None:
+        calls = list(session.graph.calls)
+        if calls and self.choose(2):
+            request_id = calls[self.choose(len(calls))]
+            self.core.programs.cancel_call(session.id, session.auth, request_id)
+        elif var_id := self._any_variable(session):
+            self.core.programs.cancel_var(session.id, session.auth, var_id)
+
+    def call(self, session: Session) -> None:
+        body = self._scope(session) | {
+            "template": "f {{x}} then {{a}} and {{b}}",
+            "parameters": [self._input(session, "x"), self._output(session, "a"), _output("b")],
+            "func_name": ["f", None][self.choose(2)],
+            "chat": self.choose(2) == 0,
+            "output_criteria": [PerformanceCriteria.LATENCY, None][self.choose(2)],
+        }
+        if self.choose(3) == 0:
+            body["idempotency_key"] = f"k{self.choose(2)}"
+        if session.graph.calls and self.choose(3) == 0:
+            body["successor_of"] = list(session.graph.calls)[self.choose(len(session.graph.calls))]
+        self.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+
+    def native(self, session: Session) -> None:
+        body = self._scope(session) | {
+            "func_name": "g",
+            "func_source": "def g(x, y, z): pass",
+            "parameters": [self._input(session, "x"), _output("y"), _output("z")],
+        }
+        self.core.programs.submit_native(NativeCallRequest.model_validate(body))
+
+    def graph(self, session: Session) -> None:
+        calls = [
+            {
+                "template": "h {{p}} {{q}}",
+                "parameters": [{"name": "p", "var": "one"}, _output("q") | {"var": "two"}],
+            },
+            {
+                "template": "h {{p}} {{q}}",
+                "parameters": [{"name": "p", "var": "two"}, _output("q")],
+                "on_demand": True,
+            },
+        ]
+        variables = [{"name": "one", "content": [None, "1"][self.choose(2)]}]
+        body = self._scope(session) | {"variables": variables, "calls": calls}
+        if self.choose(3) == 0:
+            body["idempotency_key"] = f"k{self.choose(2)}"
+        self.core.programs.submit_graph(GraphRequest.model_validate(body))
+
+    def turn(self, session: Session | None) -> None:
+        chain = None
+        if session is not None and self.choose(2):
+            var_id = self._any_variable(session)
+            inputs = {"p": var_id} if var_id else {}
+            chain = Chain(session.id, session.auth, inputs, is_deferred=self.choose(2) == 0)
+        request = TurnRequest(
+            "public",
+            "m",
+            "say {{p}}" if chain is not None and chain.inputs else "say",
+            [SamplingConfig(max_gen_length=5, seed=3), SamplingConfig()],
+            program=["p", None][self.choose(2)],
+            func_name="turn",
+            chain=chain,
+        )
+        self.core.turns.submit(request)
+
+    def read(self, session: Session) -> None:
+        if var_id := self._any_variable(session):
+            request = VarGetRequest(session_id=session.id, session_auth=session.auth)
+            reading = asyncio.ensure_future(self.core.programs.read(request, var_id))
+            self.world.reads.append(reading)
+
+    def run(self, session: Session) -> None:
+        """One of the tasks that run ends."""
+        runner = self.world.dispatcher
+        running = [task for task in runner.started if isinstance(task, Completion)]
+        if not running:
+            return
+        task = running[self.choose(len(running))]
+        runner.started.remove(task)
+        task.stats.attempts = 2
+        self.core.sessions.placed(task)
+        if self.choose(3) == 0:
+            task.state = CompletionState.FAILED
+            task.output.fail([EngineFailed("no"), ModelNumerics("NaN")][self.choose(2)])
+            return
+        task.stats.output_tokens = 3
+        task.stats.finish_reason = FinishReason.STOP
+        if self.choose(2):
+            task.stats.logprobs = Logprobs(2, [0, 1], [-0.5, -1.5], [b"x", b"y"])
+        task.state = CompletionState.DONE
+        task.output.set("made", TokenizedText("t", (1, 2)) if self.choose(2) else None)
+
+    def _scope(self, session: Session) -> dict[str, Any]:
+        return {"session_id": session.id, "session_auth": session.auth}
+
+    def _any_variable(self, session: Session) -> str | None:
+        known = list(session.graph.variables)
+        return known[self.choose(len(known))] if known else None
+
+    def _input(self, session: Session, name: str) -> dict[str, Any]:
+        var_id = self._any_variable(session)
+        if var_id is None or self.choose(2):
+            return {"name": name, "value": "given"}
+        return {"name": name, "var_id": var_id}
+
+    def _output(self, session: Session, name: str) -> dict[str, Any]:
+        var_id = self._any_variable(session)
+        sampling = {"sampling_config": {"max_gen_length": 4, "stop_str": ["."]}}
+        named = {} if var_id is None or self.choose(3) else {"var_id": var_id}
+        return _output(name) | sampling | named
+
+
+def _output(name: str) -> dict[str, Any]:
+    return {"name": name, "is_output": True}
+
+
+ANYWHERE = ("begin", "turn")
+INSIDE = ("call", "run", "read", "set", "run", "cancel", "variable", "native", "graph", "end")
+
+
+async def _run_and_replay(data: st.DataObject) -> None:
+    def choose(count: int) -> int:
+        return data.draw(st.integers(0, count - 1))
+
+    world = World([])
+    program = Program(world, choose)
+    states = {0: state_of(world.core)}
+    for _ in range(data.draw(st.integers(1, 20))):
+        sessions = list(world.core.sessions)
+        names = (*INSIDE, *ANYWHERE) if sessions else ANYWHERE
+        verb = getattr(program, names[choose(len(names))])
+        before = state_of(world.core)
+        try:
+            verb(sessions[choose(len(sessions))] if sessions else None)
+        except (ParrotError, InvalidRequest):
+            assert state_of(world.core) == before, verb
+        await asyncio.sleep(0)  # a read begins
+        world.core.check_integrity()
+        states[world.journal._seq] = state_of(world.core)
+    await world.journal.durable()
+    records = world.file.records.copy()
+    await world.close()
+    for count in range(len(records) + 1):
+        again = World(records[:count])
+        again.core.check_integrity()
+        if (known := states.get(count)) is not None:
+            assert _without_orphans(state_of(again.core)) == _without_orphans(known)
+        await again.close()
+
+
+def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
+    """Answers of turns that nobody can read any more are cancelled."""
+    for session in state.values():
+        orphans = [
+            task for tasks in session["calls"].values() for task in tasks if task[1] == "turn"
+        ]
+        if orphans:
+            session["calls"] = session["variables"] = None
+    return state
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) -> None:
+    asyncio.run(_run_and_replay(data))
