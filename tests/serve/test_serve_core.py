@@ -443,7 +443,7 @@ async def test_closing_ends_open_reads(world: World) -> None:
     with pytest.raises(Unavailable):
         world.core.create_session(SessionCreateRequest())
     with pytest.raises(Unavailable):
-        world.core.readiness()
+        world.core.readiness(sees_engines=False)
 
 
 async def test_metrics_count_what_happened(world: World) -> None:
@@ -457,9 +457,9 @@ async def test_metrics_count_what_happened(world: World) -> None:
         tokens_capacity=10,
     )
     with pytest.raises(NoEngine):
-        world.core.readiness()
+        world.core.readiness(sees_engines=False)
     await world.core.register_engine(RegisterRequest(engine_config=info))
-    assert len(world.core.readiness().engines) == 1
+    assert len(world.core.readiness(sees_engines=True).engines) == 1
     world.dispatcher.on_start = world.dispatcher.finish
     reading = world.read(world.call("y"))
     assert await reading

@@ -63,7 +63,7 @@ def run(body: Any, eviction: str) -> dict[str, float]:
         async with SimCluster(1, engine=engine, core=core) as cluster:
             await body(cluster)
             cluster.check_integrity()
-            (status,) = cluster.core.readiness().engines
+            (status,) = cluster.core.readiness(sees_engines=True).engines
             found = counters(cluster)
             assert status.hit_tokens == found["hit_tokens_total"]
             assert status.evicted_tokens == found['freed_tokens_total{reason="room"}']
