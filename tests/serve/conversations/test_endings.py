@@ -37,7 +37,8 @@ class Conversations:
             self.kept.append(prompt)
         place = self.endings.find(prompt, SCOPE, lambda _: True)
         completion: Any = SimpleNamespace(output=SimpleNamespace(text=answer))
-        self.endings.put(place, self.num_turns, completion, said("assistant", answer))
+        session: Any = SimpleNamespace(id=self.num_turns, history=None)
+        self.endings.put(place, session, completion, said("assistant", answer))
         self.num_turns += 1
         if place.ending is None:
             assert not place.num_known
