@@ -20,7 +20,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.streams.channel import ChunkChannel
-from parrot.protocol.streams.pieces import OnChunk, hand_over
+from parrot.protocol.streams.pieces import OnChunk, followed, hand_over
 from parrot.protocol.transport import Transport, read_answer, until_done
 
 
@@ -45,8 +45,8 @@ class EngineClient:
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
-        """`on_chunk` is given the pieces of the output as they come, as long as the engine's
-        channel is there; none may be missing but the last ones."""
+        """`on_chunk` is given the pieces of the output as they come, none twice; none but the
+        last ones may be missing."""
         if on_chunk is None:
             return await self._generate(_generate_body(request))
         channel = await self._channel.open()
@@ -73,13 +73,9 @@ class EngineClient:
                 elif name == "done":
                     yield read_answer(GenerateResponse, data)
 
-    async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
+    def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
         """The chunks of an output that `generate` was asked for, until it ends."""
-        body = {"context_id": context_id}
-        async with aclosing(until_done(self._http.stream("POST", "/follow", body=body))) as events:
-            async for name, data in events:
-                if name == "chunk":
-                    yield read_answer(StreamChunk, data)
+        return followed(self._http, context_id)
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
         return read_answer(

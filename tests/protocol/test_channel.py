@@ -8,7 +8,7 @@ import pytest
 
 from parrot.protocol.engine_api import GenerateRequest, StreamChunk
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.errors import NotFound, ParrotError, Unavailable
+from parrot.protocol.errors import NotFound, ParrotError, Unavailable, UnsupportedField
 
 ANSWER = {"generated_text": "ab", "generated_ids": [1, 2], "finish_reason": "stop", "usage": {}}
 Events = list[tuple[str, bytes] | ParrotError]
@@ -67,10 +67,15 @@ async def test_an_engine_without_channels_streams_each_output() -> None:
     await client.close()
 
 
-async def test_a_channel_that_breaks_is_opened_anew_and_costs_pieces_only(
+async def test_a_channel_that_breaks_is_opened_anew_and_costs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Engine(channel=[("open", b"{}")])
+    follow: Events = [
+        ("chunk", b'{"ids":[1,2,3],"text":"abx"}'),
+        ("chunk", b'{"ids":[4],"text":"y"}'),
+        ("done", b"{}"),
+    ]
+    engine = Engine(channel=[("open", b"{}")], follow=follow)
     client, found = EngineClient(engine), list[StreamChunk]()
     first = asyncio.create_task(client.generate(GenerateRequest(context_id=1), found.append))
     await settled()
@@ -86,10 +91,26 @@ async def test_a_channel_that_breaks_is_opened_anew_and_costs_pieces_only(
     await settled()
     engine.answer.set()
     assert (await first).generated_text == (await second).generated_text == "ab"
-    assert [chunk.text for chunk in found] == ["a", "b", "c"]
-    assert engine.opened == ["/channel", "/channel"]
+    assert [chunk.text for chunk in found] == ["a", "b", "x", "y", "c"]
+    assert sorted(engine.opened) == ["/channel", "/channel", "/follow"]
     assert len({body["channel"] for body in engine.bodies}) == 2
     assert "a channel broke" in caplog.text
+    await client.close()
+
+
+async def test_an_output_that_cannot_be_followed_comes_at_its_end() -> None:
+    refusal = UnsupportedField("the server was asked for the whole answer at once")
+    engine = Engine(channel=[("open", b"{}")], follow=[refusal])
+    client, found = EngineClient(engine), list[StreamChunk]()
+    call = asyncio.create_task(client.generate(GenerateRequest(context_id=1), found.append))
+    await settled()
+    engine.more.put_nowait(chunks(1, "a"))
+    engine.more.put_nowait(Unavailable("gone"))
+    await settled()
+    engine.answer.set()
+    assert (await call).generated_text == "ab"
+    assert [chunk.text for chunk in found] == ["a"]
+    assert sorted(engine.opened) == ["/channel", "/follow"]
     await client.close()
 
 

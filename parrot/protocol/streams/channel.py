@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 
 from parrot.protocol.errors import NotFound, ParrotError, Unavailable
 from parrot.protocol.streams.payloads import ChannelChunks, ContextChunk
-from parrot.protocol.streams.pieces import OnChunk
+from parrot.protocol.streams.pieces import OnChunk, Sink, followed
 from parrot.protocol.transport import Transport, read_answer, until_done
 from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
@@ -16,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkChannel:
-    """It is opened when it is first needed, and anew after it broke: outputs of that time give no
-    more pieces."""
+    """It is opened when it is first needed, and anew after it broke: the outputs of that time are
+    followed each by itself."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http
         self._tasks = TaskSet()
         self._opened: asyncio.Future[str | None] | None = None  # until it breaks
-        self._sinks: dict[int, OnChunk] = {}
+        self._sinks: dict[int, Sink] = {}
+        self._followers: dict[int, asyncio.Task[None]] = {}  # of outputs whose channel broke
 
     async def open(self) -> str | None:
         """Its name; None if the engine has no channels. Raises what opening it raises."""
@@ -35,11 +36,13 @@ class ChunkChannel:
     @contextmanager
     def sending(self, context_id: int, on_chunk: OnChunk) -> Iterator[None]:
         """In the block, pieces of the output on this context are given to `on_chunk`."""
-        self._sinks[context_id] = on_chunk
+        self._sinks[context_id] = Sink(on_chunk)
         try:
             yield
         finally:
             self._sinks.pop(context_id, None)
+            if (follower := self._followers.pop(context_id, None)) is not None:
+                follower.cancel()
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -62,7 +65,16 @@ class ChunkChannel:
             opened.set_exception(broken)
             opened.exception()  # for whoever waits, if anybody still does
         self._opened = None
-        self._sinks.clear()
+        sinks, self._sinks = self._sinks, {}
+        for context_id, sink in sinks.items():
+            follower = self._tasks.spawn(self._follow(context_id, sink), name="follower")
+            self._followers[context_id] = follower
+
+    async def _follow(self, context_id: int, sink: Sink) -> None:
+        try:
+            await sink.take_rest(followed(self._http, context_id))
+        except (ParrotError, ValueError) as error:
+            logger.info("the rest of an output comes at its end: %s", error)
 
     async def _read(self, opened: "asyncio.Future[str | None]") -> None:
         name = new_token()
@@ -76,11 +88,11 @@ class ChunkChannel:
                         self._give(chunk)
 
     def _give(self, chunk: ContextChunk) -> None:
-        on_chunk = self._sinks.get(chunk.context_id)
-        if on_chunk is None:  # its request has ended
+        sink = self._sinks.get(chunk.context_id)
+        if sink is None:  # its request has ended
             return
         try:
-            on_chunk(chunk)
+            sink.take(chunk)
         except Exception:
             logger.exception("a piece of an output could not be taken")
             self._sinks.pop(chunk.context_id, None)
