@@ -85,6 +85,14 @@ class Program:
             content: str = value["content"]
             return content
 
+    async def end(self) -> None:
+        """End the session of its last call."""
+        session_id, self._num_left = self.session_id, 0
+        headers = {"Authorization": f"Bearer {self._scope['session_auth']}"}
+        url = f"{self._url}/v1/session/{session_id}"
+        async with self._http.delete(url, headers=headers) as reply:
+            assert reply.status < 300, await reply.text()
+
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         async with self._http.post(self._url + path, data=orjson.dumps(body)) as reply:
             answer = orjson.loads(await reply.read())

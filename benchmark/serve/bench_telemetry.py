@@ -1,0 +1,170 @@
+"""What it costs programs that somebody scrapes ServeCore's metrics, or collects its traces.
+
+    python -m benchmark.serve.bench_telemetry --output benchmark/results/telemetry.json
+
+Two measurements, each in turns, of the CPU time of ServeCore's process with all its threads.
+Sessions of 10 calls end, as those of programs do.
+
+  scraped  one ServeCore at a steady pace, that the engine's steps set, with and without somebody
+           who reads `/metrics` once a second. `share`: of ServeCore's thread, and so of the calls
+           that it could serve
+  traced   two ServeCores as fast as they can, of which one exports the spans of all sessions and
+           calls to a collector by OTLP over HTTP. `ratio`: CPU time of a call with and without; a
+           turn ends when the collector has all spans
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from benchmark.results import Report
+from benchmark.results import run as run_benchmark
+from benchmark.serve import bench_calls
+from benchmark.serve.bench_calls import ENGINE, ZERO_COST, Program, connect, cpu_seconds, pinned
+from benchmark.serve.bench_page import summary
+from parrot.cluster import Cluster
+from parrot.cluster.ports import free_port
+
+CALLS_OF_SESSION = 10
+_WARM_UP_TURNS = 2
+_CORE = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}
+
+
+class Collector:
+    """Counts the spans that it gets."""
+
+    def __init__(self) -> None:
+        self.num_spans = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def serving(self, port: int) -> AsyncIterator[None]:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/v1/traces", self._take)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def wait_for(self, num_spans: int) -> None:
+        async with asyncio.timeout(60), self._changed:
+            await self._changed.wait_for(lambda: self.num_spans >= num_spans)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        sent = ExportTraceServiceRequest.FromString(await request.read())
+        async with self._changed:
+            self.num_spans += sum(
+                len(scope.spans) for one in sent.resource_spans for scope in one.scope_spans
+            )
+            self._changed.notify_all()
+        return web.Response()
+
+
+async def sessions(http: aiohttp.ClientSession, url: str, num_programs: int, count: int) -> int:
+    """So many sessions of calls by programs that run at once; how many calls and sessions."""
+    remaining = iter(range(count))
+
+    async def work() -> None:
+        for _ in remaining:
+            program = Program(http, url)
+            for number in range(CALLS_OF_SESSION):
+                await program.call(f"what is {number}?")
+            await program.end()
+
+    await asyncio.gather(*(work() for _ in range(num_programs)))
+    return count * (CALLS_OF_SESSION + 1)
+
+
+@asynccontextmanager
+async def scraping(http: aiohttp.ClientSession, url: str, sizes: list[int]) -> AsyncIterator[None]:
+    """Read the metrics once a second; `sizes`: of the answers, in bytes."""
+
+    async def scrape() -> None:
+        while True:
+            async with http.get(f"{url}/metrics") as reply:
+                sizes.append(len(await reply.read()))
+            await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as group:
+        scraper = group.create_task(scrape())
+        yield
+        scraper.cancel()
+
+
+async def scraped(cluster: Cluster, args: argparse.Namespace) -> dict[str, object]:
+    url, pid = cluster.core_url, cluster.process("core").pid
+    sizes: list[int] = []
+    on: list[float] = []
+    off: list[float] = []
+
+    async def load() -> float:
+        began, before = time.monotonic(), cpu_seconds(pid)
+        await sessions(http, url, args.concurrency, args.sessions)
+        return (cpu_seconds(pid) - before) / (time.monotonic() - began)
+
+    async with connect() as http:
+        for turn in range(-_WARM_UP_TURNS, args.turns):
+            async with scraping(http, url, sizes):
+                with_scraper = await load()
+            without = await load()
+            if turn >= 0:
+                on.append(with_scraper)
+                off.append(without)
+    return {"what": "scraped", "bytes": max(sizes), "scrapes": len(sizes)} | summary(on, off)
+
+
+async def traced(
+    traced: Cluster, plain: Cluster, port: int, args: argparse.Namespace
+) -> dict[str, object]:
+    spent: dict[Cluster, list[float]] = {traced: [], plain: []}
+    collector = Collector()
+    async with collector.serving(port), connect() as http:
+        num_spans = 0
+        for turn in range(-_WARM_UP_TURNS, args.turns):
+            for side in (traced, plain) if turn % 2 else (plain, traced):
+                pid = side.process("core").pid
+                before = cpu_seconds(pid)
+                made = await sessions(http, side.core_url, args.concurrency, args.sessions)
+                if side is traced:
+                    num_spans += made
+                    await collector.wait_for(num_spans)
+                if turn >= 0:
+                    num_calls = args.sessions * CALLS_OF_SESSION
+                    spent[side].append(1e3 * (cpu_seconds(pid) - before) / num_calls)
+    figures = bench_calls.summary(spent[traced], spent[plain])
+    return {"what": "traced", "spans": collector.num_spans} | figures
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--sessions", type=int, default=32, help="of each turn, 10 calls each")
+    parser.add_argument("--turns", type=int, default=20, help="of each kind")
+    parser.add_argument("--step-s", type=float, default=0.08, help="of the engine that is scraped")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    engine = {"engine_type": "sim", "instance": ZERO_COST | {"step_s": args.step_s}}
+    report.uses("engine", engine)
+    with Cluster(core=_CORE, engines=[engine]) as cluster, pinned(cluster):
+        report.add("rows", asyncio.run(scraped(cluster, args)))
+    port = free_port("127.0.0.1", set())
+    otlp = {"otlp_endpoint": f"http://127.0.0.1:{port}/v1/traces"}
+    with (
+        Cluster(core=_CORE | otlp, engines=[ENGINE]) as on,
+        Cluster(core=_CORE, engines=[ENGINE]) as off,
+        pinned(on, off),
+    ):
+        report.add("rows", asyncio.run(traced(on, off, port, args)))
+
+
+if __name__ == "__main__":
+    run_benchmark(__name__)
