@@ -1,21 +1,19 @@
 """An engine's part of a trace: a span for each request that generates."""
 
 import time
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended
-from parrot.utils.traces.record import SpanRecord, Value, span_export
+from parrot.utils.traces.export import SpanExport, span_export
+from parrot.utils.traces.record import SpanRecord, Value
 from parrot.utils.traces.traceparent import TraceParent, span_id_of
-
-if TYPE_CHECKING:
-    from parrot.utils.traces.export import SpanExport
 
 
 class EngineTracer:
     """Exports a span for each request that says whose it is. Spans hold nothing of texts."""
 
-    def __init__(self, export: "SpanExport", engine_name: str, model: str) -> None:
+    def __init__(self, export: SpanExport, engine_name: str, model: str) -> None:
         self._export = export
         self._engine_name = engine_name
         self._model = model

@@ -24,7 +24,7 @@ from parrot.serve.tracer import Tracer
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
 from parrot.utils.logs import CALLS
-from parrot.utils.traces.record import span_export
+from parrot.utils.traces.export import span_export
 
 logger = logging.getLogger(__name__)
 

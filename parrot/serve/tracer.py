@@ -12,7 +12,6 @@ of the trace and of the tasks, so engines can be told of a completion's span bef
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.graph.nodes import Completion, CompletionState, Task, task_span
@@ -20,17 +19,15 @@ from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import app_of
 from parrot.utils.clock import Clock
+from parrot.utils.traces.export import SpanExport
 from parrot.utils.traces.record import SpanRecord, Value
 from parrot.utils.traces.traceparent import TraceParent, span_id_of
-
-if TYPE_CHECKING:
-    from parrot.utils.traces.export import SpanExport
 
 
 class Tracer(Observer):
     """Exports the spans of sessions. Nothing of prompts and values is in them."""
 
-    def __init__(self, export: "SpanExport", clock: Clock) -> None:
+    def __init__(self, export: SpanExport, clock: Clock) -> None:
         self._export = export
         self._clock = clock
         self._epoch = time.time() - clock.now()
@@ -69,11 +66,16 @@ class Tracer(Observer):
         )
         for call in session.graph.calls.values():
             for task in call.tasks:
-                if task.times.activated is not None and task_span(trace_id, task).is_sampled:
-                    yield self._record(task, own, ended)
+                if task.times.activated is None:
+                    continue
+                span = task_span(trace_id, task)
+                if span.is_sampled:
+                    yield self._record(task, span, own, ended)
 
-    def _record(self, task: Task, session: TraceParent, ended: float) -> SpanRecord:
-        times = task.times
+    def _record(
+        self, task: Task, span: TraceParent, session: TraceParent, ended: float
+    ) -> SpanRecord:
+        times, caller = task.times, task.options.traceparent
         assert times.activated is not None
         finished = ended if times.finished is None else times.finished
         first = None
@@ -96,8 +98,8 @@ class Tracer(Observer):
         makers = dict.fromkeys(v.producer for v in task.inputs if v.producer is not None)
         return SpanRecord(
             f"{_operation(task)} {task.func_name}",
-            task_span(session.trace_id, task),
-            TraceParent.parse(task.options.traceparent) or session,
+            span,
+            session if caller is None else TraceParent.parse(caller) or session,
             self._epoch + times.activated,
             self._epoch + max(finished, times.activated),
             _facts(task) | waits,

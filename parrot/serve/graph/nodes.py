@@ -266,9 +266,12 @@ Task = Completion | NativeCall
 
 def task_span(trace_id: str, task: Task) -> TraceParent:
     """The task's span, in its caller's trace, or else in this one, which is the session's."""
-    caller = TraceParent.parse(task.options.traceparent) or TraceParent(trace_id, "")
-    span_id = span_id_of(caller.trace_id, task.session_id, task.id)
-    return caller._replace(span_id=span_id)
+    is_sampled = True
+    if task.options.traceparent is not None:
+        caller = TraceParent.parse(task.options.traceparent)
+        if caller is not None:
+            trace_id, is_sampled = caller.trace_id, caller.is_sampled
+    return TraceParent(trace_id, span_id_of(trace_id, task.session_id, task.id), is_sampled)
 
 
 def unnamed(request_id: int) -> str:

@@ -1,36 +1,88 @@
-"""Spans of OpenTelemetry, written after the fact and exported by a thread of their own.
+"""Spans on their way out: queued, written by a thread, and exported by a process of their own.
 
-Needs the extra `otel`: only a process that exports spans imports this module."""
+To encode a span and to send it takes a tenth of the CPU time of a whole call, which this process
+needs for calls."""
 
 import logging
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Protocol
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+import orjson
 
+from parrot.utils.config import ConfigError
 from parrot.utils.traces.record import SpanRecord
-from parrot.utils.traces.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 256  # things whose spans are yet to be written
-_BATCH = 512  # spans in one request of the exporter
 _FLUSH_S = 5.0
-_NS = 1_000_000_000
+
+
+class SpanSink(Protocol):
+    """Where spans are written, from one thread; it may be slow, and raise what it wants."""
+
+    def write(self, records: Sequence[SpanRecord]) -> None: ...
+
+    def close(self, timeout_s: float) -> None:
+        """Export what was written, for so many seconds at most; with 0, while a write may still be
+        stuck, end it."""
+        ...
+
+
+class OtlpProcess:
+    """The sink of `parrot.utils.traces.otlp`, which ends with its input."""
+
+    def __init__(self, endpoint: str, service: str) -> None:
+        command = [sys.executable, "-m", "parrot.utils.traces.otlp", endpoint, service]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def write(self, records: Sequence[SpanRecord]) -> None:
+        """Raises `OSError` if the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(records, default=list) + b"\n")
+        self._process.stdin.flush()
+
+    def close(self, timeout_s: float) -> None:
+        assert self._process.stdin is not None
+        if timeout_s:
+            try:
+                self._process.stdin.close()
+                self._process.wait(timeout_s)
+            except (OSError, subprocess.TimeoutExpired):
+                logger.warning("the last spans could not be exported in %g s", timeout_s)
+        self._process.kill()  # does nothing after its end; a write that is stuck fails now
+        self._process.wait()
+        with suppress(OSError):
+            self._process.stdin.close()
+
+
+def span_export(endpoint: str, service: str) -> "SpanExport":
+    """Spans go to `endpoint` by OTLP over HTTP. Raises `ConfigError` if what that needs is not
+    installed."""
+    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        try:
+            found = find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ConfigError(
+                f"otlp_endpoint: {package} is not installed: pip install 'parrot[otel]'"
+            )
+    return SpanExport(OtlpProcess(endpoint, service))
 
 
 class SpanExport:
     """Export without holding up whoever has something to tell. What comes faster than it can be
     exported is left out, and the log says so."""
 
-    def __init__(self, exporter: SpanExporter, service: str) -> None:
-        self._exporter = exporter
-        self._resource = Resource.create({"service.name": service})
+    def __init__(self, sink: SpanSink) -> None:
+        self._sink = sink
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spans")
         self._room = threading.BoundedSemaphore(_MAX_PENDING)
         self.num_left_out = 0
@@ -47,43 +99,19 @@ class SpanExport:
     def close(self) -> None:
         """Export what is pending, for a few seconds at most."""
         done = self._thread.submit(lambda: None)
+        left_s = _FLUSH_S
         try:
             done.result(_FLUSH_S)
         except TimeoutError:
             logger.warning("the last spans could not be exported in %g s", _FLUSH_S)
-        self._exporter.shutdown()
+            left_s = 0.0
+        self._sink.close(left_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _export(self, make: Callable[[], Iterable[SpanRecord]]) -> None:
         try:
-            records = iter(make())
-            while batch := [self._span(record) for record in islice(records, _BATCH)]:
-                self._exporter.export(batch)
+            self._sink.write(list(make()))
         except Exception:
             logger.exception("spans could not be exported")
         finally:
             self._room.release()
-
-    def _span(self, record: SpanRecord) -> ReadableSpan:
-        error = record.error
-        attributes = {key: value for key, value in record.attributes.items() if value is not None}
-        if error is not None:
-            attributes["error.type"] = error
-        return ReadableSpan(
-            name=record.name,
-            context=_context(record.own),
-            parent=None if record.parent is None else _context(record.parent, is_remote=True),
-            resource=self._resource,
-            attributes=attributes,
-            events=[Event(name, {}, int(at * _NS)) for name, at in record.events if at is not None],
-            links=[Link(_context(link)) for link in record.links],
-            kind=SpanKind.SERVER if record.is_server else SpanKind.INTERNAL,
-            status=Status(StatusCode.UNSET if error is None else StatusCode.ERROR),
-            start_time=int(record.start * _NS),
-            end_time=int(record.end * _NS),
-        )
-
-
-def _context(one: TraceParent, *, is_remote: bool = False) -> SpanContext:
-    flags = TraceFlags(TraceFlags.SAMPLED if one.is_sampled else TraceFlags.DEFAULT)
-    return SpanContext(int(one.trace_id, 16), int(one.span_id, 16), is_remote, flags)

@@ -1,6 +1,8 @@
 """The spans of a session, its caller's and its engine's."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,20 +11,25 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
 import aiohttp
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode, TraceFlags
 
+from parrot.cluster.ports import free_port
 from parrot.engine.traces import EngineTracer
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.tracer import Tracer
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.traces.export import SpanExport
+from parrot.utils.config import ConfigError
+from parrot.utils.traces.export import OtlpProcess, SpanExport, span_export
+from parrot.utils.traces.otlp import OtelSink
 from parrot.utils.traces.record import SpanRecord
 from parrot.utils.traces.traceparent import (
     TraceParent,
@@ -42,7 +49,7 @@ class Traced:
 
     def __init__(self, **config: Any) -> None:
         self.exporter = InMemorySpanExporter()
-        self.export = SpanExport(self.exporter, "parrot")
+        self.export = SpanExport(OtelSink(self.exporter, "parrot"))
         self.core_config = CoreConfig.model_validate({"otlp_endpoint": ADDRESS} | config)
 
     async def run(self, caller: str | None = None) -> dict[str, Any]:
@@ -237,7 +244,7 @@ def record(name: str, error: str | None = None) -> SpanRecord:
 def test_an_exporter_that_fails_is_logged_and_disturbs_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    export = SpanExport(Stuck(), "parrot")
+    export = SpanExport(OtelSink(Stuck(), "parrot"))
     for _ in range(3):
         export.send(lambda: [record("x")])
     export.close()
@@ -246,9 +253,81 @@ def test_an_exporter_that_fails_is_logged_and_disturbs_nobody(
 
 def test_an_error_is_named() -> None:
     exporter = InMemorySpanExporter()
-    export = SpanExport(exporter, "parrot")
+    export = SpanExport(OtelSink(exporter, "parrot"))
     export.send(lambda: [record("x", "engine_failed")])
     export.close()
     (span,) = exporter.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
     assert attributes(span) == {"b": 1, "error.type": "engine_failed"}
+
+
+async def collected(port: int, num_spans: int) -> list[Any]:
+    """The spans that a collector at the port gets, once it has so many."""
+    spans: list[Any] = []
+    done = asyncio.Event()
+
+    async def take(request: web.Request) -> web.Response:
+        sent = ExportTraceServiceRequest.FromString(await request.read())
+        parts = (part for one in sent.resource_spans for part in one.scope_spans)
+        spans.extend(span for part in parts for span in part.spans)
+        if len(spans) >= num_spans:
+            done.set()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await asyncio.wait_for(done.wait(), 60)
+    finally:
+        await runner.cleanup()
+    return spans
+
+
+async def test_a_process_of_its_own_sends_them() -> None:
+    port = free_port("127.0.0.1", set())
+    export = span_export(f"http://127.0.0.1:{port}/v1/traces", "parrot")
+    try:
+        linked = record("second")
+        linked.links = [record("first").own]
+        linked.events = [("ready", 1.5), ("never", None)]
+        export.send(lambda: [record("first", "engine_failed"), linked])
+        export.send(lambda: [record("third")])
+        spans = await collected(port, 3)
+    finally:
+        await asyncio.to_thread(export.close)
+    first, second, third = spans
+    assert [span.name for span in spans] == ["first", "second", "third"]
+    assert first.status.code == StatusCode.ERROR.value
+    assert second.links[0].span_id.hex() == linked.links[0].span_id
+    assert [event.name for event in second.events] == ["ready"]
+    assert third.start_time_unix_nano == 1_000_000_000
+    assert {a.key: a.value.int_value for a in third.attributes} == {"b": 1}
+
+
+def test_a_process_that_has_died_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    sink = OtlpProcess(ADDRESS, "parrot")
+    sink._process.kill()
+    sink._process.wait()
+    export = SpanExport(sink)
+    export.send(lambda: [record("x")])
+    export.close()
+    assert "could not be exported" in caplog.text
+
+
+def test_without_the_extra_the_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parrot.utils.traces.export.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'parrot\[otel\]'"):
+        span_export(ADDRESS, "parrot")
+
+
+def test_a_process_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parrot.utils.traces.export._FLUSH_S", 0.2)
+    sink = OtlpProcess(ADDRESS, "parrot")
+    os.kill(sink._process.pid, signal.SIGSTOP)
+    export = SpanExport(sink)
+    export.send(lambda: [record("x" * 2**20)])  # more than a pipe holds
+    export.close()
+    assert sink._process.returncode == -signal.SIGKILL
