@@ -119,7 +119,7 @@ class EngineCore:
             return self._step_behind(running)
         if self._land(running, None):
             self._step_behind(None)
-            self._count_turn(0.0)
+            self._count_turn(0.0, running.step.num_drafts)
         return True
 
     def _step_behind(self, running: _Flight | None) -> bool:
@@ -151,10 +151,14 @@ class EngineCore:
 
     # -- drafts ------------------------------------------------------------------------------
 
-    def _count_turn(self, seconds_before: float) -> None:
-        """The host has worked since the last step's end, and this long before it, for a step."""
+    def _count_turn(self, seconds_before: float, num_drafts: int = 0) -> None:
+        """The host has worked since the last step's end, and this long before it, for a step.
+        `num_drafts`: of the last one."""
         if self._drafter is not None:
-            self._drafter.costs.turned(seconds_before + self._clock.now() - self._last_step_ended)
+            seconds = seconds_before + self._clock.now() - self._last_step_ended
+            if self._flight is not None:
+                num_drafts += self._flight.step.num_drafts
+            self._drafter.costs.turned(seconds, has_drafts=num_drafts > 0)
 
     def _lands_first(self, flight: _Flight) -> bool:
         """Whether the next step can only be planned, or is better planned, when the tokens of this

@@ -14,6 +14,8 @@ _MEMORY, _SHARED_MEMORY = 0.97, 0.998  # of a token, for each that comes after i
 _MIN_GAIN = 1.1  # what it must bring at least: its costs are estimates
 _SMOOTHING = 0.1
 _FIRST_ADDED = 0.1  # of a step without drafts, at least, until it is measured
+_FIRST_SLOWNESS = 2.0  # of turns around drafts, until they are measured
+_MOST_SLOWNESS = 5.0
 _COST_MEMORY = 2000  # steps after which half of what was measured is forgotten
 
 
@@ -59,7 +61,9 @@ class DraftCosts:
     `sizes`: numbers of tokens, ascending; steps with drafts up to one of them cost about the same,
     and have no more than the last. What a size costs is measured once it has been used; before, a
     draft's token counts as one of a prompt, `token_s`. `turnaround_s`: of the host, from the end of
-    a step to the launch of the next, while the device waits if that was not launched ahead."""
+    a step to the launch of the next, if neither has drafts; mostly the device does not wait for it.
+    With drafts it takes longer, by a factor that hardly depends on the batch, and the device
+    waits: `waited_s`."""
 
     def __init__(self, sizes: Sequence[int], plain_s: float, turnaround_s: float) -> None:
         self.sizes = sizes
@@ -70,6 +74,12 @@ class DraftCosts:
         self._num_plain = 0
         self._num_steps = 0
         self._num_turns = 0
+        self._num_waits = 0
+        self._slowness = _FIRST_SLOWNESS
+
+    @property
+    def waited_s(self) -> float:
+        return self._slowness * self.turnaround_s
 
     def added_s(self, num_tokens: int, num_drafts: int) -> float:
         """How much longer drafts make a step of `num_tokens`, with them."""
@@ -102,8 +112,14 @@ class DraftCosts:
             smoothing = _SMOOTHING if is_known else 0.5
             self._added_s[size] = (expected + smoothing * (found - expected), self._num_steps)
 
-    def turned(self, seconds: float) -> None:
+    def turned(self, seconds: float, *, has_drafts: bool) -> None:
         """It took the host so long from the end of a step to the launch of the next."""
+        if has_drafts and self.turnaround_s > 0:
+            found = min(max(seconds / self.turnaround_s, 1.0), _MOST_SLOWNESS)
+            self._num_waits += 1
+            smoothing = max(_SMOOTHING, 1 / (1 + self._num_waits))
+            self._slowness += smoothing * (found - self._slowness)
+            return
         self._num_turns += 1
         smoothing = max(_SMOOTHING, 1 / self._num_turns)
         self.turnaround_s += smoothing * (min(seconds, self.plain_s) - self.turnaround_s)
@@ -136,7 +152,7 @@ def share_out(
     time that it takes. That is tried for each size of step."""
     chosen = [0] * len(candidates)
     best = num_sequences / costs.plain_s * _MIN_GAIN
-    fixed_s = costs.plain_s + num_turns * costs.turnaround_s
+    fixed_s = costs.plain_s + num_turns * costs.waited_s
     most = sum([_expected(c.rate, c.length) for c in candidates if c.length])
     if num_sequences + most <= best * (fixed_s + costs.added_s(num_sequences + 1, 1)):
         return chosen

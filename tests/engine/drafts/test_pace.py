@@ -116,7 +116,7 @@ def test_one_step_that_took_long_says_little():
         known.stepped(4e-3, 1, 0, 0)
     known.stepped(1.0, 1, 0, 0)
     known.stepped(1.0, 1, 7, 0)
-    known.turned(1.0)
+    known.turned(1.0, has_drafts=False)
     assert known.plain_s < 5e-3
     assert known.added_s(8, 7) < 4e-3
     assert known.turnaround_s < 5e-3
@@ -127,7 +127,21 @@ def test_one_step_that_took_long_says_little():
 
 
 def test_the_host_is_waited_for_before_and_behind():
-    candidates = [Candidate(1, 0.3)]
+    candidates = [Candidate(1, 0.5)]
     known = costs()
     assert share_out(candidates, 1, known, 1) == [1]
     assert share_out(candidates, 1, known, 4) == [0]
+
+
+def test_turns_with_drafts_take_longer_than_those_of_other_steps():
+    candidates = [Candidate(1, 0.5)]
+    known = costs()
+    before = known.waited_s
+    for _ in range(30):
+        known.turned(2.4e-3, has_drafts=True)
+    assert known.turnaround_s == 3e-4
+    assert before < known.waited_s < 2e-3  # not even the slowest host takes so much longer
+    assert share_out(candidates, 1, known) == [0]
+    for _ in range(60):
+        known.turned(1e-4, has_drafts=False)
+    assert share_out(candidates, 1, known) == [1]
