@@ -130,6 +130,8 @@ class Draft:
         self._num_braces = 0
         self._sending: asyncio.Task[None] | None = None
         self._error: ParrotError | None = None
+        self.sent = asyncio.Event()
+        """It is sent, or will not be."""
 
     @property
     def is_open(self) -> bool:
@@ -185,6 +187,7 @@ class Draft:
         """It will not be sent any more: whoever wants its variables gets the error."""
         if self.is_open:
             self._error = error
+            self.sent.set()
 
     async def send(self) -> None:
         """Raises what the request raises, every time. Cancelling it leaves the request alone."""
@@ -197,6 +200,7 @@ class Draft:
 
     async def _send(self) -> None:
         if not self._names and not self._calls:
+            self.sent.set()
             return
         try:
             answer = await self._session.submit_graph(self._variables, self._calls)
@@ -205,6 +209,10 @@ class Draft:
         else:
             for var, name in self._names.items():
                 var.attach(self._session, answer.variables[name])
+            for call, response in zip(self._functions, answer.calls, strict=True):
+                call.request_id = response.request_id
+        finally:
+            self.sent.set()
 
     def _named(self, error: ParrotError) -> ParrotError:
         """The same error, which names the function instead of the call's place in the request."""

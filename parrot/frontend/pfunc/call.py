@@ -30,6 +30,7 @@ class BasicCall(ABC):
         self, func: "BasicFunction", args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self.func = func
+        self.request_id: int | None = None  # once it is submitted
         self.bindings: dict[str, Value] = {}
         self._bind(args, kwargs)
         self.new_outputs = [p for p in func.outputs if p.name not in self.bindings]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, cast
 
 from typing_extensions import ParamSpec, TypeVar
 
+from parrot.frontend.pfunc.attempts import Attempts
 from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall
 from parrot.frontend.pfunc.function_body import (
     Constant,
@@ -132,6 +133,7 @@ class SemanticFunction(BasicFunction[Given, Result]):
         body = parse_body(func_body_str, self.params_map)
         check_body(body, self.params)
         self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
+        self.attempts = Attempts()
         self.pyfunc: Callable[..., Any] | None = None
         """What it was made of, if not of values: where errors find the lines of its template."""
 
@@ -164,6 +166,29 @@ class SemanticFunction(BasicFunction[Given, Result]):
     def with_metadata(self, **changes: Any) -> Self:
         new = copy(self)
         new.metadata = self.metadata.model_copy(update=changes)
+        return new
+
+    def with_options(
+        self,
+        *,
+        retries: int | None = None,
+        feed_back: bool | None = None,
+        fallback: BasicFunction[..., Any] | None = None,
+        **metadata: Any,
+    ) -> Self:
+        """A copy with other options of `@P.semantic_function`; None leaves one as it is. To call a
+        function once with other options: `f.with_options(retries=2)(...)`."""
+        if "remove_pure_fill" in metadata:
+            raise TypeError("`remove_pure_fill` is of a function's definition")
+        parsed = parse_metadata(SemanticFuncMetadata, metadata)
+        new = self.with_metadata(**{name: getattr(parsed, name) for name in metadata})
+        old = self.attempts
+        new.attempts = Attempts(
+            old.retries if retries is None else retries,
+            old.feed_back if feed_back is None else feed_back,
+            fallback or old.fallback,
+        )
+        new.attempts.check(new)
         return new
 
     def invoke_statefully(
@@ -206,6 +231,15 @@ class SemanticFunction(BasicFunction[Given, Result]):
         that goes on with one, or keeps one, is sent at once, after all that was made before it."""
         if successor is None and not self.outputs:
             raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
+        if self.attempts.are_many:
+            if successor is not None or self in session.contexts:
+                raise InvalidRequest(
+                    f"`{self.name}` has retries or a fallback: it keeps no context"
+                )
+            from parrot.frontend.pfunc.trials import submit_trial
+
+            await submit_trial(session, cast("SemanticCall", call), batch)
+            return cast("Result", call.returned)
         if successor is None and self not in session.contexts:
             return await super()._submit(session, call, batch)
         predecessor = session.contexts.pop(self, None)

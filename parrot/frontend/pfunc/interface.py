@@ -11,7 +11,8 @@ from parrot.frontend.pfunc.annotations import (
     returned_outputs,
     role_of,
 )
-from parrot.frontend.pfunc.function import PyNativeFunction, SemanticFunction
+from parrot.frontend.pfunc.attempts import Attempts
+from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType, output_names
 from parrot.frontend.pfunc.metadata import Criteria, NativeFuncMetadata, parse_metadata
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, batch_of, current_session
@@ -56,9 +57,16 @@ def semantic_function(
     formatter: FuncMutator | None = standard_formatter,
     conversation_template: FuncMutator | None = None,
     try_register: bool = True,
+    retries: int = 0,
+    feed_back: bool = False,
+    fallback: BasicFunction[..., Any] | None = None,
     **metadata: Any,
 ) -> Decorator:
     """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
+
+    `retries`: how often a call that fails, or whose output is no value of its type, is tried again;
+    with `feed_back` it then goes on behind such an output, told what was wrong. `fallback`: the
+    function that is called when all attempts have failed.
 
     Raises `ValueError` at decoration for: a return annotation but None and `P.Returns`, no
     docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
@@ -76,6 +84,8 @@ def semantic_function(
         try:
             params = _semantic_parameters(pyfunc, pyfunc.__doc__)
             func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)
+            func.attempts = Attempts(retries, feed_back, fallback)
+            func.attempts.check(func)
         except TemplateError as error:
             raise ValueError(f"semantic function `{name}`: {error.shown(pyfunc)}") from None
         except (TypeError, ValueError) as error:

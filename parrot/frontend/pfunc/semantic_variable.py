@@ -163,8 +163,10 @@ class SemanticVariable(Generic[Value]):
         self._session = session
         self._id, self.draft = (by, None) if isinstance(by, str) else (None, by)
 
-    def settle(self, value: "VarGetResponse") -> None:
-        """Record its value. Only for the session that read it."""
+    def settle(self, value: "VarGetResponse | SemanticVariable[Any]") -> None:
+        """Record its value, unless it has one. Only for who read it, or sets it to another's."""
+        if self._content is not None:
+            return
         self.finish_reason, self.usage = value.finish_reason, value.usage
         self.logprobs = value.logprobs
         self._content = value.content

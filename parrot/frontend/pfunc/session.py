@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ from parrot.frontend.pfunc.background import BackgroundLoop
 from parrot.frontend.pfunc.call import BasicCall, SemanticCall
 from parrot.frontend.pfunc.semantic_variable import ReadOptions, SemanticVariable
 from parrot.protocol.errors import (
+    AlreadySet,
     ParrotError,
     QueueFull,
     TimedOut,
@@ -70,6 +72,7 @@ class Session:
         self._calls = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_CALL_CONNECTIONS))
         self._reads = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_READ_CONNECTIONS))
         self._registering = asyncio.Lock()
+        self._trials: dict[SemanticVariable, asyncio.Task[None]] = {}  # by what they are to set
         self._liveness = LivenessProbe(self._calls.health, _LIVENESS_INTERVAL_S)
         try:
             created = self.loop.run(
@@ -105,6 +108,7 @@ class Session:
             kind, send = SemanticCallRequest, self._calls.semantic_call
         request = checked(kind, f"{call.func.name}()", payload)
         response = await self._when_there_is_room(partial(send, request))
+        call.request_id = response.request_id
         for info in response.param_info:
             var = call.bindings.get(info.parameter_name)
             if isinstance(var, SemanticVariable) and not var.is_registered:
@@ -130,6 +134,32 @@ class Session:
 
     async def set(self, var: SemanticVariable, content: str) -> None:
         await self._calls.set_var(*self._scope, await _id_of(var), content)
+
+    async def set_again(self, var: SemanticVariable, content: str) -> None:
+        """Set it, and try again when the connection breaks. Does nothing if it is set already."""
+        set_var = partial(self._calls.set_var, *self._scope, await _id_of(var), content)
+        with suppress(AlreadySet):
+            await self._with_retries(set_var)
+
+    def supervise(
+        self, variables: Sequence[SemanticVariable], work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run what is to set the variables. If it fails, or one of them is cancelled, all are."""
+        task = asyncio.ensure_future(self._supervised(variables, work))
+        self._trials |= dict.fromkeys(variables, task)
+        task.add_done_callback(lambda _: [self._trials.pop(var, None) for var in variables])
+
+    async def _supervised(
+        self, variables: Sequence[SemanticVariable], work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+            names = ", ".join(var.name for var in variables)
+            logger.warning("the attempts to make %s ended: %s", names, error)
+            with suppress(ParrotError):
+                for var in variables:
+                    await self._cancel(var)
 
     async def read(self, var: SemanticVariable, options: ReadOptions) -> str:
         read = partial(self._reads.read_var, *self._scope, await _id_of(var), **options)
@@ -189,6 +219,15 @@ class Session:
         await self._wait_for(attempt, f"no value of `{var.name}`", options)
 
     async def cancel(self, var: SemanticVariable) -> None:
+        trial = self._trials.get(var)
+        if trial is None:
+            await self._cancel(var)
+            return
+        for other in [one for one, of in self._trials.items() if of is trial]:
+            await self._cancel(other)
+        trial.cancel()
+
+    async def _cancel(self, var: SemanticVariable) -> None:
         cancel = partial(self._calls.cancel_var, *self._scope, await _id_of(var))
         await self._with_retries(cancel)
 

@@ -1,0 +1,84 @@
+"""How often a call is tried, and what is called in its place when it fails."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    CallFailed,
+    Cancelled,
+    NativeFunctionFailed,
+    NoEngine,
+    OutOfMemory,
+    ParrotError,
+    QuotaExceeded,
+    SessionGone,
+    TimedOut,
+    ValidationFailed,
+)
+
+if TYPE_CHECKING:
+    from parrot.frontend.pfunc.function import BasicFunction, SemanticFunction
+
+_MAX_RETRIES = 20
+# The next attempt may fare better; with another function also after what is not among these.
+_TRANSIENT = (CallFailed, NoEngine, OutOfMemory, QuotaExceeded, TimedOut, ValidationFailed)
+_FINAL = (AuthenticationFailed, Cancelled, SessionGone)
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Of a function. `retries`: further attempts of a call that fails, or whose output is no value
+    of its type. `feed_back`: the attempt after such an output goes on behind it, and is told what
+    was wrong. `fallback`: the function that is called when all have failed, with its own."""
+
+    retries: int = 0
+    feed_back: bool = False
+    fallback: "BasicFunction[..., Any] | None" = None
+
+    @property
+    def are_many(self) -> bool:
+        return self.retries > 0 or self.fallback is not None
+
+    def check(self, func: "SemanticFunction[..., Any]") -> None:
+        """Raise `TypeError` or `ValueError` if the function cannot be tried so."""
+        from parrot.frontend.pfunc.function import BasicFunction
+
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int):
+            raise TypeError(f"retries must be a number, not {self.retries!r}")
+        if not 0 <= self.retries <= _MAX_RETRIES:
+            raise ValueError(f"retries must be in 0 ... {_MAX_RETRIES}")
+        if self.feed_back and (self.retries == 0 or len(func.outputs) != 1):
+            raise ValueError("feed_back needs retries, and a function with one output")
+        if self.fallback is None:
+            return
+        if not isinstance(self.fallback, BasicFunction):
+            raise TypeError(f"the fallback must be a function of Parrot, not {self.fallback!r}")
+        other = self.fallback
+        if len(other.outputs) != len(func.outputs):
+            raise ValueError(f"the fallback `{other.name}` has another number of outputs")
+        for param in other.inputs:
+            if param.is_required and param.name not in func.params_map:
+                problem = f"the fallback `{other.name}` needs `{param.name}`"
+                raise ValueError(f"{problem}, which `{func.name}` has not")
+
+
+def attempts_of(func: "BasicFunction[..., Any]") -> "list[list[BasicFunction[..., Any]]]":
+    """What is called until one succeeds: for each function, its attempts."""
+    from parrot.frontend.pfunc.function import SemanticFunction
+
+    if not isinstance(func, SemanticFunction):
+        return [[func]]
+    again = func.with_metadata(reuse=False)
+    rest = func.attempts.fallback
+    return [[func, *[again] * func.attempts.retries], *(attempts_of(rest) if rest else ())]
+
+
+def may_succeed_again(error: ParrotError) -> bool:
+    """Whether the same call may fare better another time."""
+    return isinstance(error, _TRANSIENT) and not isinstance(error, NativeFunctionFailed)
+
+
+def is_final(error: ParrotError) -> bool:
+    """Whether no call could succeed."""
+    return isinstance(error, _FINAL)

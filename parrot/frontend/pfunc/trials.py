@@ -1,0 +1,148 @@
+"""Trials: calls that are attempted again, or replaced by others, until one succeeds.
+
+    out = f(x)        out: a variable that the program sets, which others may read and chain on
+      |- attempt 1    fails, or its text is no value of the type
+      |- attempt 2    succeeds: the program sets `out` to its text
+      `- attempt 3    the last one would make `out` itself: what it gives or raises counts
+
+So the value of an attempt that is not the last takes a way by the program before dependents have
+it, and whatever the last one's fate is, dependents have it as ever."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from parrot.frontend.pfunc.attempts import attempts_of, is_final, may_succeed_again
+from parrot.frontend.pfunc.batch import Batch
+from parrot.frontend.pfunc.call import BasicCall, SemanticCall
+from parrot.frontend.pfunc.function import SemanticFunction
+from parrot.frontend.pfunc.function_body import Parameter, ParamType
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, read_options
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import AlreadySet, InvalidRequest, ParrotError, ValidationFailed
+from parrot.protocol.template import placeholder
+
+if TYPE_CHECKING:
+    from parrot.frontend.pfunc.function import BasicFunction
+    from parrot.frontend.pfunc.session import Session
+
+_PROBLEM = "That is not valid: {}. Write it again, correctly and completely."
+
+
+async def submit_trial(session: "Session", call: SemanticCall, batch: Batch | None) -> None:
+    """Submit the first attempt of a call, with the variables that it is to set. The others follow
+    in the background."""
+    trial = Trial(session, call)
+    sending = batch or Batch(session)
+    for out in trial.outs:
+        if out.session not in (None, session):
+            raise InvalidRequest(f"the variable `{out.name}` is of another session")
+        if out.is_ready:
+            raise AlreadySet(f"the variable `{out.name}` is already set")
+        if out.session is None:
+            await sending.declare(out)
+    await sending.add(trial.attempt)
+    if batch is None:
+        await sending.send()
+    session.supervise(trial.outs, trial.run)
+
+
+class Trial:
+    """The attempts of one call. Only on the session's loop."""
+
+    def __init__(self, session: "Session", call: SemanticCall) -> None:
+        self.outs = call.output_vars
+        self._session = session
+        self._inputs = {param.name: call.bindings[param.name] for param in call.func.inputs}
+        criteria = call.func.metadata.output_criteria or PerformanceCriteria.THROUGHPUT
+        self._options = read_options(criteria, None, None)
+        self._groups = attempts_of(call.func)  # what is left to do: of the function, of others
+        self.attempt = self._call(self._groups[0].pop(0))
+
+    async def run(self) -> None:
+        """Make attempts until one succeeds; the last makes the variables itself."""
+        while (error := await self._outcome()) is not None:
+            if is_final(error):
+                raise error
+            func, is_again = self._next(error)
+            is_last = len(self._groups) == 1 and not self._groups[0]
+            await self._try(func, error, is_again=is_again, is_last=is_last)
+            if is_last:
+                return
+        await self._settle()
+
+    def _next(self, error: ParrotError) -> "tuple[BasicFunction[..., Any], bool]":
+        """What to call next, and whether it is the function that failed."""
+        own = self._groups[0]
+        if len(self._groups) > 1 and not (own and may_succeed_again(error)):
+            self._groups.pop(0)
+            return self._groups[0].pop(0), False
+        func = own.pop(0)
+        if not may_succeed_again(error):
+            own.clear()  # it fails as before, for all to see
+        return func, True
+
+    async def _outcome(self) -> ParrotError | None:
+        """Why the attempt failed; None if it did not."""
+        made = self.attempt.output_vars
+        try:
+            for var in made:
+                if var.draft is not None:
+                    await var.draft.sent.wait()
+            await asyncio.gather(*(self._session.read(var, self._options) for var in made))
+            for var, out in zip(made, self.outs, strict=True):
+                var.model = out.model
+                var.get()  # which is known
+        except ParrotError as error:
+            return error
+        return None
+
+    async def _settle(self) -> None:
+        for out, var in zip(self.outs, self.attempt.output_vars, strict=True):
+            out.settle(var)
+            await self._session.set_again(out, str(var))
+
+    async def _try(
+        self,
+        func: "BasicFunction[..., Any]",
+        error: ParrotError,
+        *,
+        is_again: bool,
+        is_last: bool,
+    ) -> None:
+        before, overrides = self.attempt.request_id, dict[str, Any]()
+        outputs = self.outs if is_last else ()
+        is_repair = is_again and isinstance(error, ValidationFailed) and before is not None
+        if is_repair and isinstance(func, SemanticFunction) and func.attempts.feed_back:
+            made = _repair(func)
+            given = dict(zip(_names(made.outputs), outputs, strict=False))
+            self.attempt = SemanticCall(made, (_PROBLEM.format(error.message),), given)
+            overrides = {"successor_of": before, "system": None}
+        else:
+            self.attempt = self._call(func, outputs)
+        await self._session.submit(self.attempt, overrides)
+
+    def _call(
+        self, func: "BasicFunction[..., Any]", outputs: Sequence[SemanticVariable] = ()
+    ) -> BasicCall:
+        inputs = {name: self._inputs[name] for name in _names(func.inputs) if name in self._inputs}
+        given = dict(zip(_names(func.outputs), outputs, strict=False))
+        return func.call_type(func, (), inputs | given)
+
+
+def _repair(func: SemanticFunction[..., Any]) -> SemanticFunction[..., Any]:
+    """The function that goes on behind an output which is not valid."""
+    problem = Parameter("problem", ParamType.INPUT_LOC)
+    (output,) = func.outputs
+    while problem.name == output.name:
+        problem = replace(problem, name=problem.name + "_")
+    mark, out = placeholder(problem.name), placeholder(output.name)
+    template = f"{mark}{out}" if func.metadata.chat else f"\n{mark}\n{out}"
+    made: SemanticFunction[..., Any] = SemanticFunction(func.name, [problem, output], template)
+    made.metadata = func.metadata
+    return made
+
+
+def _names(params: Iterable[Parameter]) -> list[str]:
+    return [param.name for param in params]

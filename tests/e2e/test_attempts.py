@@ -1,0 +1,58 @@
+"""Calls that are tried again, in a program of its own process, on the real embedded model."""
+
+from typing import Annotated
+
+import pytest
+from pydantic import AfterValidator, BaseModel
+
+from parrot import P
+from parrot.cluster import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEEN: list[str] = []
+
+
+def refuse_the_first(name: str) -> str:
+    SEEN.append(name)
+    if len(SEEN) == 1:
+        raise ValueError("this name is taken")
+    return name
+
+
+class Bird(BaseModel):
+    name: Annotated[str, AfterValidator(refuse_the_first)]
+
+
+SAMPLING = P.SamplingConfig(temperature=0, max_gen_length=40)
+
+
+@P.semantic_function(conversation_template=P.chat_template, retries=2, feed_back=True)
+def name_bird(kind: P.Input) -> Annotated[P.Returns[Bird], SAMPLING]:
+    """A short name for a {{kind}}, as JSON. {{bird}}"""
+
+
+@P.semantic_function(conversation_template=P.chat_template)
+def greet(bird: P.Input) -> Annotated[P.Returns[str], P.SamplingConfig(max_gen_length=4)]:
+    """Greet {{bird}}. {{greeting}}"""
+
+
+def test_a_program_s_validator_has_the_model_try_again(embedded_cluster: Cluster) -> None:
+    SEEN.clear()
+    vm = P.VirtualMachine(embedded_cluster.core_url)
+    with vm.running_scope():
+        bird = name_bird("parrot")
+        greeting = greet(bird)  # chained before there is a name
+        assert greeting.get(timeout=60)
+        assert bird.get().name == SEEN[-1]
+        first, second, last = sorted(vm.session_info().calls, key=lambda c: c.finished_s or 0)
+    assert [call.func_name for call in (first, second, last)] == ["name_bird"] * 2 + ["greet"]
+    assert second.cached_tokens >= first.computed_tokens + first.cached_tokens
+
+
+def test_an_engine_that_is_not_there_has_a_fallback(embedded_cluster: Cluster) -> None:
+    elsewhere = greet.with_options(models=["no such model"], fallback=greet)
+    vm = P.VirtualMachine(embedded_cluster.core_url)
+    with vm.running_scope():
+        greetings = vm.map(elsewhere, ["Ada", "Bob"])
+        assert all(P.gather(greetings, timeout=60))

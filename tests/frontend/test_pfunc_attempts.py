@@ -1,0 +1,282 @@
+"""Retries and fallbacks of calls, against the real ServeCore with a scripted engine behind it."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from parrot import P
+from parrot.protocol.errors import (
+    AlreadySet,
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    PromptTooLong,
+    ValidationFailed,
+)
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.utils.clock import MonotonicClock
+from tests.support.app_server import running_in_thread
+from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
+from tests.support.fake_serve import FakeServe
+
+
+class Age(BaseModel):
+    years: int = Field(ge=0)
+
+
+@P.semantic_function()
+def tell(text: P.Input) -> P.Returns[str]:
+    """Tell {{text}} {{told}}"""
+
+
+@P.semantic_function(retries=2)
+def age(text: P.Input) -> P.Returns[Age]:
+    """Age of {{text}} {{age}}"""
+
+
+@P.semantic_function(models=["tiny"])
+def careful(text: P.Input, hint: str = "none") -> P.Returns[Age]:
+    """Carefully, the age of {{text}}, {{hint}}: {{answer}}"""
+
+
+@P.native_function()
+def unknown(text: P.Input, age: P.Output):
+    age.set('{"years": 0}')
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return fake_engine()
+
+
+@pytest.fixture
+def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
+    config, clock = CoreConfig(), MonotonicClock()
+    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
+    with running_in_thread(create_app(core)) as url:
+        asyncio.run(register(url, engine))
+        yield P.VirtualMachine(url)
+        core.check_integrity()
+
+
+def say(engine: FakeEngine, *answers: str) -> None:
+    engine.scripts += [Script(text=lambda _, text=text: text) for text in answers]
+
+
+BAD, GOOD = '{"years": -1}', '{"years": 36}'
+
+
+def test_an_output_that_is_not_valid_is_asked_for_again(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    say(engine, "none", BAD, GOOD)
+    with vm.running_scope():
+        var = age("Ada")
+        assert var.get() == Age(years=36)
+        assert len(vm.session_info().calls) == 3
+    assert engine.prompts == ["Age of Ada "] * 3
+
+
+def test_dependents_chain_on_what_is_not_there_yet(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    say(engine, BAD, GOOD)
+    with vm.running_scope():
+        var = age("Ada")
+        told = tell(var)
+        assert told.get().startswith("<")
+        assert var.is_ready or var.get() == Age(years=36)
+        assert (var.finish_reason, var.usage is None) == ("stop", False)
+    assert engine.prompts[-1] == f"Tell {GOOD} "
+
+
+def test_the_last_attempt_counts_as_it_is(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    say(engine, BAD, BAD, BAD)
+    with vm.running_scope():
+        var = age("Ada")
+        told = tell(var)
+        with pytest.raises(ValidationFailed, match="is no Age"):
+            var.get()
+        assert var.content == BAD
+        told.get()
+    assert engine.prompts[-1] == f"Tell {BAD} "
+
+
+def test_a_call_that_fails_is_made_again_and_its_last_error_reaches_dependents(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    engine.script = Script(error=EngineFailed("broken"))
+    with vm.running_scope():
+        var = tell.with_options(retries=1)("x")
+        with pytest.raises(EngineFailed, match="broken"):
+            tell(var).get()
+        with pytest.raises(EngineFailed):
+            var.get()
+        num_failed = len(vm.session_info().calls)
+        engine.script = Script()
+        assert tell.with_options(retries=1)("y").get()
+    assert num_failed == 3
+
+
+def test_what_fails_for_good_is_not_made_again(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    engine.script = Script(error=PromptTooLong("too long"))
+    with vm.running_scope():
+        with pytest.raises(PromptTooLong):
+            tell.with_options(retries=9)("x").get()
+        assert len(vm.session_info().calls) == 2
+        fallback = tell.with_options(retries=9, fallback=unknown)("x")
+        assert fallback.get() == '{"years": 0}'
+        assert len(vm.session_info().calls) == 4
+
+
+def test_a_fallback_follows_with_its_own_attempts(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    last = careful.with_options(retries=1, fallback=unknown)
+    chained = age.with_options(retries=1, fallback=last)
+    say(engine, BAD, BAD, BAD, GOOD)
+    with vm.running_scope():
+        assert chained("Ada").get() == Age(years=36)
+        assert engine.prompts == [
+            *["Age of Ada "] * 2,
+            *["Carefully, the age of Ada, none: "] * 2,
+        ]
+        say(engine, *[BAD] * 4)
+        assert chained("Ada").get() == Age(years=0)
+
+
+def test_feedback_goes_on_behind_the_output(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    say(engine, BAD, "nothing", GOOD)
+    asked = age.with_options(feed_back=True)
+    with vm.running_scope():
+        assert asked("Ada").get() == Age(years=36)
+    first, second, third = engine.prompts
+    assert second.startswith(f"{first}{BAD}\nThat is not valid: ")
+    assert "greater than or equal to 0" in second
+    assert third.startswith(f"{second}nothing\nThat is not valid: ")
+    chatted = P.semantic_function(
+        conversation_template=P.chat_template.with_system("Count."), retries=1, feed_back=True
+    )(careful.pyfunc)
+    say(engine, BAD, GOOD)
+    with vm.running_scope():
+        assert chatted("Ada").get() == Age(years=36)
+    assert engine.prompts[-1].count("Count.") == 1
+    assert BAD in engine.prompts[-1]
+    assert engine.prompts[-1].count("<|im_start|>user") == 2
+
+
+def test_functions_of_several_outputs(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    @P.semantic_function(retries=1)
+    def both(text: P.Input) -> P.Returns[tuple[str, Age]]:
+        """{{text}} {{name}} is {{age}}"""
+
+    say(engine, "Ada", BAD, "Bob", GOOD)
+    with vm.running_scope():
+        name, years = both("Who?")
+        assert P.gather([(name, years)]) == [("Bob", Age(years=36))]
+        say(engine, "Eve", BAD, "Joe", GOOD)
+        assert P.any_of([both("Who?")[0]]).get() == "Joe"
+
+
+def test_maps_are_one_request(engine: FakeEngine, url: str, serve: FakeServe) -> None:
+    vm = P.VirtualMachine(url)
+    again = tell.with_options(retries=3)
+    with vm.running_scope():
+        with vm.batch():
+            told = vm.map(again, ["a", "b", "c"])
+            ends = vm.map(again, told)
+            assert serve.num_requests == {}
+        assert serve.num_requests["graph"] == 1
+        assert P.gather(ends)[0] == "<Tell <Tell a > >"
+        assert len(serve.calls) == 6
+
+
+async def test_async_code_and_variables_of_one_s_own(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    say(engine, BAD, GOOD)
+    with vm.running_scope():
+        target = P.variable("target")
+        told = await tell.ainvoke(target)
+        made: Any = await age.ainvoke("Ada", age=target)  # type: ignore[call-arg]
+        assert made is target
+        await told.aget()
+        assert engine.prompts[-1] == f"Tell {GOOD} "
+        with pytest.raises(AlreadySet):
+            await age.ainvoke("Ada", age=target)  # type: ignore[call-arg]
+
+
+def test_a_dropped_batch_and_cancellations(
+    vm: P.VirtualMachine, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR), vm.running_scope():
+        lost: list[P.SemanticVariable[Age]] = []
+        with suppress(ZeroDivisionError), vm.batch():
+            lost.append(age("Ada"))
+            lost.append(1 / 0)  # type: ignore[arg-type]
+        with pytest.raises(Cancelled):
+            lost[0].get()
+        engine.script = Script(hang_after=0)
+        slow = age("Eve")
+        told = tell(slow)
+        slow.cancel()
+        for var in (slow, told):
+            with pytest.raises(Cancelled):
+                var.get(timeout=10)
+        source = P.variable("source")
+        waiting = age(source)
+        source.cancel()
+        with pytest.raises(Cancelled):
+            waiting.get(timeout=10)
+        mine = P.variable("mine")
+        age("Bob", age=mine)  # type: ignore[call-arg]
+        mine.set(GOOD)
+        assert mine.get() == Age(years=36)
+        age("Zoe")  # still runs when the session ends
+
+
+def test_what_cannot_be_tried() -> None:
+    def two(text: P.Input) -> P.Returns[tuple[str, str]]:
+        """{{text}} {{a}} {{b}}"""
+
+    def none(text: P.Input) -> None:
+        """{{text}}"""
+
+    decorate: Any = P.semantic_function
+    for options, error, message in (
+        ({"retries": -1}, ValueError, "retries must be in 0"),
+        ({"retries": "2"}, TypeError, "retries"),
+        ({"feed_back": True}, ValueError, "feed_back needs retries"),
+        ({"fallback": len}, TypeError, "must be a function of Parrot"),
+        ({"fallback": tell}, ValueError, "`tell` has another number of outputs"),
+        ({"retries": 1, "feed_back": True}, ValueError, "one output"),
+    ):
+        with pytest.raises(error, match=message):
+            decorate(**options)(two)
+    with pytest.raises(ValueError, match="needs `text`, which `other` has not"):
+
+        @P.semantic_function(fallback=tell)
+        def other(x: P.Input) -> P.Returns[str]:
+            """{{x}} {{y}}"""
+
+    with pytest.raises(TypeError, match="remove_pure_fill"):
+        tell.with_options(remove_pure_fill=False)
+    with pytest.raises(TypeError, match="unknown option `model`"):
+        tell.with_options(model="m")
+    assert tell.with_options(models=["a"], reuse=False).metadata.models == ("a",)
+    assert age.with_options(retries=0).attempts.are_many is False
+
+
+def test_contexts_are_kept_by_calls_that_are_made_once(vm: P.VirtualMachine) -> None:
+    with vm.running_scope():
+        with pytest.raises(InvalidRequest, match="keeps no context"):
+            age.invoke_statefully(age, "Ada")
+        tell.invoke_statefully(age, "Ada")
+        with pytest.raises(InvalidRequest, match="keeps no context"):
+            age("Bob")
