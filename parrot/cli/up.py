@@ -141,11 +141,11 @@ def _engine_for(model: str) -> dict[str, Any]:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"{model}: no config.json in it; a model is {_WEIGHTS}")
-        return {"model": str(path)}
+        return _local(path, path.resolve().name)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"{model}: neither a .gguf nor a config; a model is {_WEIGHTS}")
-        return {"model": str(path)}
+        return _local(path, path.stem)
     samples = {sample.stem: sample for sample in sorted(_SAMPLES.glob("*.json"))}
     if (sample := samples.get(_plain(model))) is not None:
         return _engine_file(sample)
@@ -159,6 +159,11 @@ def _engine_for(model: str) -> dict[str, Any]:
     raise ConfigError(
         f"{model}: no such model. {hint}It may be {known}an engine's config, {_WEIGHTS}"
     )
+
+
+def _local(path: Path, name: str) -> dict[str, Any]:
+    """Clients name it alike wherever it lies."""
+    return {"model": str(path), "served_model_name": name}
 
 
 def _plain(name: str) -> str:

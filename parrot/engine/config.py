@@ -200,11 +200,16 @@ class SimInstance(ConfigModel):
 
 class EngineConfig(ConfigModel):
     """The keys that all engine types share. `engine_name` empty: from model and port, so that a
-    restarted engine has the same name. `tokens_capacity` null: what the KV pool holds.
-    `fill_chunk_size` null: as much as fits the step's token budget."""
+    restarted engine has the same name. `served_model_name` empty: as `model`. `tokens_capacity`
+    null: what the KV pool holds. `fill_chunk_size` null: what fits the step's token budget."""
 
     engine_type: Literal["builtin", "openai", "huggingface", "sim"]
     model: str = Field(min_length=1)
+    served_model_name: str = Field(
+        "",
+        max_length=256,
+        description="What clients call it; engines of one name are alike.",
+    )
     tokenizer: str = Field("", description="Where its tokenizer is, if not with the model.")
     host: str = Field("localhost", description="Address to bind.")
     port: int = Field(9001, ge=1, le=65535)
@@ -259,8 +264,10 @@ class EngineConfig(ConfigModel):
             moved = {key: instance[key] for key in ("dtype", "device") if key in instance}
             resolved = {**moved, **resolved}
             resolved["instance"] = {k: v for k, v in instance.items() if k not in moved}
+        model = str(resolved.get("model", cls.model_fields["model"].default))
+        if not resolved.get("served_model_name"):
+            resolved["served_model_name"] = model
         if not resolved.get("engine_name"):
-            model = str(resolved.get("model", cls.model_fields["model"].default))
             port = resolved.get("port", cls.model_fields["port"].default)
             resolved["engine_name"] = f"{model.rstrip('/').rpartition('/')[2]}:{port}"
         return resolved

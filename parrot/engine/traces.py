@@ -21,7 +21,8 @@ class EngineTracer:
     @classmethod
     def to(cls, endpoint: str, config: EngineConfig) -> Self:
         """Raises `ConfigError` if the exporter is not installed."""
-        return cls(span_export(endpoint, config.engine_name), config.engine_name, config.model)
+        export = span_export(endpoint, config.engine_name)
+        return cls(export, config.engine_name, config.served_model_name)
 
     def close(self) -> None:
         self._export.close()

@@ -51,12 +51,15 @@ def test_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
     assert (engine["dtype"], engine["device"], engine["model"]) == ("float32", "cuda:1", "m")
 
 
-def test_folders_and_files_are_models(tmp_path: Path) -> None:
+def test_folders_and_files_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert plan_engines(str(tmp_path), ANY, {}, 0)[0]["model"] == str(tmp_path)
-    gguf = tmp_path / "a.gguf"
+    gguf = tmp_path / "a.b.gguf"
     gguf.touch()
-    assert plan_engines(str(gguf), ANY, {}, 0)[0]["model"] == str(gguf)
+    for path, name in ((tmp_path, tmp_path.name), (gguf, "a.b")):
+        (engine,) = plan_engines(str(path), ANY, {}, 0)
+        assert (engine["model"], engine["served_model_name"]) == (str(path), name)
+    monkeypatch.chdir(tmp_path)
+    assert plan_engines(".", ANY, {}, 0)[0]["served_model_name"] == tmp_path.name
 
 
 @pytest.mark.parametrize(

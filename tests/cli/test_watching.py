@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from parrot.cli.watch.page_feed import PageFeed
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from tests.support.command import failed, parrot
@@ -68,6 +69,24 @@ def test_top_prints_what_there_is(cluster: Cluster) -> None:
     assert "engines: 1" in result.stdout
     assert "simulated" in result.stdout
     assert "jokes" in result.stdout
+
+
+def test_top_shows_which_engines_drain(cluster: Cluster) -> None:
+    feed = PageFeed(cluster.core_url, None, None)
+    (engine,) = (row for key, row in feed.now("overview").items() if key.startswith("engine:"))
+    path = f"/ui/api/engines/{engine['engine_id']}/drain"
+    for is_wanted, state in ((True, "drained"), (False, "serving")):
+        feed._server.ask("POST", path, {"is_wanted": is_wanted})
+        shown = parrot("top", "--once", "--core", cluster.core_url)
+        assert state in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_a_model_is_asked_for_by_its_served_name() -> None:
+    with Cluster(engines=[SIM | {"served_model_name": "short"}]) as cluster:
+        core = ("--core", cluster.core_url)
+        assert "--model may be short" in failed("chat", "x", "--model", "simulated", *core)
+        assert parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0
+        assert "short" in parrot("ping", *core).stdout
 
 
 def test_a_live_session_and_a_recorded_one_give_the_same_graph(tmp_path: Path) -> None:

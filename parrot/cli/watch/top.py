@@ -54,11 +54,12 @@ def screen(rows: Rows, height: int | None) -> Group:
 
 
 def _engine_table(engines: Iterable[Row]) -> Table:
-    table = Table("engine", "model", *_right("running", "KV tokens", "KV used", "step ms"))
+    table = Table("engine", "state", "model", *_right("running", "KV tokens", "KV used", "step ms"))
     for row in engines:
         used, room = row.get("used_tokens", 0), row.get("tokens_capacity", 0)
         table.add_row(
             _text(row.get("engine_name")),
+            _state(row),
             _text(row.get("model")),
             str(row.get("num_running", 0)),
             f"{used} / {room}",
@@ -87,6 +88,13 @@ def _session_table(sessions: Iterable[Row]) -> Table:
             str(row.get("output_tokens", 0)),
         )
     return table
+
+
+def _state(engine: Row) -> str:
+    """As the page says it."""
+    if not engine.get("is_draining"):
+        return "serving"
+    return "[yellow]draining[/]" if engine.get("num_running", 0) else "[yellow]drained[/]"
 
 
 def _right(*names: str) -> Iterable[Column]:
