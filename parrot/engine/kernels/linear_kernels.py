@@ -29,6 +29,23 @@ def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _gated(gate, up, KIND: tl.constexpr):
+    """silu(gate) * up; both are rounded before, as separate kernels would."""
+    gate = gate.to(KIND).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up.to(KIND).to(tl.float32)
+
+
+@triton.jit
+def _add_to_residual(result, before, residual_at, inside, KIND: tl.constexpr):
+    """The sum in float32, and its squares, rounded as it is stored: what the next layer adds to is
+    in memory."""
+    total = (result + before.to(tl.float32)).to(KIND)
+    tl.store(residual_at, total, mask=inside)
+    total = total.to(tl.float32)
+    return total, tl.where(inside, total * total, 0.0)
+
+
+@triton.jit
 def _products(
     row_at,
     up_row_at,
@@ -124,15 +141,10 @@ def few_rows_linear_kernel(
         up += _load_bias(bias_ptr + N + row, inside)
     kind = out_ptr.dtype.element_ty
     if SILU:
-        # Rounded between, as separate kernels would.
-        gate = result.to(kind).to(tl.float32)
-        result = gate * tl.sigmoid(gate) * up.to(kind).to(tl.float32)
+        result = _gated(result, up, kind)
     if ADD:
-        # Rounded as it is stored: what the next layer adds to is in memory.
-        total = (result + before.to(tl.float32)).to(kind)
-        tl.store(residual_ptr + place, total, mask=both)
-        result = total.to(tl.float32)
-        part_squares = tl.sum(tl.where(both, result * result, 0.0), 0)
+        result, parts = _add_to_residual(result, before, residual_ptr + place, both, kind)
+        part_squares = tl.sum(parts, 0)
         tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares, mask=live)
         result *= gain.to(tl.float32)[:, None]
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
@@ -205,7 +217,7 @@ def row_linear_kernel(
         x = tl.load(x_ptr + member * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
         place = member * N + row
         if ADD:
-            before = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            before = tl.load(residual_ptr + place, mask=inside, other=0.0)
         scale = 1.0
         if PARTS > 0:
             part = tl.arange(0, triton.next_power_of_2(PARTS))
@@ -214,14 +226,10 @@ def row_linear_kernel(
             scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         result = _row_sums(weight, bias, x, scale)
         if SILU:
-            gate = result.to(kind).to(tl.float32)
-            up = _row_sums(up_weight, up_bias, x, scale).to(kind).to(tl.float32)
-            result = gate * tl.sigmoid(gate) * up
+            result = _gated(result, _row_sums(up_weight, up_bias, x, scale), kind)
         if ADD:
-            total = (result + before).to(kind)
-            tl.store(residual_ptr + place, total, mask=inside)
-            result = total.to(tl.float32)
-            part_squares = tl.sum(tl.where(inside, result * result, 0.0), 0)
+            result, parts = _add_to_residual(result, before, residual_ptr + place, inside, kind)
+            part_squares = tl.sum(parts, 0)
             tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares)
             result *= gain
         tl.store(out_ptr + place, result.to(kind), mask=inside)
