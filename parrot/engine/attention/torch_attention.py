@@ -8,8 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from parrot.engine.attention.attend import (
+    LEAST_ROWS,
+    SCORES,
+    Causal,
+    Partial,
+    attend,
+    attend_causal,
+    merge,
+)
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
 from parrot.engine.attention.work_list import (
@@ -26,13 +36,10 @@ from parrot.engine.attention.work_list import (
 )
 from parrot.engine.kernels.attention_shape import AttentionShape
 
-WHOLE_SPANS = SplitConfig(
-    num_sms=1, min_span=(1 << 30,) * 3, narrow_rows=1024, tile_rows=1024, dense=1, dense_min=64
-)
-"""Spans are not split, and long prompts are cut so that their masks stay small."""
+WHOLE_SPANS = SplitConfig(num_sms=1, min_span=(1 << 30,) * 3, tile_rows=1 << 30)
+"""Nothing is split: `attend` takes as many rows at a time as it should."""
 
-Partial = tuple[torch.Tensor, torch.Tensor]
-"""Outputs [rows, heads, head_dim], and the natural log of the sum of exponentials [rows, heads]."""
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 # What one more call in each layer costs: about as much as reading 1.2 MB of KV.
 _MEMORY_RATE = 10e9
@@ -41,6 +48,12 @@ _CALL_S = 120e-6
 # Padding is free up to here, in row-tokens: about what one more call costs.
 _FREE_PADDING = 1024
 _MAX_PADDING_RATIO = 0.25
+# Fills of so many row-tokens are calls of their own, which skip the keys that they cannot see.
+_ALONE = 1 << 14
+
+_MOST_TOKENS = 128  # of a causal block, whose scores are computed whole
+# So few products are faster in float32, converted, than as oneDNN prepares them in bfloat16.
+_FEW_PRODUCTS = 3 << 16
 
 
 def cpu_gate(dtype: torch.dtype) -> GateConfig:
@@ -58,18 +71,20 @@ def cpu_gate(dtype: torch.dtype) -> GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """`num_items` items, each padded to `num_rows` rows and `num_blocks` blocks. `rows` None: all
-    rows of the step, in order. `blocks` None: those of a single item, neighbours from `first_block`
-    on. `mask` [items, 1, 1 or rows * group, length] is added to the scores."""
+    """`num_items` items, each padded to `num_rows` rows and some `blocks` [items * blocks each],
+    which are copied to `gathered` [2 * kv_heads, all blocks, numbers of a block].
+
+    `rows` None: all rows of the step, in order. `mask` and `causal` are for `attend` and
+    `attend_causal`. Products are computed in `dtype`."""
 
     rows: torch.Tensor | None
-    blocks: torch.Tensor | None
-    first_block: int
+    blocks: torch.Tensor
+    gathered: torch.Tensor
     mask: torch.Tensor | None
+    causal: Causal | None
     num_items: int
     num_rows: int
-    num_blocks: int
-    length: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +99,11 @@ class _Merge:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """`slots`: where each row's KV goes, block * block_size + offset. `dense` as in `WorkList`.
-    `merge` None: the only call's result is that of the step."""
+    """`slots`: where each row's KV goes, block * block_size + offset. `merge` None: the only call's
+    result is that of the step."""
 
     slots: torch.Tensor
     calls: tuple[_Call, ...]
-    dense: tuple[tuple[int, int], ...]
     merge: _Merge | None
 
 
@@ -100,6 +114,8 @@ class TorchAttention:
         _, _, num_kv_heads, _, block_size, head_dim = pool.numbers.shape
         self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size)
         self._pool = pool
+        self._slots = [layer.flatten(2, 3).unbind() for layer in pool.numbers]
+        self._blocks = [layer.flatten(3).flatten(0, 1) for layer in pool.numbers]
         self._device = pool.numbers.device
         self._gathered = torch.empty(0, dtype=pool.numbers.dtype, device=self._device)
 
@@ -115,26 +131,21 @@ class TorchAttention:
             call, rows = self._call(items[members], work, step, positions)
             calls.append(call)
             owners.append(rows)
-        owners += [np.arange(first, first + count) for first, count in work.dense]
-        return TorchPlan(
-            self._tensor(slots), tuple(calls), work.dense, self._merge(owners, len(positions))
-        )
+        return TorchPlan(self._tensor(slots), tuple(calls), self._merge(owners, len(positions)))
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TorchPlan
     ) -> torch.Tensor:
-        new: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = (k, v)
         if self._pool.exponents is not None:
-            new, exponents = quantise(torch.stack((k, v)))
-            k, v = dequantise(new, exponents, k.dtype)
-            _store(self._pool.exponents[layer], plan, exponents)
-        _store(self._pool.numbers[layer], plan, new)
-        partials = [self._run_call(call, q, layer) for call in plan.calls]
-        for first, count in plan.dense:
-            partials.append(self._run_dense(*(x[first : first + count] for x in (q, k, v))))
-        if plan.merge is None:
+            (k, v), exponents = quantise(torch.stack((k, v)))
+            _store(self._pool.exponents[layer].flatten(2, 3), plan, exponents)
+        _store(self._slots[layer], plan, (k, v))
+        merge = plan.merge
+        with_lse = merge is not None and merge.parts is not None
+        partials = [self._run_call(call, q, layer, with_lse) for call in plan.calls]
+        if merge is None:
             return partials[0][0].flatten(1)
-        return _merge_partials(partials, plan.merge).flatten(1)
+        return _merge_partials(partials, merge).flatten(1)
 
     def _tensor(self, array: LongArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -156,30 +167,64 @@ class TorchAttention:
         pages = np.minimum(pages, last_page[:, None])
         blocks = step.tables[items[:, TABLE_ROW, None], pages].astype(np.int64)
         in_order = np.array_equal(rows.ravel(), np.arange(len(positions)))
-        neighbours = len(items) == 1 and bool((np.diff(blocks) == 1).all())
+        num_keys = blocks.shape[1] * size
+        causal = self._causal(visible)
+        dtype = self._product_type(rows.size * num_keys)
         call = _Call(
             rows=None if in_order else self._tensor(rows.ravel()),
-            blocks=None if neighbours else self._tensor(blocks.ravel()),
-            first_block=int(blocks[0, 0]),
-            mask=self._mask(np.maximum(visible, 1), length),
+            blocks=self._tensor(blocks.ravel()),
+            gathered=self._room(blocks.size),
+            mask=None if causal else self._mask(np.maximum(visible, 1), num_keys, dtype),
+            causal=causal,
             num_items=len(items),
             num_rows=len(column),
-            num_blocks=blocks.shape[1],
-            length=length,
+            dtype=dtype,
         )
         return call, owners.ravel()
 
-    def _mask(self, visible: LongArray, length: int) -> torch.Tensor | None:
-        """Hide all but the first `visible` [items, rows] keys."""
-        if (visible == length).all():
+    def _product_type(self, num_pairs: int) -> torch.dtype:
+        """The type in which the products of so many pairs of a row and a key are computed."""
+        dtype = self._pool.dtype
+        if dtype is torch.bfloat16 and self._device.type == "cpu":
+            num_products = num_pairs * self.shape.num_heads * self.shape.head_dim
+            is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return dtype if is_fast and num_products > _FEW_PRODUCTS else torch.float32
+        return torch.float32 if dtype.itemsize < 4 else dtype
+
+    def _room(self, num_blocks: int) -> torch.Tensor:
+        """Where blocks are gathered, those of one call at a time."""
+        heads, _, size = self._blocks[0].shape
+        if self._gathered.numel() < heads * num_blocks * size:
+            self._gathered = self._gathered.new_empty(heads * num_blocks * size * 5 // 4)
+        return self._gathered[: heads * num_blocks * size].view(heads, num_blocks, size)
+
+    def _mask(self, visible: LongArray, num_keys: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """What hides all but the first `visible` [items, rows] keys, for each KV head."""
+        if (visible == num_keys).all():
             return None
         if (visible == visible[:, :1]).all():
             visible = visible[:, :1]
         else:
             visible = np.repeat(visible, self.shape.group, axis=1)
-        hidden = torch.from_numpy(np.arange(length) >= visible[:, None, :, None])
-        mask = torch.zeros(hidden.shape, dtype=self._pool.dtype)
-        return mask.masked_fill_(hidden, float("-inf")).to(self._device)
+        mask = self._hidden(np.arange(num_keys) >= visible[:, :, None], dtype)
+        return mask if len(mask) == 1 else mask.repeat(self.shape.num_kv_heads, 1, 1)
+
+    def _causal(self, visible: LongArray) -> Causal | None:
+        """None if it is not one large item of which each token sees a key more."""
+        num_items, count = visible.shape
+        last = int(visible[0, -1])
+        is_large = num_items == 1 and count > 1 and count * last >= _ALONE
+        if not is_large or (visible[0] != np.arange(last - count, last) + 1).any():
+            return None
+        group = self.shape.group
+        size = max(SCORES // last, LEAST_ROWS) // group
+        rows = np.arange(min(max(size, 1), _MOST_TOKENS, count))
+        dtype = self._product_type(count * last)
+        return Causal(last, group, self._hidden(rows > np.repeat(rows, group)[:, None], dtype))
+
+    def _hidden(self, where: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+        mask = torch.zeros(where.shape, dtype=dtype)
+        return mask.masked_fill_(torch.from_numpy(where), float("-inf")).to(self._device)
 
     def _merge(self, owners: Sequence[LongArray], num_rows: int) -> _Merge | None:
         """Each row's partials, where the calls leave them."""
@@ -199,58 +244,36 @@ class TorchAttention:
         parts[absent] = len(owner)
         return _Merge(self._tensor(first), self._tensor(many), self._tensor(parts))
 
-    def _run_call(self, call: _Call, q: torch.Tensor, layer: int) -> Partial:
+    def _run_call(self, call: _Call, q: torch.Tensor, layer: int, with_lse: bool) -> Partial:
         n, rows, (heads, d) = call.num_items, call.num_rows, q.shape[1:]
         kv_heads, group = self.shape.num_kv_heads, self.shape.group
         picked = q if call.rows is None else q.index_select(0, call.rows)
-        picked = picked.view(n, rows, kv_heads, group, d).transpose(1, 2)
-        k, v = self._read(call, layer).transpose(1, 2)
-        out, lse = attend(picked.reshape(n, kv_heads, rows * group, d), k, v, mask=call.mask)
-        out = out.view(n, kv_heads, rows, group, d).transpose(1, 2)
-        lse = lse.view(n, kv_heads, rows, group).transpose(1, 2)
-        return out.reshape(n * rows, heads, d), lse.reshape(n * rows, heads)
+        picked = picked.view(n, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4)
+        picked = picked.reshape(kv_heads * n, rows * group, d).to(call.dtype)
+        k, v = self._read(call, layer).view(2, kv_heads * n, -1, d).to(call.dtype)
+        if call.causal is None:
+            out, lse = attend(picked, k, v, mask=call.mask, with_lse=with_lse)
+        else:
+            out, lse = attend_causal(picked, k, v, call.causal, with_lse=with_lse)
+        out = out.view(kv_heads, n, rows, group, d).permute(1, 2, 0, 3, 4)
+        if lse is not None:
+            lse = lse.view(kv_heads, n, rows, group).permute(1, 2, 0, 3).reshape(n * rows, heads)
+        return out.reshape(n * rows, heads, d).to(q.dtype), lse
 
     def _read(self, call: _Call, layer: int) -> torch.Tensor:
-        """The KV of a call [2, kv_heads, items, length, d], valid until the next read."""
-        numbers = self._read_numbers(call, self._pool.numbers[layer])
+        """The KV of a call as it is in `gathered`, until the next read."""
+        torch.index_select(self._blocks[layer], 1, call.blocks, out=call.gathered)
         if self._pool.exponents is None:
-            return numbers
-        exponents = self._pool.exponents[layer]
-        if call.blocks is None:
-            exponents = exponents[:, :, call.first_block : call.first_block + call.num_blocks]
-        else:
-            exponents = exponents.index_select(2, call.blocks)
-        exponents = exponents.reshape(*numbers.shape[:3], -1)[..., : call.length]
+            return call.gathered
+        exponents = self._pool.exponents[layer].flatten(0, 1).index_select(1, call.blocks)
+        numbers = call.gathered.view(*exponents.shape, -1)
         return dequantise(numbers, exponents, self._pool.dtype)
 
-    def _read_numbers(self, call: _Call, pool: torch.Tensor) -> torch.Tensor:
-        n, num_blocks = call.num_items, call.num_blocks
-        _, kv_heads, _, block_size, d = pool.shape
-        if call.blocks is None:
-            kv = pool[:, :, call.first_block : call.first_block + num_blocks]
-        else:
-            num_elements = 2 * kv_heads * n * num_blocks * block_size * d
-            if self._gathered.numel() < num_elements:
-                self._gathered = torch.empty_like(self._gathered).resize_(num_elements * 5 // 4)
-            kv = self._gathered[:num_elements].view(2 * kv_heads, n * num_blocks, block_size * d)
-            torch.index_select(pool.view(2 * kv_heads, -1, block_size * d), 1, call.blocks, out=kv)
-        return kv.view(2, kv_heads, n, num_blocks * block_size, d)[:, :, :, : call.length]
 
-    def _run_dense(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
-        """Rows of one context among themselves. The query heads of a KV head take the place of
-        heads, along which its keys and values are repeated without being copied."""
-        rows, heads, d = q.shape
-        shape = (self.shape.num_kv_heads, self.shape.group, rows, d)
-        queries = q.transpose(0, 1).reshape(shape)
-        keys, values = (x.transpose(0, 1).unsqueeze(1).expand(shape) for x in (k, v))
-        out, lse = attend(queries, keys, values, is_causal=True)
-        return out.reshape(heads, rows, d).transpose(0, 1), lse.reshape(heads, rows).T
-
-
-def _store(pool: torch.Tensor, plan: TorchPlan, new: Sequence[torch.Tensor] | torch.Tensor) -> None:
-    """Write `new` [2, rows, kv_heads, ...] to a layer of a pool."""
-    for slots, rows in zip(pool.flatten(2, 3), new, strict=True):
-        slots.index_copy_(1, plan.slots, rows.transpose(0, 1))
+def _store(slots: Tensors, plan: TorchPlan, new: Tensors) -> None:
+    """Write `new` [rows, kv_heads, ...], k and v, to slots [kv_heads, slots, ...] of a layer."""
+    for place, rows in zip(slots, new, strict=True):
+        place.index_copy_(1, plan.slots, rows.transpose(0, 1))
 
 
 def _rows(items: LongArray, work: WorkList, members: LongArray) -> LongArray:
@@ -282,7 +305,7 @@ def _group(num_rows: LongArray, num_keys: LongArray) -> list[list[int]]:
     for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         rows, keys = sizes[item]
         work = rows * keys
-        if groups:
+        if groups and (rows == 1 or work < _ALONE):
             padded = (len(groups[-1]) + 1) * max(tallest, rows) * max(longest, keys)
             if padded - real - work <= max(_FREE_PADDING, _MAX_PADDING_RATIO * (real + work)):
                 groups[-1].append(item)
@@ -293,58 +316,12 @@ def _group(num_rows: LongArray, num_keys: LongArray) -> list[list[int]]:
     return groups
 
 
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-) -> Partial:
-    """Attention over a part of a context, with the log-sum-exp that lets parts be merged.
-
-    q [n, heads, rows, d], k and v [n, heads, length, d], mask broadcastable to
-    [n, heads, rows, length] -> out like q, and the natural log of the sum of the exponentials of
-    the scores, float32 [n, heads, rows]."""
-    if q.device.type == "cpu":
-        out, lse = _flash_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=None)
-        return out, lse
-    return attend_reference(q, k, v, mask, is_causal)
-
-
-def attend_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-) -> Partial:
-    """`attend` in plain operations, on any device."""
-    scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2)
-    if mask is not None:
-        scores = scores + mask.float()
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ v.float()
-    return out.to(q.dtype), lse
-
-
-def merge(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
-    """outs [rows, parts, heads, d], lses [rows, parts, heads] -> [rows, heads, d].
-
-    softmax over a union of keys is the mean of the softmaxes over the parts, weighted by exp(lse).
-    An absent part has an lse of -inf."""
-    weights = lses.softmax(dim=1).to(outs.dtype)
-    return (outs * weights.unsqueeze(-1)).sum(dim=1)
-
-
 def _merge_partials(partials: Sequence[Partial], plan: _Merge) -> torch.Tensor:
     outs = [out for out, _ in partials]
     if plan.rows is None or plan.parts is None:
         return torch.cat(outs).index_select(0, plan.first)
     _, heads, d = outs[0].shape
-    lses = [lse for _, lse in partials]
+    lses = [lse for _, lse in partials if lse is not None]
     out = torch.cat([*outs, outs[0].new_zeros(1, heads, d)])
     lse = torch.cat([*lses, lses[0].new_full((1, heads), float("-inf"))])
     result = out.index_select(0, plan.first)

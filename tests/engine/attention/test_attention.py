@@ -7,22 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.engine.attention.attend import Causal, attend, attend_causal, merge
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.quantised import PooledKV
-from parrot.engine.attention.torch_attention import (
-    WHOLE_SPANS,
-    TorchAttention,
-    attend,
-    attend_reference,
-    merge,
-)
+from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 BLOCK = 4
 SMALL_SPLITS = SplitConfig(num_sms=4, min_span=(8,) * 3, tile_rows=16)
-SMALL_WHOLE = replace(WHOLE_SPANS, narrow_rows=6, tile_rows=8, dense_min=5)
+SMALL_WHOLE = replace(WHOLE_SPANS, narrow_rows=6, tile_rows=8)
 PREFIX, LONGER = ("prefix", 22), ("longer", 17)
 
 
@@ -130,30 +125,82 @@ def test_the_new_kv_is_written_to_its_layer_and_its_slots_only() -> None:
     assert not pool.any()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 64), (4, 2, 33, 16)])
-def test_partial_attention_and_its_lse(is_causal: bool, shape: tuple[int, ...]) -> None:
-    n, heads, rows, dim = shape
-    length = rows if is_causal else 37
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(shape, generator=generator)
-    k, v = (torch.randn((n, heads, length, dim), generator=generator) for _ in range(2))
-    mask = None
-    if not is_causal:
-        mask = torch.zeros(n, 1, 1, length).index_fill_(3, torch.arange(30, 37), float("-inf"))
-    out, lse = attend(q, k, v, mask=mask, is_causal=is_causal)
-    want, want_lse = attend_reference(q.double(), k, v, mask=mask, is_causal=is_causal)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` with a mask of all scores, in float64."""
+    scores = q.double() @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5 + mask
+    return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+
+
+def some_qkv(
+    batch: int, rows: int, length: int, dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(batch * rows + length)
+    sizes = ((batch, rows, dim), (batch, length, dim), (batch, length, dim))
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q, k, v
+
+
+TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_masked_items(dtype: torch.dtype, tolerance: float, rows: int) -> None:
+    """Long enough for 300 rows to be taken in several blocks."""
+    q, k, v = some_qkv(4, rows, 2500, 16, dtype)
+    mask = torch.zeros(4, 1, 2500, dtype=dtype)
+    mask[::2, 0, 1:] = mask[1::2, 0, 2000:] = float("-inf")
+    want, want_lse = reference(q, k, v, mask)
+    for with_lse in (False, True):
+        out, lse = attend(q, k, v, mask=mask, with_lse=with_lse)
+        assert out.dtype is dtype
+        assert relative_error(out, want) < tolerance
+        assert (lse is not None) == with_lse
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize("block", [1, 16, 70])
+@pytest.mark.parametrize("past", [0, 600])
+def test_causal_attention_block_by_block(
+    dtype: torch.dtype, tolerance: float, block: int, past: int
+) -> None:
+    """Of 70 tokens whose KV head has three query heads; what follows them in memory is not read."""
+    q, k, v = some_qkv(2, 210, past + 70, 16, dtype)
+    hidden = torch.arange(past + 70) > past + torch.arange(70).repeat_interleave(3)[:, None]
+    whole = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+    causal = Causal(past + 70, 3, whole[: 3 * block, past : past + block].to(dtype))
+    after_k, after_v = (torch.nn.functional.pad(x, (0, 0, 0, 6), value=torch.nan) for x in (k, v))
+    out, lse = attend_causal(q, after_k, after_v, causal, with_lse=True)
+    want, want_lse = reference(q, k, v, whole)
+    assert relative_error(out, want) < tolerance
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_fills_beside_decodes(dtype: torch.dtype) -> None:
+    """A beginning and a continuation are calls of their own, the rest shares one."""
+    shape = AttentionShape(6, 2, 16, BLOCK)
+    requests = [
+        Request((), 0, 180),
+        Request((), 200, 90),
+        Request((), 30),
+        Request((PREFIX,), 9, 3),
+    ]
+    case = make_case(requests, shape, dtype=dtype, seed=2)
+    tolerance = 2e-6 if dtype is torch.float32 else 0.02
+    assert relative_error(run(case, shape, None)[0], case.expected) < tolerance
 
 
 def test_merging_parts_is_attention_over_their_union() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn((1, 2, 3, 8), generator=generator)
-    k, v = (torch.randn((1, 2, 20, 8), generator=generator) for _ in range(2))
-    parts = [attend(q, k[:, :, a:b], v[:, :, a:b]) for a, b in [(0, 3), (3, 4), (4, 20)]]
-    parts.append((torch.zeros_like(q), torch.full((1, 2, 3), float("-inf"))))
-    outs = torch.stack([out[0].transpose(0, 1) for out, _ in parts], dim=1)
-    lses = torch.stack([lse[0].transpose(0, 1) for _, lse in parts], dim=1)
-    want = attend(q, k, v)[0][0].transpose(0, 1)
+    q, k, v = some_qkv(2, 3, 20, 8)
+    parts = [attend(q, k[:, a:b], v[:, a:b], with_lse=True) for a, b in [(0, 3), (3, 4), (4, 20)]]
+    parts.append((torch.zeros_like(q), torch.full((2, 3), float("-inf"))))
+    outs = torch.stack([out.transpose(0, 1) for out, _ in parts], dim=1)
+    lses = torch.stack([lse.T for _, lse in parts if lse is not None], dim=1)
+    want = attend(q, k, v)[0].transpose(0, 1)
     torch.testing.assert_close(merge(outs, lses), want, rtol=1e-5, atol=1e-6)
