@@ -46,7 +46,9 @@ class SchedulerConfig(ConfigModel):
         "enough to keep a GPU busy, few enough that those go on.",
     )
     policy: Literal["priority", "fcfs"] = Field(
-        "priority", description="By ServeCore's priorities, or by arrival."
+        "priority",
+        description="By ServeCore's priorities, and among equals by what is to be computed, aged; or "
+        "by arrival.",
     )
 
     prefix_caching: bool = Field(

@@ -307,10 +307,10 @@ class Job:
 
     Jobs of one context run in order of arrival. The first of them is opened when its context's
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
-    that the context has lost and a fork wants. `key` is its place among all jobs. `awaits_token`: a
-    step that samples for it, or is the last of its `reading`, is on its way. `found`: the reading's
-    result. `drafts`: None if its output is not drafted. `arrival`: KV from the host that it waits
-    for."""
+    that the context has lost and a fork wants. `place`: its place in the queue, among those of its
+    priority; `key`: among all jobs. `awaits_token`: a step that samples for it, or is the last of
+    its `reading`, is on its way. `found`: the reading's result. `drafts`: None if its output is not
+    drafted. `arrival`: KV from the host that it waits for."""
 
     job_id: int
     request: RequestState
@@ -319,6 +319,7 @@ class Job:
     generation: Generation | None
     priority: int
     restores: bool = False
+    place: int = 0
     key: tuple[int, ...] = ()
     is_open: bool = False
     is_admitted: bool = False

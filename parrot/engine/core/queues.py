@@ -87,7 +87,7 @@ class JobQueue:
 
 
 POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
-    "priority": lambda job: (job.priority, job.job_id),
+    "priority": lambda job: (job.priority, job.place, job.job_id),
     "fcfs": lambda job: (int(job.is_background), job.job_id),
 }
 """Each gives a job its key, by which jobs run: unique and total, so that the first of all jobs

@@ -5,6 +5,11 @@ of them from many jobs. Jobs that miss one token (they generate) come first, the
 order of their keys, in chunks, as far as the step's budget goes. Background jobs get what nobody
 else needs.
 
+Among jobs of one priority, short ones may pass long ones. A job is as long as what it has to
+compute, without what is found on the device or the host; it is passed by those alone that come
+before the engine has computed `_PASSED` times as much. So turns whose KV is there do not wait for
+whole prompts, and whole prompts wait in proportion, whatever comes.
+
 A step may be planned while the one before it is on its way. Jobs that await a token of that one are
 taken to go on, with the token `PENDING`, unless it is their last. All else is as always: steps
 happen one after the other, so KV that is on its way may be read, and blocks that are in use there
@@ -24,6 +29,8 @@ from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
 from parrot.engine.core.queues import POLICIES, BackgroundPace, JobQueue
 from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
+
+_PASSED = 4  # times its own length
 
 
 class Share(NamedTuple):
@@ -74,6 +81,7 @@ class LocalScheduler:
         self._turned_away: list[Job] = []
         self._num_decodes = 0
         self._num_background_tokens = 0
+        self._num_filled = 0  # tokens of all steps so far that were no output's
         self._shares: dict[Job, Share] = {}
         self._begun_blocks: set[bytes] = set()
         self._tokens_left = 0
@@ -113,6 +121,7 @@ class LocalScheduler:
         """Take a job whose context misses at least one token's KV."""
         assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
         self.idle.discard(job.context)
+        job.place = self._num_filled + _PASSED * self._found.num_to_compute(job.context)
         job.key = self._policy(job)
         self._queue_of(job).add(job)
 
@@ -122,9 +131,12 @@ class LocalScheduler:
         job.is_admitted = False
 
     def keep_decoding(self, job: Job) -> None:
-        """The job's prompt is computed: from now on it misses one token a step."""
+        """The job's prompt is computed: from now on it misses one token a step, and gives way to
+        no prompt of its priority."""
         if job not in self._decoding:
             self._queue.remove(job)
+            job.place = 0
+            job.key = self._policy(job)
             self._decoding.add(job)
 
     def reprioritise(self, job: Job, priority: int) -> None:
@@ -203,6 +215,7 @@ class LocalScheduler:
             if not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
         num_fill_tokens = self._fill_tokens_taken()
+        self._num_filled += num_fill_tokens
         if self._background and not self._queue:
             self._plan_background()
         if self._num_decodes and not num_fill_tokens:

@@ -3,6 +3,7 @@
 import pytest
 
 from parrot.engine.core.queues import POLICIES, JobQueue
+from parrot.engine.core.scheduler import _PASSED
 from tests.support.core_harness import Harness, piece
 
 
@@ -88,9 +89,49 @@ def test_total_tokens_are_a_limit_but_never_for_one_alone():
     engine.fill(piece(2, "abc"))
     engine.fill(piece(3, "abc"))
     engine.step()
-    assert contexts(engine.last_plan) == [1]
-    engine.step()
     assert contexts(engine.last_plan) == [2, 3]
+    engine.step()
+    assert contexts(engine.last_plan) == [1]
+
+
+def test_short_prompts_pass_long_ones_that_came_before():
+    engine = Harness(fill_chunk_size=4, scheduler={"max_batch_size": 1})
+    engine.fill(piece(1, "a" * 12))
+    engine.step()
+    engine.fill(piece(2, "b"))
+    engine.run()
+    assert [contexts(plan) for plan in engine.runner.plans] == [[1], [2], [1], [1]]
+
+
+def test_a_long_prompt_is_passed_until_the_engine_has_computed_so_many_times_as_much():
+    engine = Harness(fill_chunk_size=2, scheduler={"max_batch_size": 1, "prefix_caching": False})
+    engine.fill(piece(1, "a" * 8))
+    num_short = 0
+    while engine.context(1).num_computed == 0:
+        num_short += 1
+        engine.fill(piece(1 + num_short, "bb"))
+        engine.step()
+    num_passed = 2 * (num_short - 1)  # tokens, before the one that came too late
+    assert num_passed == _PASSED * (8 - 2)
+
+
+def test_a_prompt_is_as_long_as_what_is_not_found_of_it():
+    engine = Harness(scheduler={"max_batch_size": 1})
+    engine.fill(piece(1, "abcdefghijkl"))
+    engine.run()
+    engine.fill(piece(2, "zyxw"))
+    engine.fill(piece(3, "abcdefghijklm"))  # an own beginning, with KV that is found
+    engine.step()
+    assert contexts(engine.last_plan) == [3]
+
+
+def test_what_generates_gives_way_to_no_prompt_of_its_priority():
+    engine = Harness(num_blocks=5)
+    engine.generate(piece(1, "a" * 12), length=8)
+    engine.step()
+    engine.fill(piece(2, "bcdefghi"))
+    engine.step()
+    assert contexts(engine.last_plan) == [1]
 
 
 def test_lower_priority_values_run_first():
@@ -202,7 +243,7 @@ def test_later_jobs_do_not_pass_one_that_waits_for_room():
     engine.generate(piece(1, "abcdefgh"), length=6)
     engine.step()
     engine.fill(piece(2, "bcdefghijklm"))
-    engine.fill(piece(3, "a"))
+    engine.fill(piece(3, "a"), priority=1)
     engine.step()
     assert contexts(engine.last_plan) == [1]
     engine.run()
@@ -233,9 +274,9 @@ def test_policies_are_total_orders():
     class FakeJob:
         is_background = False
 
-        priority, job_id = 3, 7
+        priority, place, job_id = 3, 5, 7
 
-    assert POLICIES["priority"](FakeJob) == (3, 7)
+    assert POLICIES["priority"](FakeJob) == (3, 5, 7)
     assert POLICIES["fcfs"](FakeJob) == (0, 7)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from parrot.engine.core.contexts import ContextTree
+from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
@@ -45,6 +45,21 @@ class FoundKv:
         if not context.num_missing:
             self._tree.rewind_one(context)
         return num_found
+
+    def num_to_compute(self, context: Context) -> int:
+        """Tokens that the context misses, without those whose KV is published here or there."""
+        size, num_found = self._tree.block_size, 0
+        if self._tree.next_key(context) is not None:
+            for key in context.keys[context.num_computed // size :]:
+                if not self._is_published(key):
+                    break
+                num_found += size
+        return max(1, context.num_missing - num_found)
+
+    def _is_published(self, key: bytes) -> bool:
+        if self._tree.pool.find(key) is not None:
+            return True
+        return self._tier is not None and self._tier.has_copy(key)
 
     def comes_back(self, job: Job, make_room: Callable[[Job, int], bool]) -> bool:
         """Whether the job has to wait for what comes next of its tokens, because it is on its way

@@ -103,6 +103,9 @@ class HostTier(Generic[W]):
 
     # -- bringing back -----------------------------------------------------------------------
 
+    def has_copy(self, key: bytes) -> bool:
+        return key in self._host
+
     def is_arriving(self, key: bytes) -> bool:
         return key in self._arriving
 
