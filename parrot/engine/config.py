@@ -47,7 +47,7 @@ class SchedulerConfig(ConfigModel):
     )
     policy: Literal["priority", "fcfs"] = Field(
         "priority",
-        description="By ServeCore's priorities, and among equals by what is to be computed, aged; or "
+        description="By ServeCore's priorities, among equals by what is to be computed, aged; or "
         "by arrival.",
     )
 

@@ -181,13 +181,14 @@ class BlockPool:
             if self.watcher is not None:
                 self.watcher.forgotten(block, key)
 
-    def distrust(self, blocks: Iterable[int]) -> None:
-        """Let nobody find what these blocks hold, nor a copy of it: it may be wrong."""
-        for block in blocks:
-            key = self._keys[block]
-            if key is not None and self.watcher is not None:
+    def distrust(self, keys: Iterable[bytes]) -> None:
+        """Let nobody find what has these keys, nor a copy of it: it may be wrong. A block may have
+        been given away since, and a copy of it remain."""
+        for key in keys:
+            if self.watcher is not None:
                 self.watcher.distrusted(key)
-            self.forget((block,))
+            if (block := self._by_key.get(key)) is not None:
+                self.forget((block,))
 
     def found_free(self) -> list[int]:
         """The free blocks that are found by their keys, in the order in which they go."""

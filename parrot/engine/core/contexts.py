@@ -241,10 +241,10 @@ class ContextTree:
         self.publish(context)
         self._cut(context, num_blocks)
 
-    def drop_blocks(self, blocks: Set[int]) -> list[Context]:
-        """These blocks do not hold what they should: drop them, and what comes after them, from
-        all contexts. Returns those that lost KV."""
-        self.pool.distrust(blocks)
+    def drop_blocks(self, blocks: Set[int], keys: Iterable[bytes]) -> list[Context]:
+        """These blocks do not hold what they should, nor any that have these keys, which theirs
+        are: drop them, and what comes after them, from all contexts. Returns those that lost KV."""
+        self.pool.distrust(keys)
         changed = []
         for context in self:
             held = (index for index, block in enumerate(context.block_ids) if block in blocks)
@@ -255,7 +255,7 @@ class ContextTree:
 
     def distrust(self, context: Context) -> None:
         """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""
-        self.pool.distrust(context.block_ids)
+        self.pool.distrust(context.keys)
         self._cut(context, context.owned_from)
 
     def _cut(self, context: Context, num_blocks: int) -> None:

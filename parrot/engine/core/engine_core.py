@@ -202,14 +202,17 @@ class EngineCore:
         they were to compute is planned again, and no step launched until their jobs have ended:
         one of them may be to blame, which shows when steps are run one by one."""
         written: set[int] = set()
+        keys: set[bytes] = set()
         for step in steps:
             for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
-                written.update(sequence.block_ids[sequence.start // self._tree.block_size :])
+                first = sequence.start // self._tree.block_size
+                written.update(sequence.block_ids[first:])
+                keys.update(job.context.keys[first:])
                 job.awaits_token = False
                 if job.reading is not None:
                     job.reading.lose_flights()
                 self._suspects.append(job)
-        self._scheduler.lost_kv(self._tree.drop_blocks(written))
+        self._scheduler.lost_kv(self._tree.drop_blocks(written, keys))
 
     def _run_planned(self, step: Step) -> None:
         """Run a step that could not be launched, without what has ended since it was planned."""

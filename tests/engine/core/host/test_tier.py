@@ -286,3 +286,17 @@ def test_without_prefix_caching_there_is_no_host_tier():
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
     assert not harness.runner.begun
+
+
+def test_what_may_be_wrong_is_not_found_on_the_host_though_its_block_is_another_s_by_now():
+    engine = Tiered(num_blocks=4)
+    engine.fill(piece(1, "abcdefghijkl"))
+    engine.run()
+    keys, blocks = list(engine.context(1).keys), set(engine.context(1).block_ids)
+    engine.core.requests.free([1])
+    engine.fill(piece(2, "nopqrstuvwxyz"))  # takes the blocks, of which copies are made
+    engine.run()
+    assert engine.tier.is_worth_bringing(keys)
+    engine.core._tree.drop_blocks(blocks, keys)  # the step that wrote them has failed
+    assert not engine.tier.is_worth_bringing(keys)
+    engine.core.check_integrity()
