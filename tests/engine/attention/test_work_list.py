@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parrot.engine.attention.context_tree import GateConfig, build_tree, choose_shared
@@ -326,6 +326,7 @@ def test_the_planner_keeps_its_plan_while_contexts_only_grow(own: int) -> None:
     assert planner.num_shared_steps == 65
 
 
+@example(_step([((), 40, 40)]), 4, replace(SMALL_SPLITS, num_sms=64), [60] * 9)
 @given(steps(), st.sampled_from([1, 4]), SPLITS, st.lists(st.integers(0, 63), min_size=9))
 def test_a_plan_that_is_kept_is_right_for_contexts_that_have_grown(
     step: StepRows, group: int, split: SplitConfig, growth: list[int]
