@@ -3,7 +3,7 @@ OpenAPI."""
 
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -37,6 +37,10 @@ class PathParameters(BaseModel):
     response_id: str = ""
 
 
+Durable = Callable[[], Awaitable[None]]
+"""Waits until what was done is for good."""
+
+
 class Endpoint:
     """One verb of a server.
 
@@ -48,7 +52,7 @@ class Endpoint:
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
     for the field `bearer` if that is not given, and the header `traceparent` for that field.
     `access`: who may use it, and `check` what says so, if the verb does not. `body`: which bodies
-    are read.
+    are read. `durable` is awaited before the answer is sent.
     `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
     gives server-sent events to those who ask for them) only describe it."""
 
@@ -68,6 +72,7 @@ class Endpoint:
         about: str = "OK",
         may_stream: bool = False,
         body: BodyRules = ANY_BODY,
+        durable: Durable | None = None,
     ) -> None:
         signature = inspect.signature(verb)
         request = signature.parameters.get("request")
@@ -87,6 +92,7 @@ class Endpoint:
         self._bearer = bearer
         self._check = check
         self._body = body
+        self._durable = durable
 
     def route(self) -> Route:
         """A plain route: FastAPI's, which resolve dependencies, cost more than all of ServeCore's
@@ -102,6 +108,8 @@ class Endpoint:
         result = self._verb(**await self._arguments(request))
         if inspect.isawaitable(result):
             result = await run_until_disconnect(request, result)
+        if self._durable is not None:
+            await self._durable()
         return self._response(result)
 
     async def _arguments(self, request: Request) -> dict[str, Any]:

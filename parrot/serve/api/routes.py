@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from pydantic import BaseModel
 
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import Durable, Endpoint
 from parrot.protocol.errors import NotFound
 from parrot.protocol.gate.access import Access, Check
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
@@ -30,7 +30,6 @@ from parrot.protocol.server import (
     knows_cluster_token,
     require_cluster_token,
 )
-from parrot.serve.api.lasting import lasting_verbs
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
@@ -59,7 +58,7 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _call_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known, lasting = core.programs, _known(core), lasting_verbs(core)
+    programs, known, durable = core.programs, _known(core), _durable(core)
 
     def submit_graph(request: GraphRequest) -> GraphResponse:
         return _submit_graph(core, request)
@@ -77,45 +76,49 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_call",
-            lasting(programs.submit_call),
+            programs.submit_call,
             "Submit a semantic call; a read makes it run",
             errors=_SUBMIT,
             body=known,
             access=Access.SESSION,
+            durable=durable,
         ),
         Endpoint(
             "POST",
             "/v1/py_native_call",
-            lasting(programs.submit_native),
+            programs.submit_native,
             "Submit a native function's call; a read makes it run, in a sandbox",
             errors=_SUBMIT,
             body=known,
             access=Access.SESSION,
+            durable=durable,
         ),
         Endpoint(
             "POST",
             "/v1/semantic_graph",
-            lasting(submit_graph),
+            submit_graph,
             "Submit variables and calls that name each other, all of them or none",
             errors=(*_SUBMIT, 503),
             body=known if core.config.api_keys else ANY_BODY,
             access=Access.SESSION_OR_KEY,
+            durable=durable,
         ),
         Endpoint(
             "POST",
             "/v1/request/{request_id}/cancel",
-            lasting(programs.cancel_call),
+            programs.cancel_call,
             "Cancel every output of a call",
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
+            durable=durable,
         ),
     ]
 
 
 def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known, lasting = core.programs, _known(core), lasting_verbs(core)
+    programs, known, durable = core.programs, _known(core), _durable(core)
 
     def create_var(request: VarCreateRequest) -> VarCreateResponse:
         return VarCreateResponse(var_id=programs.create_var(**dict(request)))
@@ -124,11 +127,12 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var",
-            lasting(create_var),
+            create_var,
             "Create a variable",
             errors=(*_SCOPED, 413, 429, 507),
             body=known,
             access=Access.SESSION,
+            durable=durable,
         ),
         Endpoint(
             "GET",
@@ -143,22 +147,24 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}",
-            lasting(programs.set_var),
+            programs.set_var,
             "Set a variable, once",
             takes=VarSetRequest,
             errors=(*_SCOPED, 409, 413, 429, 507),
             body=known,
             access=Access.SESSION,
+            durable=durable,
         ),
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}/cancel",
-            lasting(programs.cancel_var),
+            programs.cancel_var,
             "Stop making a variable",
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
+            durable=durable,
         ),
     ]
 
@@ -194,17 +200,18 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _session_endpoints(core: ServeCore) -> list[Endpoint]:
-    lasting = lasting_verbs(core)
+    durable = _durable(core)
     return [
         Endpoint(
             "POST",
             "/v1/session",
-            lasting(core.create_session),
+            core.create_session,
             "Begin a session",
             errors=(401, 429, 503, 507),
             bearer="api_key",
             body=SMALL_BODY,
             access=Access.API_KEY,
+            durable=durable,
         ),
         Endpoint(
             "GET",
@@ -229,12 +236,13 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "DELETE",
             "/v1/session/{session_id}",
-            lasting(core.delete_session),
+            core.delete_session,
             "End a session: work is cancelled, contexts freed, open reads get an error",
             takes=SessionScoped,
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
+            durable=durable,
         ),
     ]
 
@@ -317,6 +325,12 @@ def key_check(core: ServeCore) -> Check:
         core.tenant(api_key_of(request))
 
     return check
+
+
+def _durable(core: ServeCore) -> Durable | None:
+    """What changes something is acknowledged when it is on disk, if it is written down at all."""
+    journal = core.sessions.journal
+    return None if journal is None else journal.durable
 
 
 def _known(core: ServeCore) -> BodyRules:

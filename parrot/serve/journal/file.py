@@ -5,6 +5,8 @@ import logging
 import os
 import sqlite3
 import time
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -25,7 +27,6 @@ CREATE TABLE records (
     seq INTEGER PRIMARY KEY, at REAL NOT NULL, subject TEXT NOT NULL, kind TEXT NOT NULL,
     payload BLOB NOT NULL, checksum INTEGER NOT NULL
 );
-CREATE INDEX by_subject ON records (subject);
 CREATE INDEX ended ON records (subject) WHERE kind = '{ENDED}';
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 PRAGMA application_id = {_APPLICATION};
@@ -35,9 +36,9 @@ _ROWS = "seq, at, subject, kind, payload, checksum"
 
 
 class JournalFile:
-    """Not for two threads at once. What `write` has written survives the loss of power: with
-    `synchronous` FULL the log is synced with each transaction. Every method but `close` raises
-    `sqlite3.Error` when the file cannot be read or written."""
+    """Not for two threads at once; `read` comes first. What `write` has written survives the loss
+    of power: with `synchronous` FULL the log is synced with each transaction. Every method but
+    `close` raises `sqlite3.Error` when the file cannot be read or written."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises `ConfigError` if it cannot be had: it is no journal or a newer version's, another
@@ -47,6 +48,7 @@ class JournalFile:
         self._lock = _locked(self._path)
         try:
             self._database = self._open(self._path)
+            self._seqs: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
             self._ended = self._find_ended()
             with self._database:
                 self.epoch = self._count_epoch()
@@ -76,6 +78,7 @@ class JournalFile:
                 if not _is_whole(record, checksum):
                     break
                 last = record.seq
+                self._seqs[record.subject].append(last)
                 if record.subject not in self._ended:
                     yield record
             else:
@@ -96,6 +99,8 @@ class JournalFile:
                 f"INSERT INTO records ({_ROWS}) VALUES (?, ?, ?, ?, ?, ?)",
                 [(*record, record.checksum) for record in records],
             )
+        for record in records:
+            self._seqs[record.subject].append(record.seq)
         self.note_ends(records)
 
     def note_ends(self, records: Sequence[Record]) -> None:
@@ -112,14 +117,13 @@ class JournalFile:
     def trim(self) -> None:
         """Remove some records of a subject that has ended, the last one last."""
         subject = next(iter(self._ended))
+        seqs = self._seqs[subject]
         with self._database as database:
-            removed = database.execute(
-                "DELETE FROM records WHERE seq IN "
-                f"(SELECT seq FROM records WHERE subject = ? ORDER BY seq LIMIT {_TRIMMED})",
-                (subject,),
-            )
-        if removed.rowcount < _TRIMMED:
-            del self._ended[subject]
+            removed = [(seq,) for seq in seqs[:_TRIMMED]]
+            database.executemany("DELETE FROM records WHERE seq = ?", removed)
+        del seqs[:_TRIMMED]
+        if not seqs:
+            del self._ended[subject], self._seqs[subject]
 
     def close(self) -> None:
         with suppress(sqlite3.Error):

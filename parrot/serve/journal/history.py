@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from typing import Any
 
+import orjson
 from pydantic import BaseModel, TypeAdapter
 
 from parrot.protocol.errors import ParrotError
@@ -17,7 +18,7 @@ from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import Kind, Payload
 
 LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
-_NO_STATS = RunStats()
+_NO_STATS = [(field.name, getattr(RunStats(), field.name)) for field in fields(RunStats)]
 _SECRETS = {"session_auth", "session"}
 
 
@@ -40,8 +41,8 @@ class History:
         self, kind: str, graph: SessionGraph, request: BaseModel
     ) -> AbstractContextManager[None]:
         """For the block in which the request changes the graph."""
-        fields = request.model_dump(mode="json", exclude=_SECRETS, exclude_unset=True)
-        return self._entry(kind, graph, {"request": fields})
+        written = request.model_dump_json(exclude=_SECRETS, exclude_unset=True).encode()
+        return self._entry(kind, graph, {"request": orjson.Fragment(written)})
 
     def created(self, graph: SessionGraph, name: str, content: str | None) -> None:
         """The program makes a variable now."""
@@ -108,8 +109,7 @@ def error_fields(error: ParrotError) -> Payload:
 
 def _stats_fields(stats: RunStats) -> Payload:
     """Those that are not as in the beginning."""
-    given = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    changed = {k: v for k, v in given.items() if v != getattr(_NO_STATS, k)}
+    changed = {name: value for name, none in _NO_STATS if (value := getattr(stats, name)) != none}
     if stats.logprobs is not None:
         own = Logprobs(stats.logprobs.width, tokens=[])
         own.extend(stats.logprobs)  # with its tokens, which no tokenizer may know later

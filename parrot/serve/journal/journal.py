@@ -82,7 +82,7 @@ class Journal:
         """It is written soon, and either with all that is appended in this turn of the event loop
         or, like them, not at all."""
         assert self._loop is not None, "the journal was not read"
-        payload = orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
+        payload = orjson.dumps(fields)
         if not self._turn:
             self._loop.call_soon(self._flush)
         self._seq += 1

@@ -1,7 +1,9 @@
 """From the journal's records back to the sessions that they tell of."""
 
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
@@ -24,7 +26,21 @@ def restore(
         core.sessions.restored(journal)
         return restoring.broken(journal)
 
-    core.restore(replay)
+    with _no_collection():
+        core.restore(replay)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """All that is made in the block stays: the collector would look at it again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.collect(1)  # what is old is seldom looked at
+            gc.enable()
 
 
 class _Restoring:
