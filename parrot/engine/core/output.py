@@ -86,13 +86,15 @@ class StopStrings:
 
     def push(self, piece: str) -> str:
         """The text that is now certain to come before any stop string. After `found`, no more."""
+        if not self._stops:
+            return piece
         text = self.held + piece
         hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
             first, self.found = min(hits, key=itemgetter(0))
             self.held = ""
             return text[:first]
-        cut = len(text) - max((self._overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - max(self._overlap(text, stop) for stop in self._stops)
         self.held = text[cut:]
         return text[:cut]
 
