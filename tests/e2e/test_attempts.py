@@ -1,5 +1,6 @@
 """Calls that are tried again, in a program of its own process, on the real embedded model."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import pytest
@@ -50,9 +51,26 @@ def test_a_program_s_validator_has_the_model_try_again(embedded_cluster: Cluster
     assert second.cached_tokens >= first.computed_tokens + first.cached_tokens
 
 
-def test_an_engine_that_is_not_there_has_a_fallback(embedded_cluster: Cluster) -> None:
-    elsewhere = greet.with_options(models=["no such model"], fallback=greet)
-    vm = P.VirtualMachine(embedded_cluster.core_url)
+@pytest.fixture(scope="module")
+def hurried_cluster() -> Iterator[Cluster]:
+    """Calls of models that are not there fail soon."""
+    sim = {"engine_type": "sim", "model": "sim"}
+    with Cluster(core={"no_engine_timeout": 0.5}, engines=[sim]) as cluster:
+        yield cluster
+
+
+@P.semantic_function()
+def write(topic: P.Input) -> Annotated[P.Returns[str], P.SamplingConfig(max_gen_length=4)]:
+    """About {{topic}}: {{text}}"""
+
+
+def test_a_model_that_is_not_there_has_a_fallback(hurried_cluster: Cluster) -> None:
+    elsewhere = write.with_options(models=["no such model"], retries=1, fallback=write)
+    vm = P.VirtualMachine(hurried_cluster.core_url)
     with vm.running_scope():
-        greetings = vm.map(elsewhere, ["Ada", "Bob"])
-        assert all(P.gather(greetings, timeout=60))
+        texts = vm.map(elsewhere, ["Ada", "Bob"])
+        longer = vm.map(write, texts)
+        assert all(P.gather([*texts, *longer], timeout=60))
+        hopeless = write.with_options(models=["no such model"], retries=1)("Eve")
+        with pytest.raises(P.errors.NotFound, match="no such model"):
+            write(hopeless).get(timeout=60)

@@ -151,6 +151,15 @@ def test_a_fallback_follows_with_its_own_attempts(vm: P.VirtualMachine, engine: 
         assert chained("Ada").get() == Age(years=0)
 
 
+def test_a_slow_attempt_is_given_up(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    engine.scripts = [Script(hang_after=1), Script(text=lambda _: "quick")]
+    with vm.running_scope():
+        told = tell.with_options(fallback=tell, attempt_timeout=0.2)("x")
+        assert told.get(timeout=20) == "quick"
+        states = [call.state for call in vm.session_info().calls]
+    assert sorted(states) == ["cancelled", "done"]
+
+
 def test_feedback_goes_on_behind_the_output(vm: P.VirtualMachine, engine: FakeEngine) -> None:
     say(engine, BAD, "nothing", GOOD)
     asked = age.with_options(feed_back=True)
@@ -253,6 +262,8 @@ def test_what_cannot_be_tried() -> None:
         ({"retries": -1}, ValueError, "retries must be in 0"),
         ({"retries": "2"}, TypeError, "retries"),
         ({"feed_back": True}, ValueError, "feed_back needs retries"),
+        ({"attempt_timeout": 3}, ValueError, "attempt_timeout needs retries"),
+        ({"retries": 1, "attempt_timeout": 0}, ValueError, "attempt_timeout needs"),
         ({"fallback": len}, TypeError, "must be a function of Parrot"),
         ({"fallback": tell}, ValueError, "`tell` has another number of outputs"),
         ({"retries": 1, "feed_back": True}, ValueError, "one output"),

@@ -232,6 +232,8 @@ class TestAgent:
             again = agent.stream("And in Rome?", after=run)
             assert [piece async for piece in again][-1:] != []
             assert (again.text, again.num_turns, run.num_turns) == ("Rome is warm.", 2, 2)
+            with pytest.raises(InvalidRequest, match="the last run of a chat"):
+                await agent.arun("And in Nice?", after=run)
             with pytest.raises(TypeError, match="`meet` is async"):
                 agent.run("x")
         grammars = [request.sampling_config.grammar or "" for request in engine.requests]
@@ -260,8 +262,10 @@ class TestAgent:
             assert (run.text, run.is_done, list(run)) == ("", True, [])
             with pytest.raises(EngineFailed):
                 agent.run("y")
-            with pytest.raises(InvalidRequest, match="no answer yet"):
+            with pytest.raises(InvalidRequest, match="the last run of a chat"):
                 agent.run("z", after=agent.stream("w"))
+        with vm.running_scope(), pytest.raises(InvalidRequest, match="of another session"):
+            agent.run("z", after=run)
         assert engine.requests[0].sampling_config.grammar is None
 
     def test_two_runs_at_once_are_two_chats(self, vm: P.VirtualMachine, engine: FakeEngine) -> None:

@@ -47,6 +47,38 @@ def shorten(text: Annotated[str, P.Input], short: Annotated[P.SemanticVariable, 
     short.set(text[:10])
 
 
+@P.tool
+def weather(city: str, days: int = 1) -> list[str]:
+    """The weather of a city."""
+    return [city] * days
+
+
+@P.tool(name="clock")
+async def now() -> str:
+    """The time."""
+    return "12:34"
+
+
+async def tools(topic: str) -> None:
+    assert_type(weather("Oslo", days=2), list[str])
+    assert_type(await now(), str)
+    weather(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    agent = P.Agent([weather, now], "Be brief.")
+    run = agent.stream(topic)
+    for piece in run:
+        assert_type(piece, str)
+    async for piece in agent.stream(topic):
+        assert_type(piece, str)
+    assert_type((await agent.arun(topic, after=run)).text, str)
+    assert_type(run.calls[0].error, Exception | None)
+
+
+def options() -> None:
+    surer = tell.with_options(retries=2, fallback=rate, models=["m"])
+    assert_type(surer("x", style="new").get(), str)
+    surer("x", 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
 def calls(topic: str) -> None:
     joke = tell(topic, style="new")
     assert_type(joke, P.SemanticVariable[str])

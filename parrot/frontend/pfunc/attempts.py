@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from parrot.frontend.pfunc.function import BasicFunction, SemanticFunction
 
 _MAX_RETRIES = 20
+_MAX_TIMEOUT_S = 86_400.0
 # The next attempt may fare better; with another function also after what is not among these.
 _TRANSIENT = (CallFailed, NoEngine, OutOfMemory, QuotaExceeded, TimedOut, ValidationFailed)
 _FINAL = (AuthenticationFailed, Cancelled, SessionGone)
@@ -30,11 +31,13 @@ _FINAL = (AuthenticationFailed, Cancelled, SessionGone)
 class Attempts:
     """Of a function. `retries`: further attempts of a call that fails, or whose output is no value
     of its type. `feed_back`: the attempt after such an output goes on behind it, and is told what
-    was wrong. `fallback`: the function that is called when all have failed, with its own."""
+    was wrong. `fallback`: the function that is called when all have failed, with its own.
+    `timeout`: the seconds that an attempt has, unless it is the last of all."""
 
     retries: int = 0
     feed_back: bool = False
     fallback: "BasicFunction[..., Any] | None" = None
+    timeout: float | None = None
 
     @property
     def are_many(self) -> bool:
@@ -50,6 +53,10 @@ class Attempts:
             raise ValueError(f"retries must be in 0 ... {_MAX_RETRIES}")
         if self.feed_back and (self.retries == 0 or len(func.outputs) != 1):
             raise ValueError("feed_back needs retries, and a function with one output")
+        if self.timeout is not None and not (self.are_many and 0 < self.timeout <= _MAX_TIMEOUT_S):
+            raise ValueError(
+                f"attempt_timeout needs retries or a fallback, and at most {_MAX_TIMEOUT_S:g} s"
+            )
         if self.fallback is None:
             return
         if not isinstance(self.fallback, BasicFunction):

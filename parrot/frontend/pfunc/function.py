@@ -174,6 +174,7 @@ class SemanticFunction(BasicFunction[Given, Result]):
         retries: int | None = None,
         feed_back: bool | None = None,
         fallback: BasicFunction[..., Any] | None = None,
+        attempt_timeout: float | None = None,
         **metadata: Any,
     ) -> Self:
         """A copy with other options of `@P.semantic_function`; None leaves one as it is. To call a
@@ -187,6 +188,7 @@ class SemanticFunction(BasicFunction[Given, Result]):
             old.retries if retries is None else retries,
             old.feed_back if feed_back is None else feed_back,
             fallback or old.fallback,
+            old.timeout if attempt_timeout is None else attempt_timeout,
         )
         new.attempts.check(new)
         return new

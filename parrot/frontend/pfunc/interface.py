@@ -60,13 +60,15 @@ def semantic_function(
     retries: int = 0,
     feed_back: bool = False,
     fallback: BasicFunction[..., Any] | None = None,
+    attempt_timeout: float | None = None,
     **metadata: Any,
 ) -> Decorator:
     """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
 
     `retries`: how often a call that fails, or whose output is no value of its type, is tried again;
     with `feed_back` it then goes on behind such an output, told what was wrong. `fallback`: the
-    function that is called when all attempts have failed.
+    function that is called when all attempts have failed. `attempt_timeout`: the seconds of an
+    attempt that is not the last of all.
 
     Raises `ValueError` at decoration for: a return annotation but None and `P.Returns`, no
     docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
@@ -84,7 +86,7 @@ def semantic_function(
         try:
             params = _semantic_parameters(pyfunc, pyfunc.__doc__)
             func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)
-            func.attempts = Attempts(retries, feed_back, fallback)
+            func.attempts = Attempts(retries, feed_back, fallback, attempt_timeout)
             func.attempts.check(func)
         except TemplateError as error:
             raise ValueError(f"semantic function `{name}`: {error.shown(pyfunc)}") from None

@@ -20,13 +20,23 @@ from parrot.frontend.pfunc.function import SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, read_options
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import AlreadySet, InvalidRequest, ParrotError, ValidationFailed
+from parrot.protocol.errors import (
+    AlreadySet,
+    InvalidRequest,
+    ParrotError,
+    QuotaExceeded,
+    TimedOut,
+    Unavailable,
+    ValidationFailed,
+)
 from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.function import BasicFunction
     from parrot.frontend.pfunc.session import Session
 
+_NO_ROOM = (Unavailable, QuotaExceeded)  # which passes
+_PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0  # before another attempt then; it doubles
 _PROBLEM = "That is not valid: {}. Write it again, correctly and completely."
 
 
@@ -55,10 +65,10 @@ class Trial:
         self.outs = call.output_vars
         self._session = session
         self._inputs = {param.name: call.bindings[param.name] for param in call.func.inputs}
-        criteria = call.func.metadata.output_criteria or PerformanceCriteria.THROUGHPUT
-        self._options = read_options(criteria, None, None)
+        self._criteria = call.func.metadata.output_criteria or PerformanceCriteria.THROUGHPUT
         self._groups = attempts_of(call.func)  # what is left to do: of the function, of others
         self.attempt = self._call(self._groups[0].pop(0))
+        self._pause_s = _PAUSE_S
 
     async def run(self) -> None:
         """Make attempts until one succeeds; the last makes the variables itself."""
@@ -66,6 +76,9 @@ class Trial:
             if is_final(error):
                 raise error
             func, is_again = self._next(error)
+            if is_again and isinstance(error, _NO_ROOM):
+                await asyncio.sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
             is_last = len(self._groups) == 1 and not self._groups[0]
             await self._try(func, error, is_again=is_again, is_last=is_last)
             if is_last:
@@ -85,15 +98,21 @@ class Trial:
 
     async def _outcome(self) -> ParrotError | None:
         """Why the attempt failed; None if it did not."""
-        made = self.attempt.output_vars
+        made, func = self.attempt.output_vars, self.attempt.func
+        timeout = func.attempts.timeout if isinstance(func, SemanticFunction) else None
+        options = read_options(self._criteria, timeout, None)
         try:
             for var in made:
                 if var.draft is not None:
                     await var.draft.sent.wait()
-            await asyncio.gather(*(self._session.read(var, self._options) for var in made))
+            await asyncio.gather(*(self._session.read(var, options) for var in made))
             for var, out in zip(made, self.outs, strict=True):
                 var.model = out.model
                 var.get()  # which is known
+        except TimedOut as error:
+            for var in made:
+                await self._session.cancel(var)
+            return error
         except ParrotError as error:
             return error
         return None
@@ -140,7 +159,7 @@ def _repair(func: SemanticFunction[..., Any]) -> SemanticFunction[..., Any]:
     mark, out = placeholder(problem.name), placeholder(output.name)
     template = f"{mark}{out}" if func.metadata.chat else f"\n{mark}\n{out}"
     made: SemanticFunction[..., Any] = SemanticFunction(func.name, [problem, output], template)
-    made.metadata = func.metadata
+    made.metadata, made.attempts = func.metadata, func.attempts
     return made
 
 

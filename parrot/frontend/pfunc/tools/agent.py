@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from parrot.frontend.pfunc.function import SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.frontend.pfunc.tools.tool import Tool
 from parrot.frontend.pfunc.tools.turns import (
     ToolCall,
@@ -91,7 +91,7 @@ class Agent:
 
     def stream(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
         """A run that begins when it is iterated, by `for` or `async for`: over the pieces of what
-        the model says. `after`: a run that has ended, whose chat goes on."""
+        the model says. `after`: the last run of a chat in this session, which goes on."""
         return AgentRun(self, message, after)
 
     def turns(self) -> tuple[SemanticFunction, SemanticFunction]:
@@ -121,17 +121,17 @@ class AgentRun:
     results, and `num_turns` the number of the model's turns."""
 
     def __init__(self, agent: Agent, message: Any, after: "AgentRun | None") -> None:
-        if after is not None and not after.is_done:
-            raise InvalidRequest("the run to go on with has no answer yet")
         self.text = ""
         self.is_done: bool = False
         self.calls: list[ToolCall] = []
         self.num_turns = 0
         self._agent = agent
         self._message = str(message)
-        self._first, self._next = agent.turns()
-        if after is not None:
-            self._first = self._next = after._next
+        self._after = after
+        self._runs: list[AgentRun] = [] if after is None else after._runs  # of the chat
+        self._first: SemanticFunction
+        self._next: SemanticFunction
+        self._first, self._next = agent.turns() if after is None else (after._next, after._next)
 
     def __str__(self) -> str:
         return self.text
@@ -172,8 +172,19 @@ class AgentRun:
             raise MaxTurnsExceeded(
                 f"no answer in {self.num_turns} turns, with {len(self.calls)} calls of tools"
             )
+        if self.num_turns == 0:
+            self._enter_chat()
         self.num_turns += 1
         return self._first if self.num_turns == 1 else self._next
+
+    def _enter_chat(self) -> None:
+        if (after := self._after) is not None:
+            session = current_session.get()
+            if not after.is_done or after is not self._runs[-1]:
+                raise InvalidRequest("only the last run of a chat can be gone on with, at its end")
+            if session is None or self._next not in session.contexts:
+                raise InvalidRequest("the run to go on with is of another session")
+        self._runs.append(self)
 
     def _called(self, var: SemanticVariable[str]) -> list[ToolCall]:
         return read_calls(str(var)) if self._agent.tools else []
