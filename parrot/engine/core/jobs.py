@@ -205,8 +205,8 @@ class PromptTotals:
     num_computed: int = 0
 
     def add(self, request: "RequestState") -> None:
-        self.num_on_device += request.num_cached - request.num_from_host
-        self.num_on_host += request.num_from_host
+        self.num_on_device += request.num_cached - request.num_host_cached
+        self.num_on_host += request.num_host_cached
         self.num_computed += request.num_missing
 
     def payload(self) -> PromptTokens:
@@ -251,6 +251,11 @@ class RequestState:
         planned."""
         return max(0, self.prompt_len - self.num_missing)
 
+    @property
+    def num_host_cached(self) -> int:
+        """Those of `num_cached` that were brought back: some may have been more than once."""
+        return min(self.num_from_host, self.num_cached)
+
     def response(self, now: float, totals: StepTotals) -> Response:
         found = [job.found for job in self.jobs]
         if self.wanted.pooling is not None:
@@ -287,7 +292,7 @@ class RequestState:
         drafts = next((job.drafts for job in self.jobs if job.drafts is not None), None)
         return Usage.model_construct(
             cached_tokens=self.num_cached,
-            host_tokens=self.num_from_host,
+            host_tokens=self.num_host_cached,
             computed_tokens=self.num_missing,
             output_tokens=num_output_tokens,
             drafted_tokens=0 if drafts is None else drafts.num_drafted,
@@ -308,9 +313,10 @@ class Job:
     Jobs of one context run in order of arrival. The first of them is opened when its context's
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
     that the context has lost and a fork wants. `place`: its place in the queue, among those of its
-    priority; `key`: among all jobs. `awaits_token`: a step that samples for it, or is the last of
-    its `reading`, is on its way. `found`: the reading's result. `drafts`: None if its output is not
-    drafted. `arrival`: KV from the host that it waits for."""
+    priority; `key`: among all jobs. `num_counted`: its part of its request's `num_missing`.
+    `awaits_token`: a step that samples for it, or is the last of its `reading`, is on its way.
+    `found`: the reading's result. `drafts`: None if its output is not drafted. `arrival`: KV from
+    the host that it waits for."""
 
     job_id: int
     request: RequestState
@@ -324,6 +330,7 @@ class Job:
     is_open: bool = False
     is_admitted: bool = False
     has_begun: bool = False
+    num_counted: int = 0
     awaits_token: bool = False
     arrival: "Arrival[Job] | None" = None
     has_ended: bool = False
@@ -334,6 +341,13 @@ class Job:
     @property
     def is_background(self) -> bool:
         return self.priority >= BACKGROUND
+
+    def count_missing(self) -> None:
+        """Until it begins, its request counts what its context misses now: KV that was found may be
+        lost again while it waits."""
+        num_missing = self.context.num_missing
+        self.request.num_missing += num_missing - self.num_counted
+        self.num_counted = num_missing
 
     def sequence(self, num_tokens: int, drafts: tuple[int, ...], block_size: int) -> SequenceStep:
         """Its share of a step that computes so many of its missing tokens, and drafts if these are

@@ -225,7 +225,7 @@ class RequestTable:
         job.is_open = True
         request = job.request
         request.num_filled += length - num_before
-        request.num_missing += context.num_missing
+        job.count_missing()
         request.prompt_len = length
         if generation is not None:
             generation.max_tokens = min(

@@ -276,6 +276,8 @@ class LocalScheduler:
         while (copies := self._tree.reserve(context, end)) is None:
             if not self._make_room(job, self._tree.blocks_missing(context, end)):
                 return False
+        if not job.has_begun and context.num_missing > max(1, job.num_counted):  # 1: perhaps again
+            job.count_missing()
         job.is_admitted = job.has_begun = True
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
             self._begun_blocks.add(key)

@@ -6,6 +6,7 @@ import pytest
 
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.core.block_pool import BlockHasher
+from parrot.engine.core.room import drop_kv
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.errors import ModelNumerics
@@ -205,3 +206,20 @@ def test_reuse_ends_at_the_first_block_that_is_not_found():
     engine.run()
     assert usage(short) == (16, 0)
     assert whole.text == first.text
+
+
+def test_kv_that_is_found_lost_and_found_again_before_a_prompt_begins_counts_once():
+    engine = Harness(scheduler={"max_batch_size": 1})
+    engine.fill(piece(1, "abcdefghijkl"))
+    engine.run()
+    engine.generate(piece(9, "z"), length=4)
+    engine.step()
+    answer = engine.fill(piece(2, "abcdefghijklm"))
+    for _ in range(2):
+        engine.step()
+        assert engine.context(2).num_computed == 12  # found, and there is no place for it
+        drop_kv(engine.core._tree, [engine.context(2), engine.context(1)], 16)
+    engine.run()
+    assert answer.response.filled_len == 13
+    assert answer.response.cached_tokens + answer.response.computed_tokens == 13
+    assert answer.response.computed_tokens in (1, 13)

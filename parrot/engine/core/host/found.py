@@ -41,7 +41,7 @@ class FoundKv:
         if not (num_found := self._tree.adopt(context)):
             return 0
         if not job.has_begun:
-            job.request.num_missing -= num_found
+            job.count_missing()
         if not context.num_missing:
             self._tree.rewind_one(context)
         return num_found
