@@ -184,7 +184,7 @@ class Replay:
         counted = [turn for turn in self.turns if begin <= turn.start < end and turn.ideal]
         done = [turn for turn in counted if turn.end is not None and turn.first is not None]
         firsts = sorted(turn.first - turn.start for turn in done if turn.first is not None)
-        waits = self._waits(begin, end)
+        waits = self._waits(counted, end)
         finished = [t for t in self.turns if t.end is not None and begin <= t.end < end]
         ideal = sum(turn.ideal for turn in done)
         return {
@@ -195,17 +195,15 @@ class Replay:
             "turns_per_s": len(finished) / (end - begin),
             "computed_tokens_per_s": sum(t.prompt - t.cached for t in finished) / (end - begin),
             "mean_prompt": fmean(t.prompt for t in done) if done else 0.0,
-            "mean_wait_s": fmean(waits),
-            "longest_wait_over_mean": max(waits) / fmean(waits) if fmean(waits) else 1.0,
+            "mean_wait_s": fmean(waits) if waits else None,
+            "longest_wait_over_mean": max(waits) / fmean(waits) if any(waits) else None,
         }
 
-    def _waits(self, begin: float, end: float) -> list[float]:
-        """For each seat, the mean seconds from asking to the first token, those of a turn that is
-        still waiting included."""
-        waits = []
-        for seat in range(self.setup.num_agents):
-            turns = [t for t in self.turns if t.seat == seat and (t.first or end) > begin]
-            turns = [t for t in turns if t.start < end]
-            spent = [(t.first or end) - t.start for t in turns]
-            waits.append(fmean(spent) if spent else 0.0)
-        return waits
+    def _waits(self, counted: list[Turn], end: float) -> list[float]:
+        """For each seat that has such turns, their mean seconds from asking to the first token,
+        with one that is still waiting. Turns from before the warm-up's end would count how all
+        began at once, and first ones of sessions how long they are."""
+        spent: dict[int, list[float]] = {}
+        for turn in counted:
+            spent.setdefault(turn.seat, []).append((turn.first or end) - turn.start)
+        return [fmean(seconds) for seconds in spent.values()]

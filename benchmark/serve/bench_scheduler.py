@@ -20,7 +20,6 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import Boundary, Context, PrefixIndex
-from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key
@@ -73,12 +72,9 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
 def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, Any]:
     rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
     clock = MonotonicClock()
-    scheduler = Scheduler(
-        GlobalSchedulerConfig(), clock, index, ThinkTimes(), lambda engine_id, session_id: None
-    )
+    scheduler = Scheduler(GlobalSchedulerConfig(), clock, index)
     for engine_id in range(num_engines):
         scheduler.engines.add(engine_id, "model", slots, 200_000)
-        scheduler.admission.add_engine(engine_id, 200_000, None)
     tasks = [make_task(i, rng, hasher) for i in range(num_tasks)]
     warm(index, tasks, num_engines, rng)
 

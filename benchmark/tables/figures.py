@@ -164,7 +164,7 @@ def _host_kv() -> list[str]:
 def _agents() -> list[str]:
     """Of each number of agents, the row without admission."""
     found = load("agents_h200.json")
-    ours = {row["agents"]: row for row in found["runs"] if row["row"] != "all"}
+    ours = {row["agents"]: row for row in found["runs"] if row["row"] != "admission"}
     theirs = {row["agents"]: row for row in found["baseline"]["vllm_with_offload"]}
     waits = [f"{row['ttft_p90_s']:.2f}" for row in ours.values()]
     hits = [f"{row['hit_of_ideal']:.2f}" for row in ours.values()]

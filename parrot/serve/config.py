@@ -52,11 +52,6 @@ class GlobalSchedulerConfig(ConfigModel):
         "to the calls there, each in turn, or the one that was sent the longest beginning of its "
         "prompt (as request routers do). The other three features of placement need the first.",
     )
-    admission: bool = Field(
-        False,
-        description="When the KV of programs that go on turn after turn is more than the engines "
-        "hold, on device and host, run as many as fit, with their KV; the turns of others wait.",
-    )
     reuse_results: bool = Field(
         True,
         description="Run identical deterministic calls once: greedy or seeded, inside a tenant.",

@@ -65,7 +65,7 @@ def test_a_text_is_taken_as_it_is_and_all_else_as_json() -> None:
         (
             "PARROT_CORE__GLOBAL_SCHEDULER__X",
             "1",
-            "unknown key `global_scheduler.x`; allowed: admission, app",
+            "unknown key `global_scheduler.x`; allowed: app",
         ),
         ("PARROT_CORE_PORT", "1", "two underscores: PARROT_CORE__PORT"),
         ("PARROT_CORE__", "1", "PARROT_CORE__: names no key"),

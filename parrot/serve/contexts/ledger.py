@@ -278,13 +278,8 @@ class ContextLedger:
         expected = self.expectations.soonest(context.boundaries, now)
         return expected is not None or context.awaiting is not None
 
-    def evict_idle(self, engine_id: int, session_id: int | None = None) -> None:
-        """Free everything on the engine that no run uses, or what the session has of it."""
-        if session_id is not None:
-            for context in reversed(self.owners.of_session(session_id)):
-                if context.engine_id == engine_id and not context.pins and not context.children:
-                    self._evict(context, FreeReason.ROOM)
-            return
+    def evict_idle(self, engine_id: int) -> None:
+        """Free everything on the engine that no run uses."""
         account = self._accounts[engine_id]
         while (first := account.idle.first()) is not None:
             self._evict(first, FreeReason.MEMORY)

@@ -163,11 +163,6 @@ class ThinkTimes:
         chance = usual * lasting
         return rest_s / max(chance / (chance + 1 - usual), _MIN_CHANCE)
 
-    def chance(self, source: Source) -> float:
-        """The probability that a call is continued at all."""
-        own = self._known.peek(source) or _UNKNOWN
-        return _chance(own, self._known.peek(source.tenant) or _UNKNOWN)
-
     def _histograms(self, source: Source) -> Iterator[_Histogram]:
         """Yield that of the function and that of its tenant, new or not."""
         for key in (source, source.tenant):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from parrot.protocol.errors import NotFound
 from parrot.serve.execution.events import EventKind
-from parrot.serve.execution.fleet import Engine, Fleet
+from parrot.serve.execution.fleet import Fleet
 from parrot.serve.execution.run import Run, RunState
 from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -92,18 +92,10 @@ class Drains:
             return
         self._scheduler.engines.set_draining(load, is_wanted)
         if is_wanted:
-            self._scheduler.admission.remove_engine(engine_id)
             self._grace.engine_lost(self._clock.now())
         else:
-            self.add_places(engine)
             self._grace.engine_joined()
         kind = EventKind.ENGINE_DRAINS if is_wanted else EventKind.ENGINE_RESUMED
         text = f"{load.num_tasks} {'call' if load.num_tasks == 1 else 'calls'} there"
         self._fleet.events.add(kind, text, engine_name=engine.info.engine_name)
         self._wake()
-
-    def add_places(self, engine: Engine) -> None:
-        """It may keep programs' KV from now on."""
-        info = engine.info
-        num_tokens = info.tokens_capacity + info.host_tokens_capacity
-        self._scheduler.admission.add_engine(engine.id, num_tokens, info.costs)

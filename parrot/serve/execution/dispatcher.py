@@ -63,8 +63,6 @@ class Dispatcher:
             config.global_scheduler,
             clock,
             self._ledger.index,
-            self._ledger.think_times,
-            self._ledger.evict_idle,
             order,
             placer,
         )
@@ -271,7 +269,6 @@ class Dispatcher:
         units = _CHARS_PER_TOKEN if is_text else 1
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
         self._ledger.add_engine(engine.id, capacity, info.block_size, on_host, has_server=is_text)
-        self.drains.add_places(engine)
         self._scheduler.engines.add(
             engine.id,
             info.model,
@@ -299,7 +296,6 @@ class Dispatcher:
         self._prefetch.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.engines.remove(engine.id)
-        self._scheduler.admission.remove_engine(engine.id)
         self._grace.engine_lost(engine.last_seen)
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))

@@ -59,10 +59,6 @@ class Placer:
         """The choice for a task that is not queued. Changes nothing."""
         return self.choose(task, now)
 
-    def place_on(self, task: CompletionTask, load: EngineLoad) -> Place:
-        """The place on this engine, whatever it costs."""
-        return Place(load, task.prompt_len)
-
     def new_round(self) -> None:
         """Time has passed, or something has ended, since the last choice."""
 
@@ -105,9 +101,6 @@ class PredictedSeconds(Placer):
 
     def preview(self, task: CompletionTask, now: float) -> Place | None:
         return self._cheapest(task, now, self._find(task))
-
-    def place_on(self, task: CompletionTask, load: EngineLoad) -> Place:
-        return _place(task, load, self._find(task))
 
     def _cheapest(self, task: CompletionTask, now: float, known: Beginnings) -> Place | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)

@@ -30,7 +30,6 @@ class TaskQueue:
         self._groups: LazyHeap[Hashable, float] = LazyHeap()  # all but those held
         self._held: dict[Hashable, None] = {}
         self._passed: list[CompletionTask] = []
-        self._parked: set[CompletionTask] = set()
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -56,23 +55,6 @@ class TaskQueue:
 
     def remove(self, task: CompletionTask) -> None:
         name = self._group_of.pop(task)
-        if task in self._parked:
-            self._parked.discard(task)
-            return
-        self._drop(name, task)
-
-    def park(self, task: CompletionTask) -> None:
-        """Let it wait here, and never come to the top before `unpark`."""
-        self._parked.add(task)
-        self._drop(self._group_of[task], task)
-
-    def unpark(self, task: CompletionTask) -> None:
-        """No effect unless it is parked."""
-        if task in self._parked:
-            self.remove(task)
-            self.push(task)
-
-    def _drop(self, name: Hashable, task: CompletionTask) -> None:
         self._tasks[name].discard(task)
         if not self._tasks[name]:
             del self._tasks[name]

@@ -3,12 +3,10 @@ knows no policy by name."""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.contexts.think_time import ThinkTimes
-from parrot.serve.scheduling.admission import Admission
 from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.engine_load import EngineLoad
 from parrot.serve.scheduling.hold_back import should_wait
@@ -36,16 +34,13 @@ class Scheduler:
         config: GlobalSchedulerConfig,
         clock: Clock,
         index: PrefixIndex,
-        think_times: ThinkTimes,
-        on_given_up: Callable[[int, int], None],
         order: MakeOrder | None = None,
         placer: MakePlacer | None = None,
     ) -> None:
-        """`on_given_up`: see `Admission`. `order` and `placer` replace the configured ones."""
+        """`order` and `placer` replace the configured ones."""
         self.engines = LoadIndex()
         self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
         self._clock = clock
-        self.admission = Admission(clock, think_times, on_given_up, is_on=config.admission)
         self._running = RunningPrefixes()
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines, self._running)
@@ -71,13 +66,12 @@ class Scheduler:
 
     def add(self, task: CompletionTask) -> None:
         self._order.arrived(task)
-        self.admission.arrived(task)
         self._push(task)
 
     def remove(self, task: CompletionTask) -> None:
         """A queued task will not run."""
         self._pull(task)
-        self._end(task)
+        self._order.ended(task)
 
     def update(self, task: CompletionTask) -> None:
         """A queued task's objective has changed."""
@@ -89,7 +83,7 @@ class Scheduler:
     def ended(self, task: CompletionTask, engine_id: int) -> None:
         """A placed task has ended for good."""
         self._unload(task, engine_id)
-        self._end(task)
+        self._order.ended(task)
 
     def requeue(self, task: CompletionTask, engine_id: int) -> None:
         """A placed task must run again. It keeps its age."""
@@ -106,7 +100,6 @@ class Scheduler:
 
     def forget_session(self, session_id: int) -> None:
         self._order.forget(session_id)
-        self.admission.forget(session_id)
 
     # The loop
 
@@ -117,9 +110,6 @@ class Scheduler:
             if task in self._queues.get(task.models, ()):
                 self._pull(task)
                 self._push(task)
-        for task in self.admission.due():
-            if (waiting := self._queues.get(task.models)) is not None:
-                waiting.unpark(task)
         queues = [queue for queue in self._queues.values() if self.engines.num_open(queue.models)]
         self._placer.new_round()
         now = self._clock.now()
@@ -132,7 +122,7 @@ class Scheduler:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
                 self._placer.unqueued(task)
-                self._end(task)
+                self._order.ended(task)
                 self._failed.append(task)
                 continue
             if place is not None:
@@ -152,7 +142,7 @@ class Scheduler:
     def next_change(self) -> float | None:
         """The time at which `schedule` may place or reorder what it left queued, though nothing has
         happened until then; None if no queued task waits for a time."""
-        times = (self._patience, self._order.next_change(), self.admission.next_change())
+        times = (self._patience, self._order.next_change())
         return min([when for when in times if when is not None], default=None)
 
     def preview(self, task: CompletionTask) -> int | None:
@@ -167,11 +157,8 @@ class Scheduler:
         """Recount the loads. Raises AssertionError with what differs."""
         self._placer.check_integrity(t for queue in self._queues.values() for t in queue.tasks())
         segments = self._running.check_integrity({load.id: load.tasks for load in self.engines})
-        tasks = [task for queue in self._queues.values() for task in queue.tasks()]
         for load in self.engines:
             load.check_integrity(segments[load.id])
-            tasks += load.tasks
-        self.admission.check_integrity(tasks)
 
     def _find_place(self, queue: TaskQueue, task: CompletionTask, now: float) -> Place | None:
         """Where the first task of the queue runs now. None: it was set aside."""
@@ -179,30 +166,10 @@ class Scheduler:
         if place is None:
             queue.pass_over(task)
             return None
-        engine_id = self.admission.admit(task, place.load.id, lambda: self._open(task))
-        if engine_id is None:
-            queue.park(task)
-            return None
-        if engine_id != place.load.id:
-            load = self.engines.get(engine_id)
-            assert load is not None, engine_id
-            place = self._placer.place_on(task, load)
-            if not load.fits(task, task.prompt_len - self._running.shared_len(task, load.id)):
-                queue.pass_over(task)
-                return None
         if self._should_wait(task, place):
             queue.hold(task)
             return None
         return place
-
-    def _open(self, task: CompletionTask) -> list[int]:
-        """The engines that would take it if they had the memory."""
-        members = self.engines.members(task.models)
-        return [load.id for load in members if load.is_open and self.engines.takes(load, task)]
-
-    def _end(self, task: CompletionTask) -> None:
-        self._order.ended(task)
-        self.admission.ended(task)
 
     def _should_wait(self, task: CompletionTask, place: Place) -> bool:
         """Whether it had better wait although it fits, for those who run there: see `hold_back`."""

@@ -7,7 +7,6 @@ from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.segments import PieceKind, PrefixHasher, Segment
@@ -32,18 +31,13 @@ class Bench:
     ) -> None:
         self.clock = ManualClock()
         self.index = PrefixIndex()
-        self.think_times = ThinkTimes()
-        self.given_up: list[tuple[int, int]] = []
         self.scheduler = Scheduler(
             GlobalSchedulerConfig.model_validate(config),
             self.clock,
             self.index,
-            self.think_times,
-            lambda *ids: self.given_up.append(ids),
             order,
             placer,
         )
-        self.admission = self.scheduler.admission
         self._ids = count()
 
     def engines(
