@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from parrot import P
+from parrot.frontend.pfunc import session
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
@@ -204,6 +205,27 @@ def test_maps_are_one_request(engine: FakeEngine, url: str, serve: FakeServe) ->
         assert serve.num_requests["graph"] == 1
         assert P.gather(ends)[0] == "<Tell <Tell a > >"
         assert len(serve.calls) == 6
+
+
+def test_many_wait_for_none_but_those_they_need(
+    vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when connections are few: reads of the program, and attempts that need others' values,
+    leave room for the attempts that these wait for."""
+    monkeypatch.setattr(session, "_NUM_READ_CONNECTIONS", 4)
+    monkeypatch.setattr(session, "_NUM_TRIALS", 4)
+    seen: set[str] = set()
+
+    def bad_at_first(prompt: str) -> str:
+        is_new = prompt not in seen
+        seen.add(prompt)
+        return BAD if is_new else GOOD[:-1] + f', "of": "{len(prompt)}"' + "}"
+
+    engine.script = Script(text=bad_at_first)
+    with vm.running_scope():
+        first = vm.map(age, [f"{number:03}" for number in range(20)])
+        second = vm.map(age, first)
+        assert P.gather([*second, *first], timeout=60) == [Age(years=36)] * 40
 
 
 async def test_async_code_and_variables_of_one_s_own(

@@ -44,6 +44,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _NUM_CALL_CONNECTIONS = 32
 _NUM_READ_CONNECTIONS = 512  # each pending read holds one
+_NUM_TRIALS = 256  # that are watched at a time; each has a connection to itself
 _NUM_ATTEMPTS = 3
 _ROOM_TIMEOUT_S = 60.0
 _MAX_ROOM_PAUSE_S = 1.0
@@ -71,6 +72,9 @@ class Session:
         """The requests whose contexts the next calls continue, by function."""
         self._calls = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_CALL_CONNECTIONS))
         self._reads = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_READ_CONNECTIONS))
+        self._watches = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_TRIALS))
+        # Reads of trials wait for no others: in this order, each needs only those before it.
+        self._trial_slots = asyncio.Semaphore(_NUM_TRIALS)
         self._registering = asyncio.Lock()
         self._trials: dict[SemanticVariable, asyncio.Task[None]] = {}  # by what they are to set
         self._liveness = LivenessProbe(self._calls.health, _LIVENESS_INTERVAL_S)
@@ -153,7 +157,8 @@ class Session:
         self, variables: Sequence[SemanticVariable], work: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         try:
-            await work()
+            async with self._trial_slots:
+                await work()
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
             names = ", ".join(var.name for var in variables)
             logger.warning("the attempts to make %s ended: %s", names, error)
@@ -161,11 +166,17 @@ class Session:
                 for var in variables:
                     await self._cancel(var)
 
-    async def read(self, var: SemanticVariable, options: ReadOptions) -> str:
-        read = partial(self._reads.read_var, *self._scope, await _id_of(var), **options)
+    async def watch(self, var: SemanticVariable, options: ReadOptions) -> None:
+        """Read it for a trial."""
+        await self._read(self._watches, var, options)
+
+    async def read(self, var: SemanticVariable, options: ReadOptions) -> None:
+        await self._read(self._reads, var, options)
+
+    async def _read(self, client: ServeClient, var: SemanticVariable, options: ReadOptions) -> None:
+        read = partial(client.read_var, *self._scope, await _id_of(var), **options)
         value = await self._wait_for(read, f"no value of `{var.name}`", options)
         var.settle(value)
-        return value.content
 
     async def read_each(
         self,
@@ -292,6 +303,7 @@ class Session:
             logger.warning("session %d was not ended at the server: %s", self.session_id, error)
         await self._calls.close()
         await self._reads.close()
+        await self._watches.close()
 
 
 class LivenessProbe:

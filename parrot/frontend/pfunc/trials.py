@@ -105,8 +105,8 @@ class Trial:
             for var in made:
                 if var.draft is not None:
                     await var.draft.sent.wait()
-            await asyncio.gather(*(self._session.read(var, options) for var in made))
             for var, out in zip(made, self.outs, strict=True):
+                await self._session.watch(var, options)
                 var.model = out.model
                 var.get()  # which is known
         except TimedOut as error:
