@@ -13,7 +13,7 @@ from parrot.utils.private_files import open_private
 from parrot.utils.settings import without_settings
 
 _STOP_GRACE_S = 10.0
-_TAIL_LINES = 25
+_TAIL_LINES, _TAIL_BYTES = 25, 2**16
 
 
 class ClusterError(Exception):
@@ -41,6 +41,7 @@ class ServerProcess:
         self._env = {**without_settings(os.environ), "PYTHONUNBUFFERED": "1", **env}
         self._on_death = on_death
         self._is_to_end = False
+        self._log_start = 0  # where this run's part of the log begins
         self.started_at = 0.0
         """On the clock `time.monotonic`."""
         self._popen: subprocess.Popen[bytes] | None = None
@@ -72,6 +73,7 @@ class ServerProcess:
         self.started_at = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open_private(self.log_path, is_new=False) as log:
+            self._log_start = self.log_path.stat().st_size
             popen = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -123,7 +125,12 @@ class ServerProcess:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self, num_lines: int = _TAIL_LINES) -> str:
-        return "\n".join(self.log().splitlines()[-num_lines:])
+        """The last lines since it was started last."""
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_start, self.log_path.stat().st_size - _TAIL_BYTES))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
 
     def death_message(self) -> str:
         code = self.exit_code

@@ -75,7 +75,7 @@ def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Lang
             raise
         raise ConfigError(
             f"an engine of type {config.engine_type} needs {error.name}, which is not installed: "
-            "see INSTALL.md"
+            'pip install -e ".[engine]" in Parrot\'s folder, after torch itself (INSTALL.md)'
         ) from None
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from parrot.cli.bench.figures import Figures, Measured, figures, table
+from parrot.cli.bench.figures import CAPTION, Figures, Measured, figures, table
 from parrot.cli.bench.presets import Load, parse_load
 from parrot.cli.bench.runner import JobRunner
 from parrot.cli.bench.sides import Address, CannotMeasure, Connections
@@ -179,6 +179,7 @@ def _show(rows: Sequence[Figures], load: Load, seed: int) -> None:
     parameters = ", ".join(f"{k}={v}" for k, v in load.workload.parameters().items())
     OUT.print(f"[bold]{load.name}[/]: {parameters}; --seed {seed}", soft_wrap=True)
     OUT.print(table(rows, jobs))
+    OUT.print(f"[dim]{CAPTION}[/]")
     for row in rows:
         for note in row["notes"]:
             OUT.print(f"{escape(row['url'])}: {escape(note)}", soft_wrap=True)

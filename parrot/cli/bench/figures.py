@@ -22,7 +22,7 @@ _TIMES = {
     "itl_ms": "ITL",
     "e2el_ms": "E2E",
 }
-_CAPTION = (
+CAPTION = (
     "In ms, of what is read: until the first token (TTFT), for each further one (TPOT), between "
     "pieces of the stream (ITL), until all is done (E2E)."
 )
@@ -121,7 +121,7 @@ def table(rows: Sequence[Figures], jobs: str) -> Table:
     """A column for each side, and of two also how they compare. `jobs`: what one of them is."""
     right = [Column(_heading(row), justify="right") for row in rows]
     ratio = [Column("second\nover first", justify="right")] if len(rows) == 2 else []
-    shown = Table("", *right, *ratio, caption=_CAPTION, caption_justify="left")
+    shown = Table("", *right, *ratio)
 
     def add(title: str, name: str, form: str, *, compares: bool = True) -> None:
         values = [row.get(name) for row in rows]

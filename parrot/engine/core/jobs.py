@@ -18,7 +18,6 @@ from parrot.engine.core.plan import (
     StateRead,
     StateSum,
 )
-from parrot.engine.drafts.finder import DraftFinder
 from parrot.engine.drafts.output_drafts import OutputDrafts
 from parrot.engine.drafts.pace import Acceptance
 from parrot.engine.grammar.constraint import Constraint
@@ -389,6 +388,8 @@ class Job:
             return
         if not (sources.in_context or sources.texts):
             return
+        from parrot.engine.drafts.finder import DraftFinder  # numpy: engines of models have it
+
         self.drafts = OutputDrafts(
             DraftFinder(sources.texts, in_context=sources.in_context),
             self.context.token_ids,

@@ -2,10 +2,13 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from parrot.engine.drafts.finder import DraftFinder
 from parrot.engine.drafts.pace import Acceptance, Candidate
 from parrot.engine.grammar.constraint import Constraint
+
+if TYPE_CHECKING:
+    from parrot.engine.drafts.finder import DraftFinder
 
 _FORCED_RATE = 0.98  # of tokens that a grammar forces: their text may also be cut otherwise
 
@@ -16,7 +19,7 @@ class OutputDrafts:
 
     def __init__(
         self,
-        finder: DraftFinder,
+        finder: "DraftFinder",
         context_ids: "array[int]",
         output_ids: Sequence[int],
         max_output: int,

@@ -1,0 +1,32 @@
+"""Servers that run no model need nothing of the extra `engine`."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {extra}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Absent())
+from parrot.engine import http_server
+from parrot.engine.config import parse_engine_config
+from parrot.engine.engine_types import create_service
+from parrot.serve import http_server
+
+for kind in ("sim", "openai"):
+    config = {{"engine_type": kind, "model": "m", "instance": {instance}}}
+    if kind == "sim":
+        del config["instance"]
+    create_service(parse_engine_config(config, "test"))
+"""
+
+
+def test_engines_in_front_of_other_servers_start_without_numpy() -> None:
+    extra = {"torch", "transformers", "numpy", "safetensors", "gguf", "llguidance"}
+    program = PROGRAM.format(extra=extra, instance={"base_url": "http://localhost:1/v1"})
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
