@@ -1,6 +1,7 @@
 """Reading a configuration file into a frozen pydantic model, with errors a person can act on."""
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,7 +77,9 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
     key = f"`{'.'.join(map(str, loc))}`" if loc else "the configuration"
     if kind == "extra_forbidden":
         owner, _ = section_at(model, loc[:-1])
-        return f"unknown key {key}; allowed: {', '.join(sorted(owner.model_fields))}"
+        near = get_close_matches(str(loc[-1]), owner.model_fields, n=1)
+        hint = f" (did you mean `{near[0]}`?)" if near else ""
+        return f"unknown key {key}; allowed: {', '.join(sorted(owner.model_fields))}{hint}"
     return f"{key}: {message}" + ("" if kind == "missing" else f", not {given!r:.80}")
 
 

@@ -70,6 +70,7 @@ def test_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (finding,) = wrong(findings(tmp_path, "engine_type: sim\nprot: 1\n"))
     assert "unknown key `prot`" in finding.what
+    assert finding.what.endswith("(did you mean `port`?)")
     (finding,) = wrong(findings(tmp_path, "host: 0.0.0.0\nport: 10111\n"))
     assert "`cluster_token` is missing" in finding.what
     engine = "engine_type: builtin\ndevice: cuda\nmodel: embedded\nport: 10112\n"

@@ -139,7 +139,9 @@ async def _model(http: HttpClient, address: Address) -> str:
     except (KeyError, TypeError):
         raise CannotMeasure(f"{address.url} is no server of OpenAI's API") from None
     if not served:
-        raise CannotMeasure(f"{address.url} serves no model as yet")
+        raise CannotMeasure(
+            f"{address.url} serves no model as yet; `parrot ping` shows a ServeCore's engines"
+        )
     if address.model is not None and address.model not in served:
         raise CannotMeasure(
             f"{address.model} is not served at {address.url}; {address.model_option} may be "

@@ -22,6 +22,9 @@ from parrot.simulation.trace import TracedSession, load_trace
 from parrot.utils.config import ConfigError
 
 _LISTED = 20
+_GONE = (
+    "; those that have ended are in the file of ServeCore's `trace_path`, if it has one (--file)"
+)
 
 
 def trace(
@@ -171,8 +174,12 @@ def _list(sessions: Iterable[tuple[str, float, int]], file: Path | None = None) 
         )
         table.add_row(name, when, str(calls))
     if not newest:
-        OUT.print("there is no session")
+        OUT.print(f"there is no session{'' if file else _GONE}")
         return
     OUT.print(table)
     more = len(newest) - _LISTED
-    OUT.print((f"and {more} older. " if more > 0 else "") + "`parrot trace SESSION` shows one")
+    OUT.print(
+        (f"and {more} older. " if more > 0 else "")
+        + "`parrot trace SESSION` shows one"
+        + ("" if file else _GONE)
+    )

