@@ -27,6 +27,10 @@ DEADLINE_S = 2.0
 _NUM_THREADS = 2
 _MASK_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))
 _MAX_STATES = 16_000  # of a lexer, which then takes up to 8 MiB, besides 4 MiB for its grammar
+# Items of a step of the parser. Each way to read a part of an ambiguous text is one, and a step
+# looks at pairs of them: 500 take it some milliseconds, 2,000 a fifth of a second. JSON and choices
+# are not ambiguous, so theirs are few, or cost little.
+_MAX_ITEMS = 500  # of a row; a mask looks at several rows
 _MAX_LEXERS = 128  # that are remembered
 _MAX_REASON = 300
 _NO_EOS = "<|no end of text|>"
@@ -54,7 +58,8 @@ class _Grammar(NamedTuple):
 class GrammarCompiler:
     """Makes constraints for one tokenizer, and remembers grammars. Used from one event loop.
 
-    llguidance bounds a grammar's size and steps. A lexer finds its states while texts are made: an
+    llguidance bounds a grammar's size and steps, of an ambiguous one more tightly: the others of a
+    batch wait for it. A lexer finds its states while texts are made: an
     output that would need more than `_MAX_STATES` fails, and of lexers that no output uses only
     `_MAX_LEXERS` are kept, so that hostile grammars cannot fill the memory. What is not compiled
     after `deadline_s` is refused, and its thread left to end.
@@ -76,7 +81,6 @@ class GrammarCompiler:
         self._vocabulary = Vocabulary(num_words, eos, LLExecutor(mask_threads))
         self._deadline_s = deadline_s
         self._max_lexers = mask_threads
-        self._limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._cache: LruDict[tuple[str, str], _Grammar] = LruDict(
             _MAX_LEXERS, weigh=lambda grammar: len(grammar.lexers)
@@ -184,7 +188,14 @@ class GrammarCompiler:
             grammar = _grammar(field, text)
         except (ValueError, RecursionError) as error:
             raise _wrong(field, str(error)) from None
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        is_free = field == "grammar"
+        limits = LLParserLimits(
+            max_items_in_row=_MAX_ITEMS if is_free else None,
+            step_max_items=20 * _MAX_ITEMS if is_free else None,
+            max_lexer_states=_MAX_STATES,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         # The first mask takes longest, so it is made in this thread; it tells if no text fits.
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_stopped():
             raise _wrong(field, matcher.get_error() or "there is no such text")

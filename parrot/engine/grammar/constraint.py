@@ -88,7 +88,8 @@ class Constraint:
             assert place == self._num_taken, (place, self._num_taken)
             if not self._is_stopped:
                 if not self._matcher.consume_token(token_id):
-                    raise self._fail(f"token {token_id} cannot be taken")
+                    reason = self._matcher.get_error()
+                    raise self._fail(reason or f"token {token_id} cannot be taken")
                 self._is_stopped = self._matcher.is_stopped()
             self._num_taken += 1
 

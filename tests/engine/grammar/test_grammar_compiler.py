@@ -376,6 +376,51 @@ def test_an_output_whose_lexer_grows_without_end_fails() -> None:
     assert failure_of(constraint_of(regex="[a-z]{3}[a-z]*"), seed=3) is None
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        's: s s | "a"',
+        's: s s s | s s | "a"?',
+        "s: s s s s | s s s | s s | /[ab]/",
+        's: t s | s t | "a"\nt: s t | t s | "a" "a"',
+        's: "a" s "a" | "a" s | s "a" | "a"',
+    ],
+)
+def test_an_ambiguous_grammar_fails_before_it_is_slow(grammar: str) -> None:
+    """By the number of its parser's items, of which a step looks at pairs."""
+    constraint = constraint_of(grammar=f"start: s\n{grammar}")
+    beside = constraint_of(grammar='start: ("a" | "b")*')
+    (letter,) = TOKENIZER.encode("a").ids
+
+    def follow() -> None:
+        for place in range(260):
+            _, others = allowed_together([constraint, beside])
+            assert letter in others
+            beside.take(place, letter)
+            constraint.take(place, letter)
+
+    with pytest.raises(InvalidRequest, match=r"cannot be followed: .* items.*500") as caught:
+        follow()
+    assert caught.value.param == "grammar"
+
+
+def test_long_texts_and_large_grammars_that_are_not_ambiguous_are_followed() -> None:
+    (letter, comma) = TOKENIZER.encode("a,").ids
+    several = constraint_of(grammar='start: list\nlist: list "," item | item\nitem: "a" | "b"')
+    words = " | ".join(f'"word {i}"' for i in range(400))
+    many = constraint_of(grammar=f'start: ({words} | "a,")*')
+    for constraint in (several, many):
+        for place in range(3000):
+            token = comma if place % 2 else letter
+            assert token in (allowed(constraint, place) or ())
+            constraint.take(place, token)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(300)}}
+    wide = constraint_of(json_schema=schema | {"additionalProperties": False})
+    for place, token in enumerate(TOKENIZER.encode('{"p7":null,"p299":null}').ids):
+        wide.take(place, token)
+    assert wide.is_complete
+
+
 def counted_lexers(compiler: GrammarCompiler) -> list[int]:
     """Of each remembered grammar, how many outputs use each of its lexers."""
     grammars = [compiler._cache.peek(key) for key in compiler._cache]
