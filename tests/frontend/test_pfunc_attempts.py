@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -270,6 +271,22 @@ def test_a_dropped_batch_and_cancellations(
         mine.set(GOOD)
         assert mine.get() == Age(years=36)
         age("Zoe")  # still runs when the session ends
+
+
+def test_a_cancelled_call_stops_at_its_engine(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    engine.script = Script(hang_after=1)
+    with vm.running_scope():
+        var = age("Eve")
+        wait_for_state(vm, "running")
+        var.cancel()
+        wait_for_state(vm, "idle")
+
+
+def wait_for_state(vm: P.VirtualMachine, state: str) -> None:
+    """What a connection tells that is opened or closed is known soon."""
+    end = time.monotonic() + 10
+    while [call.state for call in vm.session_info().calls] != [state]:
+        assert time.monotonic() < end, vm.session_info().calls
 
 
 def test_what_cannot_be_tried() -> None:
