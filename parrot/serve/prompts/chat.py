@@ -4,7 +4,6 @@ A model's template is rendered with unguessable sentinels in the place of the me
 them. Real messages never pass through the template, so no text in them
 can act as template code or as markup."""
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,30 +12,18 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parrot.protocol.errors import InvalidRequest
+from parrot.serve.prompts.template_sandbox import MAX_CHARS, MAX_TEMPLATE, TemplateSandbox
 
 _NUM_RENDERED = 16  # turns; the markup of later turns is that of the sixteenth
 # Marks for training that some templates have; they print nothing.
 _GENERATION_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-_DICT_NAMES = frozenset(dir(dict))
 _SYSTEM_SOMEWHERE = (
     ("system", "system", "user"),
     ("user", "system"),
     ("system", "user", "assistant", "system", "user"),
 )
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Gives the same as its base. That takes most of a template's time to find out, by an exception
-    each time, that a message has no attribute `role`."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
-            return obj[attribute]
-        return super().getattr(obj, attribute)
 
 
 class ChatTemplate:
@@ -47,14 +34,16 @@ class ChatTemplate:
     (some move the system message to the last turn)."""
 
     def __init__(self, template: str, bos: str = "", eos: str = "") -> None:
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
+        if len(template) > MAX_TEMPLATE:
+            raise InvalidRequest("the model's chat template is too long")
+        environment = TemplateSandbox()
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(_GENERATION_MARK.sub("", template))
-        except TemplateError as error:
-            raise InvalidRequest(f"the model's chat template is broken: {error}") from None
+        except Exception as error:  # noqa: BLE001 - nested deeply, it fails in Python's own parser
+            raise InvalidRequest(f"the model's chat template is broken: {error!s:.500}") from None
+        self._budget = environment.budget
         self.source = template
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._openings: dict[bool, tuple[str, ...]] = {}  # by whether there is a system message
@@ -102,15 +91,22 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt behind which the next answer is generated. `options` are the template's
         further variables: `tools`, `enable_thinking` and the like. Raises `InvalidRequest`."""
+        self._budget.renew()
+        parts, num_chars = [], 0
         try:
-            text: str = self._template.render(
+            for part in self._template.generate(
                 **options, messages=messages, add_generation_prompt=True, **self._tokens
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"the model's chat template failed: {error}", param="chat") from (
-                None
-            )
-        return text
+            ):
+                parts.append(part)
+                num_chars += len(part)
+                if num_chars > MAX_CHARS:
+                    raise TemplateError("it makes too long a text")
+        except Exception as error:  # noqa: BLE001 - it may divide by zero, call itself, and so on
+            raise InvalidRequest(
+                f"the model's chat template failed: {str(error) or type(error).__name__:.500}",
+                param="chat",
+            ) from None
+        return "".join(parts)
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -132,23 +128,6 @@ def _split(text: str, sentinels: list[str]) -> list[str]:
             )
         parts.append(before)
     return [*parts, text]
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Like transformers' filter, not like Jinja's, which escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _strftime_now(form: str) -> str:

@@ -1,0 +1,107 @@
+"""Chat templates of hostile models: they fail with an error of the request, soon."""
+
+import time
+
+import pytest
+
+from parrot.protocol.errors import InvalidRequest
+from parrot.serve.prompts.chat import ChatTemplate
+
+WITHIN_CPU_S = 1.5  # of a machine that is busy; the work is bounded to some tenths of that
+MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(64) %}"
+NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(64) %}"
+
+HOSTILE = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in messages %}x{% endfor %}{% endfor %}" * 4,
+    "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ 'a' * 900000000 }}",
+    "{{ messages[0].content * 900000000 }}",
+    "{{ ['a'] * 900000000 }}",
+    "{{ 900000000 * ['a'] }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{% set ns = namespace(x=9) %}{% for i in range(64) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    DOUBLED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='') %}{% for i in range(99999) %}{% set ns.x = ns.x + 'aaaaaaaa' %}"
+    "{% endfor %}" * 4,
+    "{% for i in range(99999) %}{{ 'a' + '" + "b" * 1000 + "' }}{% endfor %}",
+    DOUBLED + "{% set ns.x = [ns.x, ns.x]|join(ns.x) %}{% endfor %}",
+    DOUBLED + "{% set ns.x = ns.x.join([ns.x, ns.x]) %}{% endfor %}",
+    DOUBLED + "{% set ns.x = ns.x.replace('a', 'aaaa') %}{% endfor %}",
+    DOUBLED + "{% set ns.x = ns.x|replace('a', 'aaaa') %}{% endfor %}",
+    NESTED + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+    NESTED + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    NESTED + "{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x == ns.x }}",
+    NESTED + "{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    NESTED + "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ ns.x|string }}",
+    NESTED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    NESTED + "{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    "{{ messages|tojson(indent=900000000) }}",
+    "{{ 'a\\n'|indent(900000000) }}",
+    "{{ 'a'.center(900000000) }}",
+    "{{ 'a'.zfill(900000000) }}",
+    "{{ '{:900000000}'.format(1) }}",
+    "{{ '%900000000d' % 1 }}",
+    "{{ 'a'|center(900000000) }}",
+    "{{ lipsum(900000) }}",
+    "{{ 1 // 0 }}",
+    "{{ 1 % 0 }}",
+    "{{ [].pop() }}",
+    "{{ messages[5].content.x.y }}",
+    "{{ range(10 ** 9) }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(1) }}",
+    "{{ raise_exception(range(99999)|list) }}",
+    "{{ strftime_now('%Y' * 900000000) }}",
+    "{% for i in range(99999) %}{{ messages|tojson }}{% endfor %}",
+    "{% for i in range(99999) %}{{ messages|string }}{% endfor %}" * 4,
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ x }}" * 100_000,
+    "{% include 'x' %}",
+    "{% import 'x' as y %}",
+    "{% extends 'x' %}",
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE, ids=lambda source: source[:60])
+def test_a_hostile_template_is_an_error_of_the_request(source: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest, match="chat template"):
+        ChatTemplate(source).render(MESSAGES)
+    assert time.thread_time() - began < WITHIN_CPU_S
+
+
+HARMLESS = {
+    "{% for m in messages %}{{ '<' + m.role + '>' + m['content'] + '\n' }}{% endfor %}": (
+        "<user>Hello\n<assistant>Hi\n"
+    ),
+    "{% for m in messages[::-1] %}{{ loop.index0 % 2 }}{{ loop.last }}{% endfor %}": "0False1True",
+    "{{ [1, 'a', none]|tojson }}{{ {'a': [1]}|tojson(indent=1) }}": (
+        '[1, "a", null]{\n "a": [\n  1\n ]\n}'
+    ),
+    "{% for k, v in {'a': 1, 'b': 2}.items() %}{{ k ~ v }},{% endfor %}": "a1,b2,",
+    "{{ 'a' + 'b' + messages[0].role + 'c' }}{{ (1 + 2)|string + 'd' }}": "abuserc3d",
+    "{% set a, b = 1, 2 %}{{ a + b }}{{ 2 ** 3 }}{{ 6 * 7 }}{{ -1 }}": "3842-1",
+    "{{ 'a' * 3 }}{{ ' x '.strip() }}{{ 'a,b'.split(',')|join('-') }}": "aaaxa-b",
+    "{{ 'aba'.replace('a', 'c') }}{{ 'aba'|replace('b', '') }}{{ ', '.join(['a', 'b']) }}": (
+        "cbcaaa, b"
+    ),
+    "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}": "1",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n }}": "2",
+    "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(1) }}{{ (1, 2)[1] }}{{ [[1], [2]][1][0] }}": (
+        "[1]22"
+    ),
+    "{% for m in messages if m.role == 'user' %}{{ m.content|trim|upper }}{% endfor %}": "HELLO",
+    "{% for x in range(3) %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% endfor %}": "02",
+    "{{ [1] + [2, 3] }}{{ 7 % 4 }}{{ 'a' in 'abc' }}": "[1, 2, 3]3True",
+}
+
+
+@pytest.mark.parametrize("source", HARMLESS)
+def test_what_templates_do_still_works(source: str) -> None:
+    assert ChatTemplate(source).render(MESSAGES) == HARMLESS[source]
