@@ -1,13 +1,12 @@
 """The HTTP face of an engine of any type."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from pydantic import BaseModel
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.channels import Channels
 from parrot.engine.config import EngineConfig
@@ -31,16 +30,16 @@ from parrot.protocol.engine_api import (
     ScoreResponse,
     TokenizerResponse,
 )
-from parrot.protocol.errors import AuthenticationFailed, NotFound, Unavailable
-from parrot.protocol.gate.access import Access, rules
-from parrot.protocol.gate.answer import error_response
+from parrot.protocol.errors import NotFound, Unavailable
+from parrot.protocol.gate.access import Access, Guard, rules
+from parrot.protocol.gate.bodies import PEER_BODY
 from parrot.protocol.server import create_base_app, require_cluster_token
 from parrot.protocol.streams.payloads import ChannelRequest, FollowRequest, FollowResponse
 from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
-_guarded = partial(Endpoint, access=Access.CLUSTER)
+_guarded = partial(Endpoint, access=Access.CLUSTER, body=PEER_BODY)
 
 
 def create_app(
@@ -83,7 +82,8 @@ def create_app(
     install(app, endpoints, access=Access.CLUSTER)
     if config.cluster_token is not None:
         open_paths = {rule.path for rule in rules(app.routes) if rule.access is Access.ANYBODY}
-        app.add_middleware(TokenGuard, token=config.cluster_token, open_paths=open_paths)
+        check = partial(require_cluster_token, expected=config.cluster_token)
+        app.add_middleware(Guard, check=check, open_paths=open_paths)
     return app
 
 
@@ -116,21 +116,19 @@ def _verbs(
 
     return [
         _guarded("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
-        Endpoint(
+        _guarded(
             "POST",
             "/generate",
             generate,
             "Add to contexts, and generate",
             errors=_ERRORS,
-            access=Access.CLUSTER,
         ),
-        Endpoint(
+        _guarded(
             "POST",
             "/free_context",
             free_context,
             "Drop contexts",
             errors=(401, 404, 413),
-            access=Access.CLUSTER,
         ),
     ]
 
@@ -170,14 +168,13 @@ def _streams(
         ("/channel", channel, "The pieces of all generations that name it"),
     ]
     return [
-        Endpoint(
+        _guarded(
             "POST",
             path,
             verb,
             about,
             errors=_ERRORS,
             media_type="text/event-stream",
-            access=Access.CLUSTER,
         )
         for path, verb, about in verbs
     ]
@@ -196,13 +193,12 @@ def _readings(service: EngineService) -> list[Endpoint]:
 
     return [
         _guarded("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
-        Endpoint(
+        _guarded(
             "POST",
             "/score",
             score,
             "How likely a text's tokens are",
             errors=_ERRORS,
-            access=Access.CLUSTER,
         ),
     ]
 
@@ -230,44 +226,23 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
 
     return [
         _guarded("POST", "/ping", ping, "What runs here", errors=(401, 503)),
-        Endpoint(
+        _guarded(
             "GET",
             "/tokenizer",
             tokenizer,
             "The model's tokenizer",
             errors=(401, 404, 503),
-            access=Access.CLUSTER,
         ),
         Endpoint("GET", "/health", health, "Whether the process lives", access=Access.ANYBODY),
         Endpoint(
             "GET", "/ready", ready, "Whether it can work", errors=(503,), access=Access.ANYBODY
         ),
-        Endpoint(
+        _guarded(
             "GET",
             "/metrics",
             metrics,
             "For Prometheus",
             errors=(401,),
             media_type=CONTENT_TYPE,
-            access=Access.CLUSTER,
         ),
     ]
-
-
-class TokenGuard:
-    """Refuses, unless it carries the cluster's token, every request that is not for an open path;
-    so a route that is added later is closed by default."""
-
-    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str]) -> None:
-        self._app = app
-        self._token = token
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            try:
-                require_cluster_token(request := Request(scope), self._token)
-            except AuthenticationFailed as error:
-                await error_response(request, error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

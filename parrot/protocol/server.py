@@ -30,7 +30,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.gate.answer import ErrorForm, own_form
-from parrot.protocol.gate.bodies import ANY_BODY, BodyBudget, BodyLimit, BodyRules, read_body
+from parrot.protocol.gate.bodies import ANY_BODY, LARGE, BodyBudget, BodyLimit, BodyRules, read_body
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.errors import ErrorBoundary
 from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
@@ -92,12 +92,19 @@ class _App(FastAPI):
 
 def json_response(model: BaseModel) -> Response:
     """The fast way out: one serialisation in pydantic-core."""
-    return Response(model.model_dump_json(), media_type="application/json")
+    return Response(json_bytes(model), media_type="application/json")
 
 
-async def read_json(request: Request, rules: BodyRules = ANY_BODY) -> Any:
+def json_bytes(model: BaseModel) -> bytes:
+    """What `model_dump_json` gives, without making a text of it first."""
+    return bytes(model.__pydantic_serializer__.to_json(model))
+
+
+async def read_json(
+    request: Request, rules: BodyRules = ANY_BODY, check: Callable[[Any], None] | None = None
+) -> Any:
     """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
-    nesting, so nothing behind this line meets them.
+    nesting, so nothing behind this line meets them; nor what `check` raises for.
 
     A page of another site can make a browser send any body but one that is declared as JSON, for
     which the browser asks first."""
@@ -107,6 +114,7 @@ async def read_json(request: Request, rules: BodyRules = ANY_BODY) -> Any:
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != _JSON:
         raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
+    await _others_first(raw)
     try:
         payload = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -114,7 +122,17 @@ async def read_json(request: Request, rules: BodyRules = ANY_BODY) -> Any:
     if isinstance(payload, dict) and len(payload) > _MAX_FIELDS:
         # Before validation, which would say of each that it is unknown.
         raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
+    if check is not None:
+        await _others_first(raw)
+        check(payload)
+    await _others_first(raw)
     return payload
+
+
+async def _others_first(raw: bytes) -> None:
+    """Each look at a large body takes some ten milliseconds: others may go on between two."""
+    if len(raw) > LARGE:
+        await asyncio.sleep(0)
 
 
 def parse_payload(model: type[T], payload: Any) -> T:
@@ -304,7 +322,7 @@ class EventStream(Response):
 def _event_bytes(name: str | None, payload: BaseModel | Mapping[str, Any] | str) -> bytes:
     """JSON has no line breaks, so each event is one line of data."""
     if isinstance(payload, BaseModel):
-        data = payload.model_dump_json().encode()
+        data = json_bytes(payload)
     else:
         data = payload.encode() if isinstance(payload, str) else orjson.dumps(payload)
     if name is None:

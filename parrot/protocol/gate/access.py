@@ -1,11 +1,15 @@
 """Who may use a route. Each has a rule: an app with a route that has none does not start."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from parrot.protocol.errors import AuthenticationFailed
+from parrot.protocol.gate.answer import error_response
 
 Check = Callable[[Request], None]
 """Raises `AuthenticationFailed` for a request that may not be made."""
@@ -53,3 +57,22 @@ def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
                 yield Rule(method, route.path, route.access)
         else:
             raise TypeError(f"nobody says who may use {route}")
+
+
+class Guard:
+    """Refuses, unless `check` lets it pass, every request that is not for an open path, also for
+    paths that there are not."""
+
+    def __init__(self, app: ASGIApp, check: Check, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._check = check
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                self._check(request := Request(scope))
+            except AuthenticationFailed as error:
+                await error_response(request, error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

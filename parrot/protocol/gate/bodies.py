@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.errors import AuthenticationFailed, Cancelled, PayloadTooLarge, Unavailable
 from parrot.protocol.gate.answer import ErrorForm, error_response
+from parrot.protocol.gate.json_size import JsonMeter
 
 LARGE = 2**20
 _SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
@@ -49,10 +50,12 @@ class _Lease:
 
 class BodyRules(NamedTuple):
     """The bodies that a route takes. `max_size`: bytes of a body, if less than the server's limit.
-    `admits`: whether a body of more than 1 MiB is read, as the request's head tells."""
+    `admits`: whether a body of more than 1 MiB is read, as the request's head tells. `is_metered`:
+    what its JSON is made of is bounded (see json_size.py)."""
 
     max_size: int | None = None
     admits: Callable[[Request], bool] | None = None
+    is_metered: bool = True
 
     def check(self, request: Request, size: int) -> None:
         """Raise `PayloadTooLarge` or `AuthenticationFailed` if a body of this size is not read."""
@@ -66,25 +69,32 @@ class BodyRules(NamedTuple):
 
 
 ANY_BODY = BodyRules()
+PEER_BODY = BodyRules(is_metered=False)
 SMALL_BODY = BodyRules(_SMALL)
 
 
 async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
-    """The whole body, which the request does not keep. Raises what the rules raise, `Unavailable`
-    when the bodies of all requests become too large, and `Cancelled` if the client leaves or is too
-    slow."""
+    """The whole body, which the request does not keep. Raises what the rules and the meter raise,
+    `Unavailable` when the bodies of all requests become too large, and `Cancelled` if the client
+    leaves or is too slow."""
     declared = request.headers.get("content-length", "")
     rules.check(request, int(declared) if declared.isdecimal() else 0)
     budget: BodyBudget = request.app.state.body_budget
     with budget.lease() as lease:
         chunks, size = [], 0
+        meter: JsonMeter | None = None
         try:
             async for chunk in request.stream():
                 chunks.append(chunk)
                 size += len(chunk)
                 rules.check(request, size)
-                if size > _SMALL:
-                    lease.grow(size - _SMALL)
+                if size <= _SMALL:
+                    continue
+                lease.grow(size - _SMALL)
+                if rules.is_metered:
+                    for piece in chunks if meter is None else (chunk,):
+                        meter = meter or JsonMeter()
+                        meter.feed(piece)
         except ClientDisconnect:
             raise Cancelled("the client disconnected") from None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.graph.variable import TokenizedText
@@ -25,6 +25,7 @@ from parrot.serve.prompts.transcript import (
 )
 
 _PART = 2048  # characters
+_MAX_CHARS = 2**23  # of a prompt: no model has room for two million tokens
 
 FindTokenizer = Callable[[str], ModelTokenizer | None]
 """The tokenizer of a model, None if its engines take text. Raises `NotFound` if it has none."""
@@ -40,7 +41,12 @@ def transcript_of(
     tokenizer: ModelTokenizer | None,
 ) -> Transcript:
     """The prompt of plain text, or of messages that the chat template renders with `options`.
-    Raises `UnsupportedField` if the model has no chat template, and `InvalidRequest`."""
+    Raises `UnsupportedField` if the model has no chat template, `PromptTooLong` for what is longer
+    than any model's prompt, and `InvalidRequest`."""
+    texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    num_chars = sum([len(text) for text in texts if isinstance(text, str)])
+    if num_chars > _MAX_CHARS:
+        raise PromptTooLong(f"the prompt has {num_chars} characters; the limit is {_MAX_CHARS}")
     if isinstance(prompt, str):
         ends = [(end, PieceKind.CONSTANT) for end in _part_ends(prompt)]
         return Transcript(prompt, lambda *_: ends)

@@ -16,7 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import TokenizerResponse
-from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.prompts.chat import ChatTemplate
 from parrot.serve.prompts.vocabulary import Vocabulary
 from parrot.utils.heaps import LruDict
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Ids = tuple[int, ...]
 
 LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
+MAX_ENCODED = 2**22  # characters; the ids of a longer text would hold the interpreter for long
 CACHE_IDS = 4 * 2**20
 
 
@@ -70,10 +71,16 @@ class PieceEncoder:
 
     async def encode(self, text: str, style: Style) -> Ids:
         """The ids, without blocking the event loop (the tokenizer releases the GIL). Equal texts
-        that are asked for at the same time are encoded once."""
+        that are asked for at the same time are encoded once. Raises `PromptTooLong` for a text that
+        is longer than any model's prompt."""
         known = self.encode_now(text, style)
         if known is not None:
             return known
+        if len(text) > MAX_ENCODED:
+            message = (
+                f"a text of {len(text)} characters is not tokenized; the limit is {MAX_ENCODED}"
+            )
+            raise PromptTooLong(message)
         running = self._in_threads.get((style, text))
         if running is None:
             running = asyncio.create_task(self._encode_in_thread(text, style))

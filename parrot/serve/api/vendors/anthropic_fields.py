@@ -24,7 +24,7 @@ from parrot.serve.api.vendors.tool_choice import call_rules, shown
 from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.reasoning import reasoning_options
 
-_MAX_MESSAGES = 16_384
+_MAX_MESSAGES = 4096
 _MAX_TOOLS = 512
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 

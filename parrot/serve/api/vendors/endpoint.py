@@ -142,9 +142,7 @@ class VendorEndpoint(Endpoint):
         a POST that mean nothing here."""
         if self.method != "POST":
             return dict(request.query_params)
-        fields = await read_json(request)
-        require_shallow(fields)
-        return fields
+        return await read_json(request, check=require_shallow)
 
     def _failed(self, error: ParrotError, request_id: str) -> Response:
         status, body = self._error_body(error, request_id)

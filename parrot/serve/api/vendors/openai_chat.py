@@ -21,7 +21,7 @@ from parrot.serve.api.vendors.tool_choice import call_rules, chosen_tool, shown
 from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.reasoning import reasoning_options
 
-MAX_MESSAGES = 16_384
+MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 _PLAIN = {"role", "content"}
 

@@ -24,7 +24,7 @@ from parrot.serve.conversations.turn import Chain, Turn
 from parrot.serve.prompts.placeholders import MAX_PLACES
 
 MAX_CHOICES = 16
-MAX_PARTS = 4096  # of a message
+MAX_PARTS = 1024  # of a message
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 DEFAULT_MAX_TOKENS = 16_384
 _MAX_FIELDS = 256

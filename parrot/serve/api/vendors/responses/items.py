@@ -27,7 +27,7 @@ from parrot.serve.api.vendors.openai_common import (
 )
 from parrot.serve.api.vendors.openai_common import Item as ListItem
 
-MAX_ITEMS = 16_384
+MAX_ITEMS = 4096
 _Id = Annotated[str, Field(max_length=256)]
 
 

@@ -1,0 +1,61 @@
+"""How many values, keys and containers JSON may have, counted before it is read."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot.protocol.errors import PayloadTooLarge
+from parrot.protocol.gate.json_size import MAX_KEYS, MAX_NESTED, MAX_VALUES, JsonMeter
+
+TEXTS = st.text(alphabet='",:[]{}\\\n a\u00e9')
+JSON = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+    max_leaves=30,
+)
+
+
+def counted(value: Any) -> list[int]:
+    """Commas, colons and openings."""
+    if isinstance(value, list):
+        own, inner = [max(0, len(value) - 1), 0, 1], value
+    elif isinstance(value, dict):
+        own, inner = [max(0, len(value) - 1), len(value), 1], list(value.values())
+    else:
+        return [0, 0, 0]
+    for one in inner:
+        own = [a + b for a, b in zip(own, counted(one), strict=True)]
+    return own
+
+
+@given(JSON, st.lists(st.integers(0, 400), max_size=5), st.booleans())
+def test_it_counts_what_is_outside_of_strings(value: Any, cuts: list[int], is_ascii: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=is_ascii).encode()
+    meter, start = JsonMeter(), 0
+    for cut in [*sorted(cuts), len(raw)]:
+        meter.feed(raw[start:cut])
+        start = max(start, cut)
+    assert meter._counts == counted(value)
+
+
+@pytest.mark.parametrize(
+    ("unit", "most", "what"),
+    [
+        (b"1,", MAX_VALUES, "values"),
+        (b'"a",', MAX_VALUES, "values"),
+        (b"[],", MAX_NESTED, "arrays and objects"),
+        (b"[", MAX_NESTED, "arrays and objects"),
+        (b'"a":1 ', MAX_KEYS, "keys"),
+    ],
+)
+def test_each_is_bounded(unit: bytes, most: int, what: str) -> None:
+    JsonMeter().feed(unit * most)
+    with pytest.raises(PayloadTooLarge, match=f"more than {most} {what}"):
+        JsonMeter().feed(unit * (most + 1))
+
+
+def test_text_is_not_counted() -> None:
+    JsonMeter().feed(b'{"text": "' + b'well, [so] {it}: \\"goes\\", on' * 200_000 + b'"}')
