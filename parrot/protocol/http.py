@@ -130,7 +130,8 @@ class HttpClient:
                     raise Unavailable(f"{self.base_url} answered with a redirect")
                 yield response
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            reason = str(cause) or type(error).__name__
             raise Unavailable(f"no answer from {self.base_url}: {reason}") from error
 
     def _client(self) -> "aiohttp.ClientSession":

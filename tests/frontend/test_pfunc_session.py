@@ -539,6 +539,7 @@ class TestScopes:
 
     def test_the_constructor_sends_nothing(self) -> None:
         assert P.VirtualMachine().core_http_addr == "http://localhost:9000"
+        assert P.VirtualMachine("http://here:1/v1/").core_http_addr == "http://here:1"
         with pytest.raises(ValueError, match="mode"):
             P.VirtualMachine(mode="verbose")
 

@@ -46,7 +46,8 @@ class VirtualMachine:
         call run, unless its function says otherwise."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
-        self.core_http_addr = core_http_addr
+        # The address that OpenAI's clients are given is one of the same server.
+        self.core_http_addr = core_http_addr.rstrip("/").removesuffix("/v1")
         self.stat_run_time = 0.0
         self._api_key = api_key
         self._on_demand = on_demand
