@@ -44,7 +44,7 @@ def attend(
     the exponentials of the scores, float32 [batch, rows]. `mask` [batch or 1, rows or 1, keys] is
     added to the scores."""
     num_rows = q.shape[1]
-    step = max(SCORES // (len(k) * k.shape[1]), LEAST_ROWS)
+    step = max(SCORES // (k.shape[0] * k.shape[1]), LEAST_ROWS)
     if num_rows <= step:
         return _attend(torch.baddbmm, q, k, v, mask, with_lse)
     partials = []
