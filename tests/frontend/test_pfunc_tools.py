@@ -136,10 +136,24 @@ def test_words_are_what_is_no_call_however_the_text_comes(text: str, size: int) 
 
 
 def test_calls_that_cannot_be_read() -> None:
-    for text in ("<tool_call>{", "<tool_call>[]</tool_call>", '<tool_call>{"name": 3}</tool_call>'):
+    deep = "<tool_call>" + "[" * 100_000
+    for text in (
+        deep,
+        "<tool_call>{",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+    ):
         (call,) = read_calls(text)
         assert "cannot be read" in str(call.error)
+    (call,) = read_calls('<tool_call>{"name": "f", "arguments": {}} g</tool_call>')
+    assert "more follows: ' g'" in str(call.error)
     assert read_calls("no call") == []
+
+
+def test_a_call_that_was_cut_behind_its_arguments_is_whole() -> None:
+    whole = called("f", x=1)
+    for end in range(len(whole) - len("\n</tool_call>"), len(whole) + 1):
+        assert read_calls(whole[:end]) == [P.ToolCall("f", {"x": 1})]
 
 
 @pytest.fixture

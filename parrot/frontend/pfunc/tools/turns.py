@@ -120,9 +120,12 @@ def _common_end(text: str, mark: str) -> int:
 
 
 def _read_call(text: str) -> ToolCall:
+    text = text.strip()
     try:
-        call = json.loads(text)
-    except ValueError as error:
+        call, end = json.JSONDecoder().raw_decode(text)
+        if not _CLOSE.startswith(text[end:].strip()):  # which is where it may have been cut
+            raise ValueError(f"more follows: {text[end:][:80]!r}")
+    except (ValueError, RecursionError) as error:
         return _unreadable(f"it is not JSON, or was cut: {error}")
     match call:
         case {"name": str(name), "arguments": dict(arguments)}:
