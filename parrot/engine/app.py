@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from parrot.engine.channels import Channels
 from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended, log_ended, told
+from parrot.engine.fence import Fence
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
@@ -51,7 +52,8 @@ def create_app(
 ) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
     config's, which ends with the app. Its state has the `channels`, which whoever shuts it down
-    closes. Raises `ConfigError` if what that needs is missing."""
+    closes, and the `fence`, which is told where the engine registers. Raises `ConfigError` if what
+    that needs is missing."""
     own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
 
     @asynccontextmanager
@@ -80,6 +82,8 @@ def create_app(
         *_facts(service, incarnation, metrics),
     ]
     install(app, endpoints, access=Access.CLUSTER)
+    fence = app.state.fence = Fence()
+    app.add_middleware(Guard, check=fence.check, open_paths=())
     if config.cluster_token is not None:
         open_paths = {rule.path for rule in rules(app.routes) if rule.access is Access.ANYBODY}
         check = partial(require_cluster_token, expected=config.cluster_token)

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from parrot.engine.core.plan import DeviceLost
+from parrot.engine.fence import Fence
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
-from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.engine_api import EngineInfo, HeartbeatResponse, RegisterResponse
+from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import Clock
@@ -27,13 +29,15 @@ class Heartbeat:
 
     ServeCore may start later than the engine, restart, or give the engine up after a silence; each
     time the engine registers again, under the same name. Contexts belong to the ServeCore that
-    made them and their ids begin anew with the next one, so all are forgotten before that."""
+    made them and their ids begin anew with the next one, so all are forgotten before that: as soon
+    as a ServeCore says that it does not know the engine, or has not answered for its lease."""
 
     def __init__(
         self,
         client: RegistrationClient,
         service: EngineService,
         reorder: ReorderBuffer,
+        fence: Fence,
         clock: Clock,
         *,
         interval_s: float,
@@ -46,35 +50,63 @@ class Heartbeat:
         self._client = client
         self._service = service
         self._reorder = reorder
+        self._fence = fence
         self._interval_s = interval_s
         self._clock = clock
 
     async def run(self) -> None:
         while True:
-            engine_id = await self._until_answered(self._register)
+            terms = await self._until_answered(self._register)
+            self._fence.registered(CoreIdentity(terms.epoch, terms.core))
             name = self._service.engine_info().engine_name
-            logger.info("registered as engine %d (%s)", engine_id, name)
-            await self._beat_while_known(engine_id, name)
+            logger.info("registered as engine %d (%s)", terms.engine_id, name)
+            await self._beat_while_known(terms, name)
+            self._fence.released()
             self._reorder.reset()
             await self._service.reset()
 
-    async def _register(self) -> int:
+    async def _register(self) -> RegisterResponse:
         info = await reachable(self._service.engine_info(), *self._core)
         info = info.model_copy(update={"incarnation": self._incarnation})
         return await self._client.register_engine(info)
 
-    async def _beat_while_known(self, engine_id: int, name: str) -> None:
-        """Heartbeats until ServeCore says that it does not know this engine, or `DeviceLost`."""
+    async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:
+        """Heartbeats until ServeCore says that it does not know this engine, or says nothing for
+        the lease. Raises `DeviceLost`."""
+        engine_id = terms.engine_id
+
+        async def beat() -> HeartbeatResponse:
+            runtime = self._service.runtime_info()
+            return await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
+
+        asked = self._clock.now()
         while True:
             await self._clock.sleep(self._interval_s)
             if self._service.state() is ServiceState.LOST:
                 raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
-            answer = await self._until_answered(
-                lambda: self._client.engine_heartbeat(engine_id, name, self._service.runtime_info())
-            )
+            expiry = None if terms.lease_s is None else asked + terms.lease_s
+            asked = self._clock.now()
+            answer = await self._before(expiry, self._until_answered(beat))
+            if answer is None:
+                logger.warning("ServeCore has not answered for %g s: all work ends", terms.lease_s)
+                return
             if answer.state == "unknown":
                 logger.warning("ServeCore does not know engine %d any more", engine_id)
                 return
+
+    async def _before(self, when: float | None, work: Coroutine[Any, Any, T]) -> T | None:
+        """None if the work has not ended at this time: then it is cancelled."""
+        if when is None:
+            return await work
+        working = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(self._clock.sleep(max(0.0, when - self._clock.now())))
+        try:
+            await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            waiting.cancel()
+            await asyncio.gather(working, waiting, return_exceptions=True)
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """Try again, less and less often, as long as there is no good answer."""

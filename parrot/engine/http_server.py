@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from fastapi import FastAPI
+
 from parrot.engine.app import create_app
 from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
@@ -54,7 +56,7 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
 
     server = AppServer(app, config.host, config.port, end_requests, config.connections)
     engine = asyncio.create_task(
-        run_engine(config, service, reorder, incarnation, with_core=with_core)
+        run_engine(config, service, reorder, app, incarnation, with_core=with_core)
     )
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
@@ -70,6 +72,7 @@ async def run_engine(
     config: AnyEngineConfig,
     service: EngineService,
     reorder: ReorderBuffer,
+    app: FastAPI,
     incarnation: str = "",
     *,
     with_core: bool,
@@ -87,6 +90,7 @@ async def run_engine(
             RegistrationClient(http),
             service,
             reorder,
+            app.state.fence,
             MonotonicClock(),
             interval_s=config.heartbeat_interval,
             core=(core.host, core.port),

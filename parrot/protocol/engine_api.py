@@ -51,6 +51,7 @@ class JobRequest(InternalPayload):
 
     session_id: int = 0
     task_id: int = 0
+    attempt: int = Field(0, ge=0, description="of the task, in all engines; 0: it has none")
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(
         "",
@@ -380,10 +381,14 @@ class RegisterRequest(InternalPayload):
 
 class RegisterResponse(InternalPayload):
     engine_id: int
+    core: str = Field("", description="this start of ServeCore; each heartbeat repeats it")
+    epoch: int = Field(0, description="greater than that of any ServeCore that was here before")
+    lease_s: float | None = Field(None, gt=0, description="without an answer all work ends so soon")
 
 
 class HeartbeatRequest(InternalPayload):
     engine_id: int
+    core: str = Field("", max_length=256, description="as registered")
     engine_name: str
     runtime_info: RuntimeInfo
 

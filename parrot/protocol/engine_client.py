@@ -1,12 +1,14 @@
 """Async client of an engine's API. ServeCore holds one per engine."""
 
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
+    EngineInfo,
     FillRequest,
     FillResponse,
     FreeContextResponse,
@@ -19,9 +21,42 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.http import HttpClient
 from parrot.protocol.streams.channel import ChunkChannel
 from parrot.protocol.streams.pieces import OnChunk, followed, hand_over
 from parrot.protocol.transport import Transport, read_answer, until_done
+from parrot.utils.ids import new_token
+
+CORE_HEADER = "x-parrot-core"
+_MAX_EPOCH = 2**63
+
+
+class CoreIdentity(NamedTuple):
+    """One start of a ServeCore, as each of its requests to engines names it. A later one has a
+    greater `epoch`."""
+
+    epoch: int
+    id: str
+
+    @classmethod
+    def new(cls, epoch: int | None = None) -> Self:
+        """With this epoch, or that of this moment: milliseconds since 1970."""
+        return cls(time.time_ns() // 1_000_000 if epoch is None else epoch, new_token())
+
+    @property
+    def header(self) -> str:
+        return f"{self.epoch} {self.id}"
+
+    @classmethod
+    def parse(cls, header: str) -> Self:
+        """Raises `InvalidRequest`."""
+        epoch, _, name = header.partition(" ")
+        if not epoch.isdecimal() or not epoch.isascii() or not name or len(header) > 256:
+            raise InvalidRequest(f"`{CORE_HEADER}` must be an epoch and an id, not {header!r:.80}")
+        if (number := int(epoch)) > _MAX_EPOCH:
+            raise InvalidRequest(f"`{CORE_HEADER}` has too large an epoch")
+        return cls(number, name)
 
 
 class EngineClient:
@@ -117,3 +152,17 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
         "fills": [dict(fill) for fill in request.fills],
         "sampling_config": request.sampling_config.model_dump(mode="json", exclude_defaults=True),
     }
+
+
+def http_connect(
+    cluster_token: str | None, identity: Callable[[], CoreIdentity]
+) -> Callable[[EngineInfo], EngineClient]:
+    """Engines are reached at the address that they register with, and told who asks."""
+
+    def connect(info: EngineInfo) -> EngineClient:
+        host = f"[{info.host}]" if ":" in info.host else info.host
+        headers = {CORE_HEADER: identity().header}
+        url = f"http://{host}:{info.port}"
+        return EngineClient(HttpClient(url, bearer_token=cluster_token, headers=headers))
+
+    return connect

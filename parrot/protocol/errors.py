@@ -10,7 +10,8 @@
     |-- MethodNotAllowed          405
     |-- Conflict                  409  idempotency key reused for another request
     |   |-- AlreadySet            409  a variable is write-once
-    |   `-- CyclicGraph           409  the call would close a cycle (names the variables)
+    |   |-- CyclicGraph           409  the call would close a cycle (names the variables)
+    |   `-- StaleCore             409  the engine obeys another ServeCore (engines only)
     |-- SessionGone               410  expired or deleted
     |-- PayloadTooLarge           413
     |-- UnsupportedMediaType      415  a body that is not declared as application/json
@@ -93,6 +94,9 @@ class AlreadySet(Conflict): ...
 
 
 class CyclicGraph(Conflict): ...
+
+
+class StaleCore(Conflict): ...
 
 
 class SessionGone(ParrotError, status=410): ...

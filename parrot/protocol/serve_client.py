@@ -190,16 +190,17 @@ class RegistrationClient:
     def __init__(self, http: Transport) -> None:
         self._http = http
 
-    async def register_engine(self, engine: EngineInfo) -> int:
+    async def register_engine(self, engine: EngineInfo) -> RegisterResponse:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")
         answer = await self._http.request("POST", "/register_engine", body=body)
-        return read_answer(RegisterResponse, answer).engine_id
+        return read_answer(RegisterResponse, answer)
 
     async def engine_heartbeat(
-        self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo
+        self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo, core: str = ""
     ) -> HeartbeatResponse:
+        """`core`: as registered."""
         body = HeartbeatRequest(
-            engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info
+            engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info, core=core
         ).model_dump(mode="json")
         answer = await self._http.request("POST", "/engine_heartbeat", body=body)
         return read_answer(HeartbeatResponse, answer)

@@ -169,7 +169,10 @@ class ServeCore:
         self._require_open()
         engine_id = await self.fleet.register(request.engine_config)
         self._observers.tell(lambda one: one.engine_registered(request.engine_config))
-        return RegisterResponse(engine_id=engine_id)
+        core, lease_s = self.fleet.identity, self.fleet.lease_s
+        return RegisterResponse(
+            engine_id=engine_id, core=core.id, epoch=core.epoch, lease_s=lease_s
+        )
 
     def models(self) -> ModelsResponse:
         """Those that engines serve, by all their names."""

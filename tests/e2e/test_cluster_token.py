@@ -37,8 +37,9 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
         )
         service = create_service(config)
         reorder = ReorderBuffer(MonotonicClock())
-        async with serve_app(create_engine_app(service, reorder, config), port):
-            engine = asyncio.create_task(run_engine(config, service, reorder, with_core=True))
+        app = create_engine_app(service, reorder, config)
+        async with serve_app(app, port):
+            engine = asyncio.create_task(run_engine(config, service, reorder, app, with_core=True))
             yield http
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import pytest
 
 from parrot.cluster import Cluster
-from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.engine_api import GenerateRequest
+from parrot.protocol.engine_client import CORE_HEADER, CoreIdentity, EngineClient
+from parrot.protocol.errors import ParrotError, StaleCore, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import SessionInfo
 from parrot.protocol.serve_client import ServeClient
@@ -139,6 +141,27 @@ async def test_a_clean_stop_keeps_sessions_too(tmp_path: Path) -> None:
         with pytest.raises(ParrotError) as gone:
             await ended.get(var_id)
         assert gone.value.status == 410
+
+
+async def test_engines_refuse_who_was_there_before(tmp_path: Path) -> None:
+    async with cluster_with(tmp_path / "journal", 1) as cluster:
+        (name,) = cluster.engine_names
+
+        def asking(identity: CoreIdentity | None) -> HttpClient:
+            headers = {} if identity is None else {CORE_HEADER: identity.header}
+            return HttpClient(
+                cluster.url(name), bearer_token=cluster.cluster_token, headers=headers
+            )
+
+        cluster.kill("core")
+        cluster.restart("core")
+        await asyncio.to_thread(cluster.wait_ready)
+        async with asking(None) as http:
+            await EngineClient(http).ping()
+        for identity in (CoreIdentity(1, "old"), CoreIdentity(2**60, "unknown")):
+            async with asking(identity) as http:
+                with pytest.raises(StaleCore):
+                    await EngineClient(http).generate(GenerateRequest(context_id=1))
 
 
 async def test_responses_and_conversations_outlive_it(tmp_path: Path) -> None:

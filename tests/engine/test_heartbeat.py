@@ -7,11 +7,13 @@ import pytest
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
+from parrot.engine.fence import Fence
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import FillRequest, HeartbeatResponse
-from parrot.protocol.errors import AuthenticationFailed, Unavailable
+from parrot.protocol.engine_api import FillRequest, HeartbeatResponse, RegisterResponse
+from parrot.protocol.engine_client import CoreIdentity
+from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
 
@@ -29,21 +31,26 @@ class FakeServeClient:
         self.infos = []
         self.times: list[float] = []
         self.beats: list[int] = []
+        self.fence = Fence()
 
     def _answer(self) -> None:
         self.times.append(self._clock.now())
         if self.error is not None:
             raise self.error
 
-    async def register_engine(self, info) -> int:
+    async def register_engine(self, info) -> RegisterResponse:
         self._answer()
         self.infos.append(info)
         self.known.add(len(self.infos))
         self.registered.set()
-        return len(self.infos)
+        count = len(self.infos)
+        return RegisterResponse(engine_id=count, core=f"core{count}", epoch=count, lease_s=30.0)
 
-    async def engine_heartbeat(self, engine_id, engine_name, runtime_info) -> HeartbeatResponse:
+    async def engine_heartbeat(
+        self, engine_id, engine_name, runtime_info, core
+    ) -> HeartbeatResponse:
         self._answer()
+        assert core == f"core{engine_id}"
         assert engine_name == "sim:9001"
         assert runtime_info.num_max_blocks == 8192
         self.beats.append(engine_id)
@@ -58,7 +65,13 @@ async def scene():
     client = FakeServeClient(clock)
     client.reorder = ReorderBuffer(clock)
     heartbeat = Heartbeat(
-        client, service, client.reorder, clock, interval_s=INTERVAL_S, core=("localhost", 9000)
+        client,
+        service,
+        client.reorder,
+        client.fence,
+        clock,
+        interval_s=INTERVAL_S,
+        core=("localhost", 9000),
     )
     tasks = []
     client.start = lambda: tasks.append(asyncio.ensure_future(heartbeat.run()))
@@ -124,6 +137,54 @@ async def test_an_outage_does_not_end_a_registration(scene):
     assert set(client.beats) == {1}
 
 
+async def test_work_ends_with_the_lease_when_the_core_is_gone(scene):
+    client, clock, service = scene
+    client.start()
+    await clock.advance(INTERVAL_S)
+    filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
+    await clock.advance(0.1)
+    await filling
+    client.error = Unavailable("gone")
+    await clock.advance(28.0)  # the last answer was to a request 28.1 s ago
+    assert service.runtime_info().num_free_blocks < 8192
+    await clock.advance(5.0)
+    assert service.runtime_info().num_free_blocks == 8192
+    client.fence.admit(CoreIdentity(1, "core1"))
+    client.error = None  # it registers again, though ServeCore might know it
+    await clock.advance(MAX_RETRY_S)
+    assert len(client.infos) == 2
+    client.fence.admit(CoreIdentity(2, "core2"))
+    with pytest.raises(StaleCore):
+        client.fence.admit(CoreIdentity(1, "core1"))
+
+
+def test_the_fence_lets_in_whom_the_engine_obeys():
+    fence = Fence()
+    old, owner, new = CoreIdentity(1, "a"), CoreIdentity(2, "b"), CoreIdentity(3, "c")
+    fence.admit(old)  # nobody yet
+    fence.registered(owner)
+    fence.admit(owner)
+    for other in (old, new, CoreIdentity(2, "x")):
+        with pytest.raises(StaleCore):
+            fence.admit(other)
+    fence.released()
+    for one in (owner, new):  # whose answer may be on its way
+        fence.admit(one)
+    for one in (old, CoreIdentity(2, "x")):
+        with pytest.raises(StaleCore):
+            fence.admit(one)
+    fence.registered(old)  # what it says itself counts
+    fence.admit(old)
+
+
+@pytest.mark.parametrize("header", ["", "x y", "1", "1 ", "-1 x", "9" * 30 + " x", "\u0661 x"])
+def test_what_names_no_core(header):
+    with pytest.raises(InvalidRequest):
+        CoreIdentity.parse(header)
+    named = CoreIdentity.new()
+    assert CoreIdentity.parse(named.header) == named
+
+
 async def test_a_wrong_token_is_tried_again_not_fatal(scene, caplog):
     client, clock, _ = scene
     client.error = AuthenticationFailed("wrong token")
@@ -178,7 +239,7 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     client = FakeServeClient(clock := MonotonicClock())
     core = ("core.example", 9000)
     heartbeat = Heartbeat(
-        client, service, ReorderBuffer(clock), clock, interval_s=INTERVAL_S, core=core
+        client, service, ReorderBuffer(clock), Fence(), clock, interval_s=INTERVAL_S, core=core
     )
     running = asyncio.ensure_future(heartbeat.run())
     async with asyncio.timeout(10):
@@ -196,6 +257,7 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
         client,
         service,
         ReorderBuffer(clock),
+        Fence(),
         clock,
         interval_s=INTERVAL_S,
         core=("localhost", 9000),

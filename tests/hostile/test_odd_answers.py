@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from parrot.engine.config import SimConfig
+from parrot.engine.fence import Fence
 from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
@@ -133,8 +134,8 @@ async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
     await service.start()
     async with HttpClient(url) as http:
         heartbeat = Heartbeat(
-            RegistrationClient(http), service, reorder, MonotonicClock(), interval_s=0.01,
-            core=("127.0.0.1", 1),
+            RegistrationClient(http), service, reorder, Fence(), MonotonicClock(),
+            interval_s=0.01, core=("127.0.0.1", 1),
         )  # fmt: skip
         running = asyncio.create_task(heartbeat.run())
         answers = [{"a": 1}, {"engine_id": 1}, {"state": "maybe"}, [], {"state": "ok"}]

@@ -53,7 +53,8 @@ async def test_the_body_means_the_request(request_: GenerateRequest) -> None:
 def test_every_field_is_sent() -> None:
     """A field added to the payload must be added to the client as well."""
     assert set(GenerateRequest.model_fields) == {
-        *("session_id", "task_id", "priority", "context_id", "parent_context_id", "parent_len"),
+        *("session_id", "task_id", "attempt", "priority"),
+        *("context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
         *("drafts", "traceparent", "channel", "conversation"),
     }

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
+from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
     CallResponse,
@@ -209,6 +210,7 @@ class FakeFleet:
     """Engines that have registered, and do nothing."""
 
     def __init__(self) -> None:
+        self.identity, self.lease_s = CoreIdentity.new(), 30.0
         self._views: list[EngineView] = []
         self.events = EventLog(MonotonicClock())
 

@@ -367,7 +367,9 @@ async def test_an_engine_that_cannot_be_called_is_refused_before_it_is(
 async def test_readiness_follows_the_engines(site: Site) -> None:
     status, answer = await site.send("GET", "/ready")
     assert (status, answer["error"]["type"]) == (503, "no_engine")
-    assert await site.post("/register_engine", {"engine_config": ENGINE}) == {"engine_id": 0}
+    terms = await site.post("/register_engine", {"engine_config": ENGINE})
+    core = site.core.fleet.identity
+    assert terms == {"engine_id": 0, "core": core.id, "epoch": core.epoch, "lease_s": 30.0}
     assert [engine["engine_name"] for engine in (await site.get("/ready"))["engines"]] == ["e0"]
     body = {"engine_id": 5, "engine_name": "e0", "runtime_info": {}}
     assert await site.post("/engine_heartbeat", body) == {"state": "unknown"}

@@ -21,7 +21,7 @@ from parrot.protocol.errors import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.availability import Drains, Grace
-from parrot.serve.execution.fleet import Connect, Engine, Fleet, http_connect
+from parrot.serve.execution.fleet import Connect, Engine, Fleet
 from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
@@ -70,7 +70,7 @@ class Dispatcher:
             config,
             clock,
             self._timers,
-            connect or http_connect(config.cluster_token),
+            connect,
             self._scheduler,
             self._ledger,
             self._on_joined,

@@ -14,7 +14,7 @@ from parrot.protocol.engine_api import (
     HeartbeatResponse,
     RuntimeInfo,
 )
-from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.engine_client import CoreIdentity, EngineClient, http_connect
 from parrot.protocol.errors import (
     Conflict,
     NoEngine,
@@ -23,12 +23,12 @@ from parrot.protocol.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.events import EventKind, EventLog
+from parrot.serve.execution.frees import FreeSender
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
@@ -37,10 +37,6 @@ from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
-
-_FREE_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
-_MAX_FREE_INTERVAL_S = 5.0  # between two that fail
-_MAX_FREED = 65536  # context ids that one request may have
 
 Connect = Callable[[EngineInfo], EngineClient]
 Address = tuple[str, str, int]
@@ -92,17 +88,6 @@ def _address(info: EngineInfo) -> Address:
     return (info.engine_name, info.host, info.port)
 
 
-def http_connect(cluster_token: str | None) -> Connect:
-    """Engines are reached at the address that they register with."""
-
-    def connect(info: EngineInfo) -> EngineClient:
-        host = f"[{info.host}]" if ":" in info.host else info.host
-        url = f"http://{host}:{info.port}"
-        return EngineClient(HttpClient(url, bearer_token=cluster_token))
-
-    return connect
-
-
 class Fleet:
     """Owns the live engines; the id of one that was lost is never used again. Calls `on_joined` and
     `on_lost` when the set has changed: then everything about a lost engine must be given up. And
@@ -113,14 +98,16 @@ class Fleet:
     - its heartbeats are less than `engine_heartbeat_timeout` apart;
     - it makes progress: while runs are placed on it, its count of steps changes within that time
       (the heartbeats of a process with a stuck device go on);
-    - it answers a ping after a connection to it broke."""
+    - it answers a ping after a connection to it broke, or it was found to obey another ServeCore.
+
+    `identity` is who registered engines obey. It may be set before there are any."""
 
     def __init__(
         self,
         config: CoreConfig,
         clock: Clock,
         timers: TimerQueue,
-        connect: Connect,
+        connect: Connect | None,
         scheduler: Scheduler,
         ledger: ContextLedger,
         on_joined: Callable[[Engine], None],
@@ -128,10 +115,11 @@ class Fleet:
         on_lost: Callable[[Engine], None],
     ) -> None:
         self._max_engines = config.max_engines_num
-        self._timeout_s = config.engine_heartbeat_timeout
+        self.lease_s = config.engine_heartbeat_timeout
+        self.identity = CoreIdentity.new()
         self._clock = clock
         self._timers = timers
-        self._connect = connect
+        self._connect = connect or http_connect(config.cluster_token, lambda: self.identity)
         self._scheduler = scheduler
         self._ledger = ledger
         self._on_joined = on_joined
@@ -179,7 +167,8 @@ class Fleet:
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         engine, runtime = self.get(request.engine_id), request.runtime_info
-        if engine is None or engine.info.engine_name != request.engine_name:
+        is_ours = request.core in ("", self.identity.id)  # else ids are another's
+        if not is_ours or engine is None or engine.info.engine_name != request.engine_name:
             return HeartbeatResponse(state="unknown")
         now = self._clock.now()
         if not self._is_stuck(engine, runtime):
@@ -288,16 +277,16 @@ class Fleet:
     # Signs of life
 
     def _watch(self, engine: Engine) -> None:
-        when = min(engine.last_seen, engine.last_progress) + self._timeout_s
+        when = min(engine.last_seen, engine.last_progress) + self.lease_s
         engine.review = self._timers.call_at(when, lambda: self._review(engine))
 
     def _review(self, engine: Engine) -> None:
         """Heartbeats only move the deadline away, so the timer is set again when it fires."""
         now = self._clock.now()
-        if engine.last_seen + self._timeout_s <= now:  # the same sum as in `_watch`
-            self.lose(engine, f"no heartbeat for {self._timeout_s:g} s")
-        elif engine.last_progress + self._timeout_s <= now:
-            self.lose(engine, f"its work made no progress for {self._timeout_s:g} s")
+        if engine.last_seen + self.lease_s <= now:  # the same sum as in `_watch`
+            self.lose(engine, f"no heartbeat for {self.lease_s:g} s")
+        elif engine.last_progress + self.lease_s <= now:
+            self.lose(engine, f"its work made no progress for {self.lease_s:g} s")
         else:
             self._watch(engine)
 
@@ -357,42 +346,3 @@ class Fleet:
             raise Unavailable("the engine's tokenizer could not be fetched") from None
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)
         return self._tokenizers.get(info.model, info.tokenizer_id)
-
-
-class FreeSender:
-    """Tells engines which contexts they may forget, in batches and never on anybody's path. At most
-    one request per engine is under way; what comes meanwhile goes with the next. Ids are sent until
-    the engine has acknowledged them or is lost: one that registers again has forgotten all."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._tasks = TaskSet()
-        self._pending: dict[Engine, list[int]] = {}
-
-    def send(self, engine: Engine, context_id: int) -> None:
-        pending = self._pending.get(engine)
-        if pending is not None:
-            pending.append(context_id)
-        else:
-            self._pending[engine] = [context_id]
-            self._tasks.spawn(self._run(engine), name=f"frees of engine {engine.id}")
-
-    async def close(self) -> None:
-        await self._tasks.close()
-
-    async def _run(self, engine: Engine) -> None:
-        delay_s = _FREE_INTERVAL_S
-        while engine.is_alive and (pending := self._pending[engine]):
-            batch = pending[:_MAX_FREED]
-            try:
-                await engine.client.free_contexts(batch)
-            except ParrotError as error:
-                if delay_s == _FREE_INTERVAL_S:  # not at each attempt
-                    name = engine.info.engine_name
-                    logger.warning("engine %s did not free, trying on: %s", name, error.message)
-                delay_s = min(2 * delay_s, _MAX_FREE_INTERVAL_S)
-            else:
-                delay_s = _FREE_INTERVAL_S
-                del pending[: len(batch)]
-            await self._clock.sleep(delay_s)
-        del self._pending[engine]

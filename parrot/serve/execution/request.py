@@ -38,6 +38,7 @@ def open_request(
     return GenerateRequest.model_construct(
         session_id=completion.session_id,
         task_id=completion.id,
+        attempt=run.stats.attempts,
         priority=attempt.priority,
         cache_salt=completion.options.tenant,
         traceparent=completion.traceparent,

@@ -23,6 +23,7 @@ from parrot.protocol.errors import (
     ParrotError,
     PromptTooLong,
     QuotaExceeded,
+    StaleCore,
     Unavailable,
 )
 from parrot.protocol.sampling import SamplingConfig
@@ -178,8 +179,9 @@ class Run(CompletionTask):
 
 def is_broken(error: ParrotError) -> bool:
     """Whether the engine may be dead, which only a ping can tell: one connection that was reset
-    says nothing of the others."""
-    return isinstance(error, Unavailable) and not isinstance(error, OutOfMemory)
+    says nothing of the others. One that obeys another ServeCore answers none."""
+    is_gone = isinstance(error, Unavailable | StaleCore)
+    return is_gone and not isinstance(error, OutOfMemory)
 
 
 def runs_again(run: Run, attempt: Attempt, error: ParrotError) -> bool:

@@ -157,9 +157,11 @@ class JournalFile:
             )
 
     def _count_epoch(self) -> int:
+        """Greater than all before, also where they were counted without a journal, by the time."""
         self._database.execute(
-            "INSERT INTO facts VALUES ('epoch', 1) "
-            "ON CONFLICT (name) DO UPDATE SET value = value + 1"
+            "INSERT INTO facts VALUES ('epoch', ?1) "
+            "ON CONFLICT (name) DO UPDATE SET value = max(value + 1, ?1)",
+            (time.time_ns() // 1_000_000,),
         )
         (epoch,) = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
         return int(epoch)

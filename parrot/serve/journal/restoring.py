@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from parrot.protocol.engine_client import CoreIdentity
 from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import Kind, Payload, Record
@@ -26,6 +27,7 @@ def restore(
         core.sessions.restored(journal)
         return restoring.broken(journal)
 
+    core.fleet.identity = CoreIdentity.new(journal.epoch)
     with _no_collection():
         core.restore(replay)
 

@@ -180,8 +180,8 @@ async def test_capabilities_cross_the_wire(start: Start) -> None:
     async with serve_app(create_app(core)) as url, HttpClient(url) as http:
         client = RegistrationClient(http)
         info = service.engine_info()
-        engine_id = await client.register_engine(info.model_copy(update={"capabilities": NOTHING}))
+        terms = await client.register_engine(info.model_copy(update={"capabilities": NOTHING}))
         assert core.fleet.views()[0].info.capabilities == NOTHING
-        await client.engine_heartbeat(engine_id, info.engine_name, service.runtime_info())
+        await client.engine_heartbeat(terms.engine_id, info.engine_name, service.runtime_info())
         assert core.fleet.views()[0].info.capabilities == info.capabilities
     await core.close()

@@ -30,6 +30,7 @@ from parrot.protocol.errors import (
     PromptTooLong,
     QuotaExceeded,
     SessionGone,
+    StaleCore,
     Unavailable,
     UnsupportedField,
     ValidationFailed,
@@ -693,13 +694,22 @@ async def test_contexts_that_the_engine_forgot_are_built_again(world: World) -> 
 # Engines that are lost
 
 
-async def test_a_lost_engines_completions_run_elsewhere(world: World) -> None:
+@pytest.mark.parametrize(
+    ("error", "ping_error"),
+    [
+        (Unavailable("connection reset"), Unavailable("connection refused")),
+        (StaleCore("it belongs to another"), StaleCore("it belongs to another")),
+    ],
+)
+async def test_a_lost_engines_completions_run_elsewhere(
+    world: World, error: ParrotError, ping_error: ParrotError
+) -> None:
     one = fake_engine("one", script=Script(hang_after=0))
     await world.join(one)
     hanging = [world.submit(f"job {i} ", value("x")) for i in range(3)]
     await world.settle()
-    one.scripts = [Script(error=Unavailable("connection reset"))]
-    one.ping_error = Unavailable("connection refused")
+    one.scripts = [Script(error=error)]
+    one.ping_error = ping_error
     trigger = world.submit("more")
     await world.settle()
     assert world.dispatcher.fleet.views() == []
@@ -779,6 +789,10 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     beat = HeartbeatRequest(engine_id=engine_id, engine_name="one", runtime_info=RuntimeInfo())
     await world.clock.advance(20)
     assert world.dispatcher.fleet.heartbeat(beat).state == "ok"
+    of_another = beat.model_copy(update={"core": "another start of ServeCore"})
+    assert world.dispatcher.fleet.heartbeat(of_another).state == "unknown"
+    ours = beat.model_copy(update={"core": world.dispatcher.fleet.identity.id})
+    assert world.dispatcher.fleet.heartbeat(ours).state == "ok"
     await world.clock.advance(20)
     assert completion.state is CompletionState.RUNNING
     await world.clock.advance(11)
