@@ -36,7 +36,6 @@ from parrot.protocol.gate.access import Access, Guard, rules
 from parrot.protocol.gate.bodies import PEER_BODY
 from parrot.protocol.server import create_base_app, require_cluster_token
 from parrot.protocol.streams.payloads import ChannelRequest, FollowRequest, FollowResponse
-from parrot.utils.metrics import CONTENT_TYPE
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
@@ -247,6 +246,6 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
             metrics,
             "For Prometheus",
             errors=(401,),
-            media_type=CONTENT_TYPE,
+            media_type=counts.content_type,
         ),
     ]

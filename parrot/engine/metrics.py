@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from parrot.engine.ended import Ended
 from parrot.protocol.engine_api import GenerateResponse, HostTierInfo, RuntimeInfo
 from parrot.utils.metrics import (
+    CONTENT_TYPE,
     FIRST_TOKEN_S,
     LATENCY_S,
     PER_TOKEN_S,
@@ -41,6 +42,8 @@ _COUNTERS = {
 
 class EngineMetrics:
     """Counts of the requests that generate."""
+
+    content_type = CONTENT_TYPE
 
     def __init__(self, engine_name: str, model: str) -> None:
         self._labels = (engine_name, model)

@@ -61,7 +61,7 @@ def test_every_field_is_sent() -> None:
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
     assert set(FillPiece.model_fields) == piece
     assert set(FillRequest.model_fields) - piece == {
-        *("session_id", "task_id", "priority", "cache_salt", "end_flag", "traceparent"),
+        *("session_id", "task_id", "attempt", "priority", "cache_salt", "end_flag", "traceparent"),
         *("background", "background_share"),
     }
 

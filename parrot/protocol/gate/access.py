@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from parrot.protocol.errors import AuthenticationFailed
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.gate.answer import error_response
 
 Check = Callable[[Request], None]
@@ -72,7 +72,7 @@ class Guard:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             try:
                 self._check(request := Request(scope))
-            except AuthenticationFailed as error:
+            except ParrotError as error:
                 await error_response(request, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
