@@ -145,7 +145,7 @@ def _drafts() -> list[str]:
     worst, best = (choose(row["speedup"] for row in new) for choose in (min, max))
     what = f"Llama-3.1-8B shape, writing a file again after an edit, batch {batches}: a token"
     measured = (
-        f"{drafted} ms (without drafts: {plain}); new text {worst:.2f} to {best:.2f} times as fast"
+        f"{drafted} ms (without drafts: {plain}); new text {worst:.3f} to {best:.3f} times as fast"
     )
     return [what, measured, _files("drafts_h200", "drafts_new_h200")]
 
