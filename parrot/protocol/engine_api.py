@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from parrot.protocol.gate.names import is_host
+from parrot.protocol.gate.names import is_host, is_metadata
 from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
 
 NO_PARENT = -1
@@ -376,6 +376,8 @@ class RegisterRequest(InternalPayload):
     def _can_be_called(cls, info: EngineInfo) -> EngineInfo:
         if not is_host(info.host):
             raise ValueError("`host` must be an IP address or a DNS name, at which the engine is")
+        if is_metadata(info.host):
+            raise ValueError("`host` is no engine's, but a metadata service's")
         return info
 
 

@@ -2,6 +2,7 @@
 
 aiohttp is imported when the first client is made, so that `import parrot` stays fast."""
 
+import errno
 import io
 import socket
 import sys
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from parrot.protocol.errors import Unavailable
+from parrot.protocol.gate.names import is_metadata
 from parrot.protocol.transport import (
     IDLE_TIMEOUT_S,
     TIMEOUT_S,
@@ -156,7 +158,9 @@ class HttpClient:
 
 def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
     """A socket that notices a vanished peer host within about a minute, however long it waits."""
-    family, kind, proto = addr_info[:3]
+    family, kind, proto, _, address = addr_info
+    if is_metadata(address[0]):  # a name may lead there
+        raise OSError(errno.EACCES, f"{address[0]} is a metadata service's address")
     sock = socket.socket(family=family, type=kind, proto=proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":

@@ -233,7 +233,12 @@ class CoreConfig(ConfigModel):
         min_length=1,
         description="If set, what programs ask is recorded in this file, for `parrot simulate`.",
     )
-
+    audit_path: str | None = Field(
+        None,
+        min_length=1,
+        description="If set, what is done on the page (drains, ended sessions, cancelled calls, "
+        "who was let in) is added to this file, a line of JSON each.",
+    )
     otlp_endpoint: str | None = Field(
         None,
         min_length=1,

@@ -32,8 +32,8 @@ _YOUNG_OBJECTS = 10_000  # the interpreter's 700 are a call's or two
 
 
 async def serve(config: CoreConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written, or a
-    cluster token is needed and missing."""
+    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written, or keys
+    or a cluster token are needed and missing."""
     token = settled_token(
         config.host,
         config.cluster_token,

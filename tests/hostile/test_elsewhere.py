@@ -1,6 +1,8 @@
 """Servers that send ours elsewhere: nothing follows them, and nobody learns what is there."""
 
+import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -94,4 +96,41 @@ async def test_who_registers_does_not_learn_what_answers_elsewhere(
 async def test_a_host_is_an_address_or_a_name(http: HttpClient, host: str) -> None:
     body = {"engine_config": info("a").model_dump(mode="json") | {"host": host}}
     with pytest.raises(ValidationFailed, match="IP address or a DNS name"):
+        await http.request("POST", "/register_engine", body=body)
+
+
+METADATA = [
+    *("169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16"),
+    *("fd00:ec2::254", "::ffff:169.254.169.254", "0:0:0:0:0:ffff:a9fe:a9fe"),
+]
+
+
+@pytest.mark.parametrize("host", METADATA)
+async def test_no_engine_is_a_metadata_service(http: HttpClient, host: str) -> None:
+    body = {"engine_config": info(host).model_dump(mode="json")}
+    with pytest.raises(ValidationFailed, match="metadata service"):
+        await http.request("POST", "/register_engine", body=body)
+
+
+@pytest.mark.parametrize("address", METADATA)
+async def test_no_name_leads_to_a_metadata_service(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Also where a name is another's by the time that it is used."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    place = (address, 80, 0, 0) if ":" in address else (address, 80)
+
+    def resolved(*args: object, **options: object) -> list[Any]:
+        return [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", place)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    async with HttpClient("http://engine.example") as client:
+        with pytest.raises(Unavailable, match="metadata service"):
+            await client.request("GET", "/latest/meta-data/", timeout_s=5.0)
+
+
+@pytest.mark.parametrize("host", ["2852039166", "0xa9fea9fe", "169.254.43518", "unix:/tmp/x", "/x"])
+async def test_other_spellings_lead_nowhere(http: HttpClient, host: str) -> None:
+    body = {"engine_config": info(host).model_dump(mode="json")}
+    with pytest.raises(ParrotError):
         await http.request("POST", "/register_engine", body=body)

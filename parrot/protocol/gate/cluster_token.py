@@ -18,17 +18,22 @@ def settled_token(
     token: str | None,
     *,
     insecure: bool = False,
-    has_api_keys: bool = False,
+    has_api_keys: bool | None = None,
     is_alone: bool = False,
     state_dir: str | None = None,
 ) -> str | None:
     """The cluster token of a server that binds `host` and is configured with `token`: without one,
     on loopback, that of this user's token file, but None if it `is_alone`: there is nobody to share
     a file with, and it lets in this machine's programs. None if `insecure`, too: then nobody is
-    asked for one.
+    asked for one. `has_api_keys` None: it has no programs.
 
-    Raises `ConfigError` if a token must be configured and is not."""
+    Raises `ConfigError` if a token or keys must be configured and are not."""
     if token is not None:
+        if has_api_keys is False and not insecure and not is_loopback(host):
+            raise ConfigError(
+                f"`api_keys` are missing: {host} can be reached from other machines. Set some, or "
+                "`insecure` (--insecure) to let in whoever connects"
+            )
         return token
     if has_api_keys:
         raise ConfigError(

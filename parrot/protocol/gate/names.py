@@ -23,6 +23,27 @@ def is_address(text: str) -> bool:
     return "%" not in text
 
 
+# Where clouds tell a machine's credentials to whoever asks from it.
+_METADATA = frozenset(
+    map(
+        ipaddress.ip_address,
+        (
+            *("169.254.169.254", "169.254.170.2", "169.254.170.23", "100.100.100.200"),
+            *("168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd00:ec2::23"),
+        ),
+    )
+)
+
+
+def is_metadata(address: str) -> bool:
+    """Whether a cloud's metadata service is at this address; no name is one."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(found, "ipv4_mapped", None) or found) in _METADATA
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to a server that binds `host`."""
     if host == "localhost":

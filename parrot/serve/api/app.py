@@ -30,7 +30,9 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         finally:
             await core.close()
             await responses.close()
+            page.close()
 
+    page = Page(core)
     responses = Responses(core.turns, core.config.responses_size)
     if journal is not None:
         restore(core, journal, responses.kept.restorers)
@@ -54,6 +56,6 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         )
     app.add_middleware(RequestIds)
     served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
-    shown = Page(core).routes() if core.config.page else []
+    shown = page.routes() if core.config.page else []
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

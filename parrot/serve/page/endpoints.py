@@ -1,6 +1,7 @@
 """The page's endpoints: its files, who is let in, and the feeds that it draws."""
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from parrot.protocol.endpoint import Endpoint
-from parrot.protocol.errors import AuthenticationFailed, NotFound
+from parrot.protocol.errors import AuthenticationFailed, NotFound, ParrotError
 from parrot.protocol.gate.access import Access, RuledMount, RuledRoute
 from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.protocol.server import json_response, parse_payload, read_json
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.page.audit import AuditLog
 from parrot.serve.page.feed import Feed
 from parrot.serve.page.rows import PageRows
 from parrot.serve.page.topic import Rows
@@ -58,19 +60,43 @@ class VisitorView(BaseModel):
 
 
 class PageEndpoint(Endpoint):
-    """`verb` is also called with the `visitor`, whom the request's cookie tells."""
+    """`verb` is also called with the `visitor`, whom the request's cookie tells. The audit log has
+    all that is done, and by whom."""
 
     def __init__(
-        self, visitors: Visitors, method: str, path: str, verb: Callable[..., Any], **options: Any
+        self,
+        visitors: Visitors,
+        audit: AuditLog,
+        method: str,
+        path: str,
+        verb: Callable[..., Any],
+        **options: Any,
     ) -> None:
         super().__init__(
             method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY, **options
         )
         self._visitors = visitors
+        self._audit = audit
+
+    async def _answer(self, request: Request) -> Response:
+        if self.method == "GET":
+            return await super()._answer(request)
+        visitor = self._visitor(request)
+        try:
+            response = await super()._answer(request)
+        except ParrotError as error:
+            self._audit.note(request, visitor.name, error.type)
+            raise
+        self._audit.note(request, visitor.name, "ok", **request.state.asked)
+        return response
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
-        visitor = self._visitors.of(request.cookies.get(_cookie_name(request)))
-        return await super()._arguments(request) | {"visitor": visitor}
+        visitor = self._visitor(request)
+        asked = request.state.asked = await super()._arguments(request)
+        return asked | {"visitor": visitor}
+
+    def _visitor(self, request: Request) -> Visitor:
+        return self._visitors.of(request.cookies.get(_cookie_name(request)))
 
 
 class Page:
@@ -81,33 +107,29 @@ class Page:
         self._rows = PageRows(core)
         self._feed = Feed(core.clock)
         self._visitors = Visitors(core.config, core.clock)
+        self._audit = AuditLog(core.config.audit_path)
+        self.close = self._audit.close
 
     def routes(self) -> list[BaseRoute]:
-        visitors = self._visitors
+        endpoint = partial(PageEndpoint, self._visitors, self._audit)
         endpoints = [
-            PageEndpoint(visitors, "GET", "me", self.me),
-            PageEndpoint(visitors, "GET", "overview", self.overview, takes=Since),
-            PageEndpoint(visitors, "GET", "placement", self.placement, takes=Since),
-            PageEndpoint(visitors, "GET", "usage", self.usage, takes=Since),
-            PageEndpoint(visitors, "GET", "events", self.events, takes=Since),
-            PageEndpoint(visitors, "GET", "sessions/{session_id}", self.session, takes=Since),
-            PageEndpoint(
-                visitors, "GET", "sessions/{session_id}/vars/{var_id}", self.variable, takes=Since
-            ),
-            PageEndpoint(
-                visitors, "POST", "engines/{engine_id}/drain", self.drain_engine, takes=Drain
-            ),
-            PageEndpoint(visitors, "POST", "sessions", self.begin_session),
-            PageEndpoint(visitors, "POST", "sessions/{session_id}/end", self.end_session),
-            PageEndpoint(
-                visitors, "POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call
-            ),
+            endpoint("GET", "me", self.me),
+            endpoint("GET", "overview", self.overview, takes=Since),
+            endpoint("GET", "placement", self.placement, takes=Since),
+            endpoint("GET", "usage", self.usage, takes=Since),
+            endpoint("GET", "events", self.events, takes=Since),
+            endpoint("GET", "sessions/{session_id}", self.session, takes=Since),
+            endpoint("GET", "sessions/{session_id}/vars/{var_id}", self.variable, takes=Since),
+            endpoint("POST", "engines/{engine_id}/drain", self.drain_engine, takes=Drain),
+            endpoint("POST", "sessions", self.begin_session),
+            endpoint("POST", "sessions/{session_id}/end", self.end_session),
+            endpoint("POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call),
         ]
         return [
             RuledRoute("/", _to_page, Access.ANYBODY),
             RuledRoute("/ui/api/enter", self._enter, Access.ANYBODY, methods=["POST"]),
             RuledRoute("/ui/api/leave", self._leave, Access.ANYBODY, methods=["POST"]),
-            *(endpoint.route() for endpoint in endpoints),
+            *(one.route() for one in endpoints),
             RuledMount("/ui", _PageFiles(directory=_FILES, html=True), Access.ANYBODY),
         ]
 
@@ -192,6 +214,7 @@ class Page:
         """The cookie is for this page alone, and no script can read it."""
         wanted = parse_payload(EnterRequest, await read_json(request, SMALL_BODY))
         cookie = self._visitors.enter(wanted.key)
+        self._audit.note(request, self._visitors.of(cookie).name, "ok")
         response = json_response(_view(self._visitors.of(cookie)))
         response.set_cookie(
             _cookie_name(request),

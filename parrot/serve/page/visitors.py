@@ -36,6 +36,10 @@ class Visitor(NamedTuple):
     tenant: str | None
     sees_values: bool
 
+    @property
+    def name(self) -> str:
+        return "operator" if self.tenant is None else f"tenant {self.tenant}"
+
 
 class Visitors:
     """Those who have shown a key, by the secret of the cookie that they got for it."""
