@@ -1,5 +1,6 @@
 """What a semantic function is made into, and what is refused at decoration."""
 
+import inspect
 from typing import Annotated, Any
 
 import pytest
@@ -27,6 +28,25 @@ def test_a_docstring_becomes_a_body() -> None:
     assert outputs == [False, False, True, True]
     assert joke.to_template_str() == (
         "Tell a {{style}} joke about {{topic}}: {{joke}} Explain it: {{why}}"
+    )
+
+
+def test_help_shows_what_was_decorated() -> None:
+    @P.semantic_function()
+    def joke(topic: P.Input, joke: P.Output):
+        """Tell a joke about {{topic}}: {{joke}}"""
+
+    @P.native_function()
+    def loud(text: P.Input, out: P.Output):
+        """Make it loud."""
+        out.set(text.upper())
+
+    for func, names in ((joke, ["topic", "joke"]), (loud, ["text", "out"])):
+        assert list(inspect.signature(func).parameters) == names
+        assert func.__name__ == func.name
+    assert (joke.__doc__, loud.__doc__) == (
+        "Tell a joke about {{topic}}: {{joke}}",
+        "Make it loud.",
     )
 
 

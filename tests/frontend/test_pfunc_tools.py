@@ -1,6 +1,7 @@
 """Tools: what a model is told of a function, and agents that call them."""
 
 import asyncio
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -97,6 +98,8 @@ class TestTool:
 
     def test_it_is_still_the_function(self) -> None:
         assert weather("Oslo")["city"] == "Oslo"
+        assert list(inspect.signature(weather).parameters) == ["city", "unit", "days", "near"]
+        assert (weather.__doc__ or "").startswith("The weather")
         assert asyncio.run(now("UTC")) == "12:34 UTC"
 
     def test_arguments_are_checked_and_results_are_texts(self) -> None:
@@ -213,6 +216,8 @@ class TestAgent:
             assert "`days`" in results[3]
             assert results[5].startswith("Error: InvalidRequest: the call cannot be read")
             assert isinstance(run.calls[1].error, LookupError)
+            assert repr(run).startswith("<AgentRun: 3 turns, calls [weather, weather, ")
+            assert "<td>{&#x27;city&#x27;: &#x27;Oslo&#x27;}</td>" in run._repr_html_()
             info = vm.session_info()
         assert [call.func_name for call in info.calls] == ["agent"] * 3
         first, second, third = engine.prompts

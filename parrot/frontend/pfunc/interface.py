@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from parrot.frontend.pfunc.annotations import (
@@ -93,6 +94,7 @@ def semantic_function(
         except (TypeError, ValueError) as error:
             raise type(error)(f"semantic function `{name}`: {error}") from None
         func.pyfunc = pyfunc
+        update_wrapper(func, pyfunc)  # for `help`, and for `?` in notebooks
         for mutator in mutators:
             func = mutator.transform(func)
         return func
@@ -117,7 +119,9 @@ def native_function(
     def decorate(pyfunc: Callable[..., Any]) -> PyNativeFunction:
         if _return_annotation(pyfunc) is not None:
             raise ValueError(f"native function `{_name_of(pyfunc)}` {_NO_RETURN}")
-        return PyNativeFunction(_name_of(pyfunc), pyfunc, _parameters(pyfunc), metadata)
+        func = PyNativeFunction(_name_of(pyfunc), pyfunc, _parameters(pyfunc), metadata)
+        update_wrapper(func, pyfunc)
+        return func
 
     return decorate
 

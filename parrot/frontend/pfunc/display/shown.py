@@ -21,14 +21,20 @@ class ShownSession(SessionInfo):
         rows = [_row(call, reads.get(call.output_var_id, ())) for call in self.calls[:_SHOWN_CALLS]]
         more = len(self.calls) - len(rows)
         end = f"<p>and {more} more calls</p>" if more > 0 else ""
-        head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>Session {self.session_id}</p><table><tr>{head}</tr>{body}</table>{end}"
+        return f"<p>Session {self.session_id}</p>{table_html(_HEAD, rows)}{end}"
 
 
-def _row(call: CompletionInfo, reads: Iterable[str]) -> str:
+def table_html(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of texts, of long ones the beginning."""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    lines = ("".join(f"<td>{escape(cell[:_SHOWN_CHARS])}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><tr>{titles}</tr>{body}</table>"
+
+
+def _row(call: CompletionInfo, reads: Iterable[str]) -> tuple[str, ...]:
     seconds = _run_seconds([call])
-    cells = (
+    return (
         f"{call.func_name or 'call'} → {call.output}",
         ", ".join(reads),
         call.state,
@@ -38,7 +44,6 @@ def _row(call: CompletionInfo, reads: Iterable[str]) -> str:
         str(call.output_tokens),
         f"{seconds:.2f}" if call.finished_s is not None else "",
     )
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
 
 
 def variable_html(name: str, content: str | None) -> str:

@@ -136,6 +136,18 @@ class AgentRun:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        names = ", ".join(call.name for call in self.calls)
+        return f"<AgentRun: {self.num_turns} turns, calls [{names}], {self.text!r}>"
+
+    def _repr_html_(self) -> str:
+        """The HTML for notebooks: the answer, and what was called for it."""
+        from parrot.frontend.pfunc.display.shown import table_html, variable_html
+
+        rows = [(call.name, str(dict(call.arguments)), call.result) for call in self.calls]
+        table = table_html(("tool", "arguments", "result"), rows) if rows else ""
+        return table + variable_html("answer", self.text if self.is_done else None)
+
     def __iter__(self) -> Iterator[str]:
         for tool in self._agent.tools.values():
             if tool.is_async:

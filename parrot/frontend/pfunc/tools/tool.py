@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from pydantic import TypeAdapter
@@ -36,6 +37,7 @@ class Tool(Generic[Given, Result]):
         """The function's docstring describes it and its parameters (`Args:`, or `:param x:`).
         `max_chars`: what the model is shown of a result. Raises `ValueError` for a function that a
         model cannot call, and `TypeError` for a parameter that cannot be said in JSON."""
+        update_wrapper(self, pyfunc)
         self.pyfunc = pyfunc
         self.name = name or str(getattr(pyfunc, "__name__", ""))
         if not _NAME.fullmatch(self.name):
