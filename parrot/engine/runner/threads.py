@@ -31,7 +31,7 @@ _CHANGED = 1.5  # so much slower than before: something else runs now
 _PROBE_STEPS = 3
 _LEAST_S = 1e-6  # clocks may say that a step took no time
 _FIRST_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 2, 16, 2000
-_PAUSE_PER_LOSS = 40  # steps after a probe that took a step's time more than usual
+_PAUSE_PER_LOSS = 80  # steps after a probe that took a step's time more than usual
 _TRIAL_STEPS, _FIRST_VERDICT = 16, 4
 
 
