@@ -63,11 +63,22 @@ class Layer:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.out, self.mlp.up, self.mlp.down
 
-    def __call__(self, x: torch.Tensor, angles: Angles | None, attend: Attend) -> torch.Tensor:
-        if self.spec.pre_norm:
-            x = self.out(self._attended(self.attn_norm(x), angles, attend), x)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        angles: Angles | None,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [rows, hidden] -> as many, or only `rows` of them."""
+        is_first = self.spec.pre_norm
+        attended = self._attended(self.attn_norm(x) if is_first else x, angles, attend)
+        if rows is not None:
+            attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+        x = self.out(attended, x)
+        if is_first:
             return self.mlp(self.mlp_norm(x), x)
-        x = self.attn_norm(self.out(self._attended(x, angles, attend), x))
+        x = self.attn_norm(x)
         return self.mlp_norm(self.mlp(x, x))
 
     def _attended(self, x: torch.Tensor, angles: Angles | None, attend: Attend) -> torch.Tensor:
@@ -125,18 +136,23 @@ class Decoder:
         return count * self.dtype.itemsize + extra
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids and positions [rows] -> the last layer's output [rows, hidden]."""
+        """token_ids and positions [rows] -> the last layer's output [rows, hidden]. With `rows`,
+        only theirs: of the others the last layer computes no more than their KV."""
         x = F.embedding(token_ids, self.embed)
         if self._project_in is not None:
             x = self._project_in(x)
         if self._positions is not None:
             x = x.add_(F.embedding(positions + self.spec.position_offset, self._positions))
         angles = None if self._rope is None else self._rope.angles(positions, self.dtype)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, angles, attend)
-        return x
+        return self.layers[-1](x, angles, attend, rows)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] as `forward` gives it -> the model's last states [rows, width]."""

@@ -78,9 +78,8 @@ class PlainDecoder:
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden = self._model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
-        if sample_rows is not None:
-            hidden = hidden.index_select(0, sample_rows)
+        attend = partial(attention.run, plan=plan)
+        hidden = self._model.forward(token_ids, plan.positions, attend, sample_rows)
         return self._model.logits(hidden)
 
     def states(

@@ -84,25 +84,25 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
         step = inputs.step
         work = self.planner.plan(inputs.versions, step)
+        asked = [row for row, spec in enumerate(inputs.samples) if spec is not None]
+        rows = self._tensor(inputs.logit_rows[asked])
+        reads = Reads.of(plan.sequences)
+        needs_all = reads is not None or len(asked) == inputs.num_tokens
         hidden = self._model.forward(
             self._tensor(inputs.token_ids),
             self._tensor(inputs.positions),
             partial(self._attention.run, plan=self._attention.plan(work, step)),
+            None if needs_all else rows,
         )
-        reads = Reads.of(plan.sequences)
+        read = {}
         if reads is not None:
             reads.take(self._model.final(hidden), self._model.head)
-        read = {} if reads is None else reads.landed()
-        asked = [
-            (row, spec)
-            for row, spec in zip(inputs.logit_rows.tolist(), inputs.samples, strict=True)
-            if spec is not None
-        ]
-        if not asked:
+            read = reads.landed()
+            hidden = hidden.index_select(0, rows)
+        specs = [spec for spec in inputs.samples if spec is not None]
+        if not specs:
             return StepResult({}, {}, read=read)
-        rows, specs = zip(*asked, strict=True)
-        logits = self._model.logits(hidden.index_select(0, self._tensor(np.array(rows))))
-        return replace(sample(logits, specs), read=read)
+        return replace(sample(self._model.logits(hidden), specs), read=read)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)

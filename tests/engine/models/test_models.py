@@ -54,9 +54,14 @@ class LogitsRunner(ModelRunner):
         forward = model.forward
 
         def recording(*args: Any) -> torch.Tensor:
-            hidden = forward(*args)
+            *inputs, rows = args
+            hidden = forward(*inputs)
             self.last = model.logits(hidden)
-            return hidden
+            if rows is None:
+                return hidden
+            wanted = forward(*inputs, rows)
+            torch.testing.assert_close(wanted, hidden[rows], rtol=1e-4, atol=1e-4)
+            return wanted
 
         model.forward = recording  # type: ignore[method-assign]
 
