@@ -11,7 +11,6 @@ from parrot import P
 STOCK = {"The Birds": 3, "The Wasps": 0, "The Frogs": 12}
 QUESTIONS = [
     "Do you have The Birds?",
-    "How many copies of The Frogs are there?",
     "What does it cost to send a book abroad?",
 ]
 
@@ -34,12 +33,12 @@ def postage(to: Literal["here", "abroad"]) -> str:
     return {"here": "2 euros", "abroad": "9 euros"}[to]
 
 
-SAMPLING = P.SamplingConfig(temperature=0, max_gen_length=64)
+SAMPLING = P.SamplingConfig(temperature=0, max_gen_length=40)
 AGENT = P.Agent(
     [find_book, postage],
     "You work in a bookshop. Answer briefly.",
     must_call=True,
-    max_turns=4,
+    max_turns=3,
     sampling_config=SAMPLING,
     name="bookseller",
 )
