@@ -2,9 +2,11 @@
 
     python -m benchmark.serve.bench_telemetry --output benchmark/results/telemetry.json
 
-Two measurements, each in turns, of the CPU time of ServeCore's process with all its threads.
-Sessions of 10 calls end, as those of programs do.
+Measured is the CPU time of ServeCore's process with all its threads, in turns; sessions of 10 calls
+end, as those of programs do.
 
+  counted  what the metrics take of each call, whether somebody reads them or not: the mean of
+           `--counted` calls on virtual time
   scraped  one ServeCore at a steady pace, that the engine's steps set, with and without somebody
            who reads `/metrics` once a second. `share`: of ServeCore's thread, and so of the calls
            that it could serve
@@ -15,9 +17,11 @@ Sessions of 10 calls end, as those of programs do.
 
 import argparse
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 import aiohttp
 from aiohttp import web
@@ -26,10 +30,22 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from benchmark.serve import bench_calls
-from benchmark.serve.bench_calls import ENGINE, ZERO_COST, Program, connect, cpu_seconds, pinned
+from benchmark.serve.bench_calls import (
+    ENGINE,
+    ZERO_COST,
+    Program,
+    connect,
+    cpu_seconds,
+    pinned,
+)
 from benchmark.serve.bench_page import summary
+from parrot.cli.bench.session import Session as ProgramSession
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
+from parrot.serve.graph.nodes import Task
+from parrot.serve.sessions import Session
+from parrot.serve.telemetry.metrics import CoreMetrics
+from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 CALLS_OF_SESSION = 10
 _WARM_UP_TURNS = 2
@@ -85,12 +101,16 @@ async def sessions(http: aiohttp.ClientSession, url: str, num_programs: int, cou
 
 
 @asynccontextmanager
-async def scraping(http: aiohttp.ClientSession, url: str, sizes: list[int]) -> AsyncIterator[None]:
+async def scraping(
+    http: aiohttp.ClientSession, cluster: Cluster, sizes: list[int]
+) -> AsyncIterator[None]:
     """Read the metrics once a second; `sizes`: of the answers, in bytes."""
+    headers = {"Authorization": f"Bearer {cluster.cluster_token}"}
 
     async def scrape() -> None:
         while True:
-            async with http.get(f"{url}/metrics") as reply:
+            async with http.get(f"{cluster.core_url}/metrics", headers=headers) as reply:
+                assert reply.status == 200, await reply.text()
                 sizes.append(len(await reply.read()))
             await asyncio.sleep(1.0)
 
@@ -98,6 +118,27 @@ async def scraping(http: aiohttp.ClientSession, url: str, sizes: list[int]) -> A
         scraper = group.create_task(scrape())
         yield
         scraper.cancel()
+
+
+def counted(num_calls: int) -> dict[str, object]:
+    """The time of counting a call that has ended."""
+    count = CoreMetrics.task_finished
+    spent_us: list[float] = []
+
+    def timed(metrics: CoreMetrics, task: Task, session: Session) -> None:
+        began = time.thread_time_ns()
+        count(metrics, task, session)
+        spent_us.append(1e-3 * (time.thread_time_ns() - began))
+
+    async def make_calls() -> None:
+        async with SimCluster(1, core=PATIENT) as cluster:
+            program = await ProgramSession.begin(cluster.client())
+            for number in range(num_calls):
+                await program.read(await program.call([f"what is {number}? "], 8))
+
+    with patch.object(CoreMetrics, "task_finished", timed):
+        run_virtual(make_calls())
+    return {"what": "counted", "us_per_call": statistics.fmean(spent_us)}
 
 
 async def scraped(cluster: Cluster, args: argparse.Namespace) -> dict[str, object]:
@@ -113,7 +154,7 @@ async def scraped(cluster: Cluster, args: argparse.Namespace) -> dict[str, objec
 
     async with connect() as http:
         for turn in range(-_WARM_UP_TURNS, args.turns):
-            async with scraping(http, url, sizes):
+            async with scraping(http, cluster, sizes):
                 with_scraper = await load()
             without = await load()
             if turn >= 0:
@@ -145,6 +186,7 @@ async def traced(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--counted", type=int, default=2000, help="calls that are counted")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--sessions", type=int, default=32, help="of each turn, 10 calls each")
     parser.add_argument("--turns", type=int, default=20, help="of each kind")
@@ -152,6 +194,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
+    report.add("rows", counted(args.counted))
     engine = {"engine_type": "sim", "instance": ZERO_COST | {"step_s": args.step_s}}
     report.uses("engine", engine)
     with Cluster(core=_CORE, engines=[engine]) as cluster, pinned(cluster):

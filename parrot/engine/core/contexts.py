@@ -209,6 +209,7 @@ class ContextTree:
             copies = (BlockCopy(shared, own, num_tokens),) if num_tokens else ()
         else:
             self._make_private(context, tail)
+        context.num_published = min(context.num_published, tail)
         context.owned_from = min(context.owned_from, tail)
         context.block_ids += taken
         return copies
@@ -284,6 +285,12 @@ class ContextTree:
         )
         twice = [block for block, count in owners.items() if count > 1]
         assert not twice, f"blocks with more than one owner: {twice}"
+        held = Counter(block for context in self for block in context.block_ids)
+        for context in self:
+            counts = [held[block] for block in context.block_ids]
+            assert counts == sorted(counts, reverse=True), (
+                f"{context} shares a block, not its prefix"
+            )
         waiting = [context for context in self if context.fork is not None]
         assert waiting == list(self.pending), (waiting, self.pending)
         for context in self:
