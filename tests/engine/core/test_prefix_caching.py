@@ -223,3 +223,11 @@ def test_kv_that_is_found_lost_and_found_again_before_a_prompt_begins_counts_onc
     assert answer.response.filled_len == 13
     assert answer.response.cached_tokens + answer.response.computed_tokens == 13
     assert answer.response.computed_tokens in (1, 13)
+
+
+def test_a_block_that_was_copied_to_be_written_gives_way_to_the_one_that_others_share():
+    engine = Harness()
+    for context_id in (1, 2):  # the second copies the last block that it finds
+        engine.generate(piece(context_id, "abcdefgh"), length=6)
+        engine.run()
+    assert engine.context(2).block_ids[:3] == engine.context(1).block_ids[:3]
