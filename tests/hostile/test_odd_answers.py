@@ -117,7 +117,7 @@ async def test_streams_raise_errors_of_the_tree(odd: tuple[Odd, str], events: by
     async with HttpClient(odd[1]) as http:
         engine = EngineClient(http)
         for stream in (engine.generate_stream(GenerateRequest(context_id=1)), engine.follow(1)):
-            if events.startswith(b"event: done") and stream.__name__ == "follow":
+            if events.startswith(b"event: done") and stream.__name__ == "followed":
                 continue  # which nothing is read of
             with pytest.raises(ParrotError):
                 await drained(stream)

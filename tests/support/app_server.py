@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,14 +26,18 @@ class _AnnouncingServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_app(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
-    """Yield the app's base URL; the app's lifespan runs around it."""
+async def serve_app(app: ASGIApp, port: int = 0, **options: Any) -> AsyncIterator[str]:
+    """Yield the app's base URL; the app's lifespan runs around it. `options` are uvicorn's."""
     listener = socket.create_server(("127.0.0.1", port))
     # asyncio does this only for sockets that it makes; without it each answer may take 40 ms more.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = _AnnouncingServer(
         uvicorn.Config(
-            app, log_level="error", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1
+            app,
+            log_level="error",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            **options,
         )
     )
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -49,7 +49,9 @@ class HostGuard:
 
 def _without_port(host: str) -> str:
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        address, end, port = host[1:].partition("]")
+        is_whole = end and (not port or (port[0] == ":" and port[1:].isdigit()))
+        return address if is_whole else host
     name, _, port = host.rpartition(":")
     return name if name and port.isdigit() else host
 

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from parrot.protocol.engine_api import GenerateResponse, StreamChunk
 from parrot.protocol.errors import Unavailable
-from parrot.protocol.transport import Transport, until_done
+from parrot.protocol.transport import Transport, read_answer, until_done
 
 OnChunk = Callable[[StreamChunk], None]
 
@@ -29,7 +29,7 @@ async def followed(http: Transport, context_id: int) -> AsyncGenerator[StreamChu
     async with aclosing(until_done(http.stream("POST", "/follow", body=body))) as events:
         async for name, data in events:
             if name == "chunk":
-                yield StreamChunk.model_validate_json(data)
+                yield read_answer(StreamChunk, data)
 
 
 class Sink:
