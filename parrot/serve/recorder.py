@@ -70,12 +70,14 @@ class Recorder(Observer):
         self._clock = clock
         self._began = clock.now()
         self._salt = secrets.token_bytes(16)
+        self._known: set[int] = set()  # the sessions that began while it records
         sink(trace.TraceHeader())
 
     def engine_registered(self, info: EngineInfo) -> None:
         self._sink(trace.EngineJoined(at=self._at(), engine=info))
 
     def session_created(self, session: Session, request: SessionCreateRequest) -> None:
+        self._known.add(session.id)
         tenant = self._text(session.tenant).ids[0]
         self._note(trace.SessionBegan, session, tenant=tenant, on_demand=request.on_demand)
 
@@ -100,6 +102,7 @@ class Recorder(Observer):
                 if variable.state is VariableState.READY
             },
         )
+        self._known.discard(session.id)
 
     def call_submitted(
         self,
@@ -160,7 +163,8 @@ class Recorder(Observer):
         )
 
     def _note(self, kind: type[trace.SessionEvent], session: Session, **fields: Any) -> None:
-        self._sink(kind(at=self._at(), session_id=session.id, **fields))
+        if session.id in self._known:
+            self._sink(kind(at=self._at(), session_id=session.id, **fields))
 
     def _at(self) -> float:
         return self._clock.now() - self._began

@@ -1,9 +1,11 @@
 """ServeCore is killed in the middle, and goes on where it was."""
 
 import asyncio
+import os
 import random
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +14,7 @@ import pytest
 from parrot.cluster import Cluster
 from parrot.protocol.engine_api import GenerateRequest
 from parrot.protocol.engine_client import CORE_HEADER, CoreIdentity, EngineClient
-from parrot.protocol.errors import ParrotError, StaleCore, Unavailable
+from parrot.protocol.errors import InsufficientStorage, ParrotError, StaleCore, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import SessionInfo
 from parrot.protocol.serve_client import ServeClient
@@ -141,6 +143,43 @@ async def test_a_clean_stop_keeps_sessions_too(tmp_path: Path) -> None:
         with pytest.raises(ParrotError) as gone:
             await ended.get(var_id)
         assert gone.value.status == 410
+
+
+async def test_a_full_disk_refuses_writes_and_reads_go_on(tmp_path: Path) -> None:
+    async with (
+        cluster_with(tmp_path / "journal", 1) as cluster,
+        HttpClient(cluster.core_url) as http,
+    ):
+        client = ServeClient(http)
+        session = await begin(client)
+        text = await session.get(var_id := await session.call("Before: {{out}}"))
+        begun = await session.call("Begun before: {{out}}", 100)
+        reading = asyncio.create_task(session.get(begun))
+        pid = cluster.process("core").pid
+        limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        log_size = os.stat(tmp_path / "journal-wal").st_size
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (log_size + 1000, limits[1]))
+        async with asyncio.timeout(HANGS_S):
+            with suppress(InsufficientStorage):
+                while True:
+                    await session.call("No room for this: {{out}}" + "x" * 2000)
+            with pytest.raises(InsufficientStorage):
+                await client.create_session()
+            made = await reading
+            assert [await session.get(var_id), await session.get(begun)] == [text, made]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        async with asyncio.timeout(HANGS_S):
+            while True:
+                try:
+                    after = await session.call("There is room again: {{out}}")
+                    break
+                except InsufficientStorage:
+                    await asyncio.sleep(0.1)
+        cluster.kill("core")
+        cluster.restart("core")
+        assert await persistently(session.get, var_id) == text
+        assert await session.get(begun) == made
+        assert await persistently(session.get, after)
 
 
 async def test_engines_refuse_who_was_there_before(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            gc.collect(1)  # what is old is seldom looked at
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation, which is seldom looked at
             gc.enable()
 
 
