@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -35,10 +36,31 @@ def counted(value: Any) -> list[int]:
 def test_it_counts_what_is_outside_of_strings(value: Any, cuts: list[int], is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     meter, start = JsonMeter(), 0
-    for cut in [*sorted(cuts), len(raw)]:
-        meter.feed(raw[start:cut])
-        start = max(start, cut)
+    with patch("parrot.protocol.gate.json_size._MAX_UNREAD", -1):
+        for cut in [*sorted(cuts), len(raw)]:
+            meter.feed(raw[start:cut])
+            start = max(start, cut)
     assert meter._counts == counted(value)
+
+
+@given(JSON, st.lists(st.integers(0, 400), max_size=5), st.integers(0, 40), st.integers(-1, 400))
+def test_it_refuses_the_same_however_late_it_looks(
+    value: Any, cuts: list[int], most: int, unread: int
+) -> None:
+    raw = json.dumps(value).encode()
+    is_refused, start = False, 0
+    meter = JsonMeter()
+    with (
+        patch("parrot.protocol.gate.json_size._MOST", (most, most, most)),
+        patch("parrot.protocol.gate.json_size._MAX_UNREAD", unread),
+    ):
+        try:
+            for cut in [*sorted(cuts), len(raw)]:
+                meter.feed(raw[start:cut])
+                start = max(start, cut)
+        except PayloadTooLarge:
+            is_refused = True
+    assert is_refused == (max(counted(value)) > most)
 
 
 @pytest.mark.parametrize(
