@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -16,6 +17,7 @@ from jinja2 import TemplateError
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.template_sandbox import MAX_CHARS, MAX_TEMPLATE, TemplateSandbox
 
+_PARTS = 64  # of a text that are made between two looks at its length
 _NUM_RENDERED = 16  # turns; the markup of later turns is that of the sixteenth
 # Marks for training that some templates have; they print nothing.
 _GENERATION_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -92,13 +94,15 @@ class ChatTemplate:
         """The prompt behind which the next answer is generated. `options` are the template's
         further variables: `tools`, `enable_thinking` and the like. Raises `InvalidRequest`."""
         self._budget.renew()
-        parts, num_chars = [], 0
+        parts: list[str] = []
+        num_chars = 0
         try:
-            for part in self._template.generate(
+            made = self._template.generate(
                 **options, messages=messages, add_generation_prompt=True, **self._tokens
-            ):
-                parts.append(part)
-                num_chars += len(part)
+            )
+            while some := list(islice(made, _PARTS)):
+                parts += some
+                num_chars += sum(map(len, some))
                 if num_chars > MAX_CHARS:
                     raise TemplateError("it makes too long a text")
         except Exception as error:  # noqa: BLE001 - it may divide by zero, call itself, and so on

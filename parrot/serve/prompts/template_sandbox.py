@@ -23,6 +23,7 @@ _MAX_ITEMS = 2**16  # of a list that is made, and of all in it
 _MAX_BITS = 4096  # of a number
 _MAX_INDENT = 16
 _DICT_NAMES = frozenset(dir(dict))
+_PLAIN = (str, int, float, type(None))
 _FILTERS = (
     *("abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first"),
     *("float", "groupby", "int", "items", "last", "length", "lower", "map", "max", "min", "reject"),
@@ -136,7 +137,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     # Filters
 
     def _shown(self, value: Any) -> Any:
-        if not isinstance(value, str | int | float | None):
+        if not isinstance(value, _PLAIN):
             self.budget.weigh(value)
         return value
 
