@@ -10,7 +10,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
-from parrot.serve.graph.nodes import Completion, RunStats, Task, unnamed
+from parrot.serve.graph.nodes import Completion, Task, unnamed
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import Session, tenant_labels
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
@@ -27,6 +27,7 @@ from parrot.utils.metrics import LATENCY_S, Histogram, counter, histogram, rende
 UNNAMED = "unnamed"
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_COUNTED_AT_ONCE = 64  # calls: less than a millisecond
 _MAX_ENGINES = 256  # names with series of their own: engines that restart elsewhere get new ones
 
 
@@ -53,6 +54,8 @@ class CoreMetrics:
         self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
         self._sessions = SeriesByName(max_names, lambda: _Runs(LATENCY_S))
         self._engines: dict[tuple[str, str], EngineSeries] = {}
+        self._uncounted: list[tuple[str, str, tuple[str, str], Measured]] = []
+        """(function, application, engine and model, measures)"""
         self._num_reused = 0
         self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
         self._breaks: Counter[tuple[str, ...]] = Counter()  # (reason)
@@ -76,13 +79,22 @@ class CoreMetrics:
         call = Measured.of(task, self.prices.cost(task.stats))
         if call is None:
             return
-        self._functions.use(_function_of(task)).count(call)
-        self._apps.use(app_of(session)).count(call)
-        self._engine(task.stats).count(call)
-        self.accounts.count(session.tenant, _function_of(task), call)
+        function, stats = _function_of(task), task.stats
+        self.accounts.count(session.tenant, function, call)
+        engine = (stats.engine_name or OTHER, stats.model or OTHER)
+        self._uncounted.append((function, app_of(session), engine, call))
+        if len(self._uncounted) >= _COUNTED_AT_ONCE:
+            self._count()
 
-    def _engine(self, stats: RunStats) -> EngineSeries:
-        key = (stats.engine_name or OTHER, stats.model or OTHER)
+    def _count(self) -> None:
+        """Many at once take less time each: what counting needs is then in the CPU's caches."""
+        uncounted, self._uncounted = self._uncounted, []
+        for function, app, engine, call in uncounted:
+            self._functions.use(function).count(call)
+            self._apps.use(app).count(call)
+            self._engine(engine).count(call)
+
+    def _engine(self, key: tuple[str, str]) -> EngineSeries:
         if (series := self._engines.get(key)) is not None:
             return series
         if len(self._engines) >= _MAX_ENGINES:
@@ -100,6 +112,7 @@ class CoreMetrics:
         yield from _dispatcher_families(dispatcher)
 
     def _own_families(self) -> Iterator[Metric]:
+        self._count()
         yield from engine_call_families(self._engines)
         yield from call_families("parrot_call", "function", self._functions.items())
         yield from call_families("parrot_app_call", "app", self._apps.items())
