@@ -156,6 +156,18 @@ def test_a_damaged_record_in_the_middle(tmp_path: Path) -> None:
     assert read(path) == records[:30]
 
 
+def test_it_can_be_copied_while_it_is_open(tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path / "j"), SIZE)
+    file.write([record(1), record(2)])
+    reader, copy = sqlite3.connect(tmp_path / "j"), sqlite3.connect(tmp_path / "copy")
+    reader.backup(copy)
+    file.write([record(3)])
+    reader.close()
+    copy.close()
+    file.close()
+    assert [len(read(tmp_path / name)) for name in ("j", "copy")] == [3, 2]
+
+
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
     """A disk that is full."""
