@@ -191,8 +191,7 @@ class EmbedRequest(JobRequest):
 
 
 class EmbedResponse(InternalPayload):
-    """`embeddings`: vectors of length 1, in the order of the inputs: base64 of little-endian
-    float32."""
+    """`embeddings`: in the order of the inputs, of length 1: base64 of little-endian float32."""
 
     embeddings: list[str]
     prompt_tokens: int = Field(0, description="of all inputs")

@@ -89,6 +89,7 @@ class ServeCore:
             self._timers,
             self.clock,
             self.fleet.tokenizer,
+            self._longest,
             self._takes_messages,
             self._runner.require_room,
             self._metrics.prefix_broken,
@@ -96,6 +97,10 @@ class ServeCore:
             repair=config.prefix_repair,
             aliases=config.model_aliases,
         )
+
+    def _longest(self, model: str) -> int | None:
+        """Tokens of the longest sequence that an engine of the model takes; None: there is none."""
+        return max([e.max_len for e in self.fleet if e.info.model == model], default=None)
 
     def _takes_messages(self, model: str) -> bool:
         """Whether a server behind an engine of the model renders conversations."""

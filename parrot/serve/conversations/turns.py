@@ -32,6 +32,7 @@ from parrot.serve.prompts.conversation import (
     TokenPrompt,
     prompt_of_tokens,
     prompt_tokens,
+    require_fits,
     text_of_tokens,
 )
 from parrot.serve.sessions import Session, SessionRegistry
@@ -47,6 +48,7 @@ class Turns:
         timers: TimerQueue,
         clock: Clock,
         find_tokenizer: FindTokenizer,
+        find_limit: Callable[[str], int | None],
         takes_messages: Callable[[str], bool],
         require_room: Callable[[str], None],
         on_break: Callable[[Reason], None],
@@ -55,7 +57,8 @@ class Turns:
         repair: PrefixRepair,
         aliases: Mapping[str, str],
     ) -> None:
-        """`end_session` includes `forget`. `takes_messages`: whether servers behind a model's
+        """`end_session` includes `forget`. `find_limit`: the tokens of the longest sequence that an
+        engine of a model takes, if there is one. `takes_messages`: whether servers behind a model's
         engines render conversations. `require_room` raises `QueueFull` for a tenant.
         `aliases`: from other names of models to those that engines serve.
         `on_break` is told why prompts left a prefix."""
@@ -66,6 +69,7 @@ class Turns:
         self.has_session = self._sessions.is_live
         self._aliases = aliases
         self._find_tokenizer = find_tokenizer
+        self._find_limit = find_limit
         self._takes_messages = takes_messages
         self._require_room = require_room
         self._chains = Chains(
@@ -91,6 +95,8 @@ class Turns:
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         shown, samplings, make_parser, conversation = self._rendered(request)
         text = shown.text
+        limit = self._find_limit(request.model)
+        require_fits(text, self._find_tokenizer(request.model), limit)  # before it is kept
         prompt = _prompt(request, text)
         place = None
         if not isinstance(request.prompt, str):  # which nothing continues

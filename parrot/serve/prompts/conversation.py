@@ -13,7 +13,7 @@ from parrot.serve.prompts.answers import AnswerParser, PlainParser
 from parrot.serve.prompts.call_families import Family, tool_family
 from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from parrot.serve.prompts.chat import PLAIN_CHAT
-from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.encode import encode_prompt, require_chars
 from parrot.serve.prompts.reasoning import with_reasoning
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
@@ -63,6 +63,12 @@ def transcript_of(
         are_as_sent=len(shown) == len(prompt),
         **options,
     )
+
+
+def require_fits(prompt: str, tokenizer: ModelTokenizer | None, limit: int | None) -> None:
+    """Raise `PromptTooLong` for a prompt that cannot be less than `limit` tokens (None: any)."""
+    if limit is not None:
+        require_chars(len(prompt), tokenizer, limit)
 
 
 def _part_ends(text: str) -> Iterator[int]:

@@ -33,7 +33,7 @@ async def encode_prompt(
     Raises `UnsupportedField` if the model has no chat template, or if the prompt is of another
     tokenizer's tokens, and `PromptTooLong`, with little work however long it is."""
     limit = _UNLIMITED if limit is None else limit
-    _require_chars(segments, tokenizer, limit - num_before)
+    require_chars(sum([segment.num_chars for segment in segments]), tokenizer, limit - num_before)
     begins_with_tokens = bool(segments) and segments[0].kind is PieceKind.TOKENS
     if begins_with_tokens:
         _require_tokens_of(tokenizer, segments[0])
@@ -54,12 +54,9 @@ async def encode_prompt(
     return list(encoded)
 
 
-def _require_chars(
-    segments: Sequence[Segment], tokenizer: ModelTokenizer | None, limit: int
-) -> None:
+def require_chars(num_chars: int, tokenizer: ModelTokenizer | None, limit: int) -> None:
     """Raise `PromptTooLong` if so many characters cannot be less than `limit` tokens."""
     longest = _LONGEST_UNKNOWN if tokenizer is None else tokenizer.encoder.longest_token
-    num_chars = sum([segment.num_chars for segment in segments])
     if num_chars >= limit * longest * _MAX_COMPOSED:
         message = f"the prompt has {num_chars} characters; the limit is {limit - 1} tokens"
         raise PromptTooLong(message)
