@@ -285,12 +285,6 @@ class ContextTree:
         )
         twice = [block for block, count in owners.items() if count > 1]
         assert not twice, f"blocks with more than one owner: {twice}"
-        held = Counter(block for context in self for block in context.block_ids)
-        for context in self:
-            counts = [held[block] for block in context.block_ids]
-            assert counts == sorted(counts, reverse=True), (
-                f"{context} shares a block, not its prefix"
-            )
         waiting = [context for context in self if context.fork is not None]
         assert waiting == list(self.pending), (waiting, self.pending)
         for context in self:

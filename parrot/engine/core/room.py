@@ -65,7 +65,8 @@ def drop_kv(tree: ContextTree, contexts: Sequence[Context], num_free: int) -> se
 def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool:
     """Drop up to `max_blocks` of the last blocks that nobody shares; returns whether there are any.
 
-    Sharing is by prefix, so reference counts never rise along a block table."""
+    Sharing is by prefix, so reference counts seldom rise along a block table: where a fork was made
+    before its parent's blocks were published, which then gave way to equal ones of others."""
     blocks = context.block_ids
     keep = len(blocks)
     floor = max(0, keep - max_blocks)
@@ -77,17 +78,16 @@ def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool
 def _drop_shared_tails(
     tree: ContextTree, contexts: Sequence[Context], num_free: int
 ) -> list[Context]:
-    """Drop, context by context, the blocks that only these contexts hold, until `num_free` blocks
-    are free. Returns the contexts that lost KV."""
+    """Drop, context by context, the blocks that only these contexts hold, and what comes after
+    them, until `num_free` blocks are free. Returns the contexts that lost KV."""
     held = Counter(block for context in contexts for block in context.block_ids)
     inside = {block for block, count in held.items() if count == tree.pool.num_refs(block)}
     changed = []
     for context in contexts:
         if tree.pool.num_free >= num_free:
             break
-        keep = len(context.block_ids)
-        while keep and context.block_ids[keep - 1] in inside:
-            keep -= 1
+        own = (index for index, block in enumerate(context.block_ids) if block in inside)
+        keep = next(own, len(context.block_ids))
         if _keep(tree, context, keep):
             changed.append(context)
     return changed

@@ -3,7 +3,7 @@ from array import array
 import pytest
 
 from parrot.engine.core.block_pool import BlockPool
-from parrot.engine.core.contexts import Context, ContextTree, Fork
+from parrot.engine.core.contexts import Context, ContextTree, Fork, make_tree
 from parrot.engine.core.plan import BlockCopy
 from parrot.engine.core.room import drop_kv, unshare_tail
 
@@ -168,3 +168,18 @@ def test_an_id_is_created_once(tree):
         tree.create(1)
     assert len(list(tree)) == 1
     assert tree.get(2) is None
+
+
+def test_room_is_made_of_a_block_behind_which_others_are_shared():
+    tree = make_tree(8, 4, publishes=True)
+    parent, other = tree.create(1), tree.create(2)
+    grow(tree, parent, 8)
+    child = fork(tree, parent, 3, 8)
+    grow(tree, other, 4)
+    tree.publish(other)
+    tree.publish(parent)  # takes over the other's first block; its own second one gets a key
+    assert [tree.pool.num_refs(block) for block in child.block_ids] == [1, 2]
+    num_free = tree.pool.num_free
+    assert drop_kv(tree, [child], num_free + 1) == {child}
+    assert tree.pool.num_free == num_free + 1
+    tree.check_integrity()
