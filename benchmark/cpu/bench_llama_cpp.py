@@ -1,6 +1,6 @@
 """Prompts and decoding of the builtin engine on a CPU, in turns with llama.cpp on the same GGUF.
 
-    python -m benchmark.cpu.bench_llama_cpp --python VENV/bin/python
+    LLAMA_CPP_PYTHON=VENV/bin/python python -m benchmark.cpu.bench_llama_cpp
 
 VENV has llama-cpp-python, built for this machine. Both compute prompts of random tokens in chunks
 of 512 and then decode greedily, one after the other, round by round; while one works the other
@@ -10,11 +10,11 @@ together: other processes on the machine change those far less. Figures are medi
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import time
-from pathlib import Path
 
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
@@ -54,8 +54,8 @@ Times = list[list[float]]
 class LlamaCpp:
     """A process of another interpreter; `close` ends it."""
 
-    def __init__(self, python: Path, model: str, threads: int, context: int) -> None:
-        command = [str(python), "-c", LLAMA, model, str(threads), str(context), str(CHUNK)]
+    def __init__(self, python: str, model: str, threads: int, context: int) -> None:
+        command = [python, "-c", LLAMA, model, str(threads), str(context), str(CHUNK)]
         self._process = subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -94,7 +94,6 @@ def rates_of(times: Times, prompt: int, decode: int) -> dict[str, float]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", type=Path, help="llama.cpp's; default: only the builtin engine")
     parser.add_argument("--model", default="embedded", help="a GGUF file")
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 2048, 4096])
     parser.add_argument("--decode", type=int, default=24)
@@ -110,9 +109,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     assert isinstance(runner, ModelRunner), "this is about CPUs"
     arms = {"parrot": lambda prompt: parrot_times(runner, prompt, args.decode)}
     llama = None
-    if args.python is not None:
+    if python := os.environ.get("LLAMA_CPP_PYTHON"):  # else only the builtin engine is measured
         path = open_checkpoint(args.model).source
-        llama = LlamaCpp(args.python, path, args.threads, max(args.prompts) + args.decode + 8)
+        llama = LlamaCpp(python, path, args.threads, max(args.prompts) + args.decode + 8)
         arms["llama.cpp"] = lambda prompt: llama.times(prompt, args.decode)
     numbers = random.Random(0)
     try:
