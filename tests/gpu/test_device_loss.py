@@ -49,4 +49,5 @@ def test_every_call_says_that_the_device_is_lost(tmp_path_factory: pytest.TempPa
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), overrides=SIZES)
     command = [sys.executable, "-c", SCRIPT, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.stdout.startswith("lost 3"), done.stdout + done.stderr[:2000]
+    # The step that was launched before may have ended before the assertion failed.
+    assert done.stdout.startswith(("lost 2", "lost 3")), done.stdout + done.stderr[:2000]
