@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
+from parrot.cli.bench.clients.openai import OpenAIProgram, OpenAITarget, openai_http
+from parrot.cli.bench.network import Network
+from parrot.cli.bench.plan import Job, Plan
 from parrot.cli.bench.presets import PRESETS
+from parrot.cli.bench.program import Backend, Program
+from parrot.cli.bench.runner import JobRunner
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from tests.support.app_server import running_in_thread, serve_app
@@ -111,11 +116,23 @@ def test_a_seed_gives_the_same_requests_at_the_same_times(tmp_path: Path) -> Non
     assert prompts[0] == prompts[1]
 
 
-def test_no_more_run_at_once_than_was_asked_for(tmp_path: Path) -> None:
-    fake = FakeOpenAI(reply=WORDS)
-    with running_in_thread(fake.app()) as url:
-        measured(tmp_path, url, "--num_requests", "12", "--concurrency", "3")
-    assert fake.max_open <= 3
+async def test_no_more_run_at_once_than_was_asked_for() -> None:
+    running, most = 0, 0
+
+    async def run(program: Program) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running -= 1
+
+    target = OpenAITarget(openai_http("http://nobody", None), "m")
+    backend = Backend(lambda app: OpenAIProgram(target, Network()), target.http.close)
+    runner = JobRunner(backend)
+    await runner.run(Plan([Job("job", run)] * 10, concurrency=3))
+    assert most == 3
+    assert [result.error for result in runner.results] == [None] * 10
 
 
 def counted(num_words: int) -> Fault:
