@@ -4,12 +4,19 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
-from parrot.protocol.errors import EngineFailed, InvalidRequest, ModelNumerics, ParrotError
+from parrot.protocol.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ModelNumerics,
+    ParrotError,
+    SessionGone,
+)
 from parrot.protocol.graph_api import GraphRequest
 from parrot.protocol.public import (
     NativeCallRequest,
@@ -24,7 +31,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import Record
+from parrot.serve.journal.record import ENDED, Kind, Record
 from parrot.serve.journal.restoring import restore
 from parrot.serve.sessions import Session
 from tests.serve.journal.replayed import MemoryFile, state_of
@@ -256,3 +263,32 @@ def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
 @settings(max_examples=100, deadline=None)
 def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) -> None:
     asyncio.run(_run_and_replay(data))
+
+
+async def test_a_session_that_cannot_be_restored_costs_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World([])
+    whole, broken = [world.core.create_session(SessionCreateRequest()) for _ in range(2)]
+    for session in (whole, broken):
+        scope = session.model_dump()
+        var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+        world.core.programs.set_var(**scope, var_id=var_id, content="text")
+    await world.journal.durable()
+    records = [
+        record._replace(payload=b'{"variable":"no such"}')
+        if (record.subject, record.kind) == (str(broken.session_id), Kind.SETTLED)
+        else record
+        for record in world.file.records
+    ]
+    orphan = Record(len(records) + 1, 1.0, "77", Kind.READ, b"{}")  # of no session
+    await world.close()
+    again = World([*records, orphan])
+    assert list(state_of(again.core)) == [whole.session_id]
+    with pytest.raises(SessionGone):
+        again.core.session_info(broken.session_id, broken.session_auth)
+    await again.journal.durable()
+    ended = [record.subject for record in again.file.records if record.kind == ENDED]
+    assert sorted(ended) == sorted(["77", str(broken.session_id)])
+    assert "cannot be restored" in caplog.text
+    await again.close()
