@@ -1,6 +1,6 @@
 """Fakes shared by the tests of ServeCore's state half."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -213,6 +213,9 @@ class FakeFleet:
         self.identity, self.lease_s = CoreIdentity.new(), 30.0
         self._views: list[EngineView] = []
         self.events = EventLog(MonotonicClock())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
     async def register(self, info: EngineInfo) -> int:
         view = EngineView(len(self._views), info, None, 0, 0, 0, 0.5, KvCounts())
