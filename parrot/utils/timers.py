@@ -24,8 +24,13 @@ class Timer:
         self.callback = callback
 
     def cancel(self) -> None:
-        """Drop the timer, in whatever state it is."""
+        """Drop the timer, in whatever state it is, and what its callback holds."""
         self._timers.discard(self)
+        self.callback = _nothing  # the heap forgets it later
+
+
+def _nothing() -> None:
+    pass
 
 
 class TimerQueue:

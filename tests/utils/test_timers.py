@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,3 +106,19 @@ async def test_exactly_the_uncancelled_ones_fire_on_time(plan: list[tuple[float,
     await clock.advance(100)
     assert all(at == pytest.approx(when) for when, at in fired)
     assert [when for when, _ in fired] == sorted(when for when, gone in plan if not gone)
+
+
+async def test_a_timer_that_was_cancelled_holds_nothing() -> None:
+    """Sessions that had ended kept their texts until they would have expired."""
+
+    class Large:
+        def ring(self) -> None: ...
+
+    timers = TimerQueue(ManualClock())
+    large = Large()
+    timer, held = timers.call_at(600.0, large.ring), weakref.ref(large)
+    timer.cancel()
+    del large
+    gc.collect()
+    assert held() is None
+    await timers.close()
