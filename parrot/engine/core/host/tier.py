@@ -88,10 +88,6 @@ class HostTier(Generic[W]):
         return self._host.num_slots
 
     @property
-    def num_blank(self) -> int:
-        return self._host.num_blank
-
-    @property
     def has_work(self) -> bool:
         """Whether transfers are under way, or can be begun."""
         return bool(self._flights or self._planned or self._stores.may_choose)
@@ -231,7 +227,7 @@ class HostTier(Generic[W]):
         totals = self.totals
         return HostTierInfo(
             num_max_blocks=self.num_slots,
-            num_free_blocks=self.num_blank,
+            num_free_blocks=self._host.num_blank,
             stored_bytes=totals.num_stored * self._block_bytes,
             returned_bytes=totals.num_brought_back * self._block_bytes,
             failed_transfers=totals.num_failed,

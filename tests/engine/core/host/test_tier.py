@@ -156,7 +156,7 @@ def test_a_copy_that_cannot_be_begun_costs_nobody_anything(monkeypatch):
     answer = harness.generate(piece(1, "abcdefgh"), length=2)
     harness.run()
     assert answer.text == "ij"
-    assert harness.tier.num_blank == harness.tier.num_slots
+    assert harness.tier.info().num_free_blocks == harness.tier.num_slots
 
 
 def test_a_job_that_ends_while_its_kv_comes_back():
@@ -264,11 +264,11 @@ def test_kv_that_may_be_wrong_leaves_the_host():
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
     harness.runner._nan_token = 98
-    assert harness.tier.num_blank == harness.tier.num_slots - 2
+    assert harness.tier.info().num_free_blocks == harness.tier.num_slots - 2
     failed = harness.generate(piece(1, "i"), length=1)
     harness.run()
     assert failed.error is not None
-    assert harness.tier.num_blank == harness.tier.num_slots
+    assert harness.tier.info().num_free_blocks == harness.tier.num_slots
 
 
 def test_no_more_than_a_bounded_number_of_bytes_is_on_its_way():
