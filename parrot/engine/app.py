@@ -69,7 +69,7 @@ def create_app(
         allowed_hosts=config.allowed_hosts,
         lifespan=lifespan,
     )
-    metrics = EngineMetrics(config.engine_name, config.served_model_name)
+    metrics = EngineMetrics(config.engine_name, config.served_model)
     channels = app.state.channels = Channels()
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:

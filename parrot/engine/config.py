@@ -248,6 +248,11 @@ class EngineConfig(ConfigModel):
     connections: ConnectionLimits = ConnectionLimits()
 
     @property
+    def served_model(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+    @property
     def max_requests(self) -> int:
         """Requests at once; one task may have fills, retries and aborted attempts among them."""
         return max(1024, 4 * self.tasks_capacity)
@@ -266,10 +271,8 @@ class EngineConfig(ConfigModel):
             moved = {key: instance[key] for key in ("dtype", "device") if key in instance}
             resolved = {**moved, **resolved}
             resolved["instance"] = {k: v for k, v in instance.items() if k not in moved}
-        model = str(resolved.get("model", cls.model_fields["model"].default))
-        if not resolved.get("served_model_name"):
-            resolved["served_model_name"] = model
         if not resolved.get("engine_name"):
+            model = str(resolved.get("model", cls.model_fields["model"].default))
             port = resolved.get("port", cls.model_fields["port"].default)
             resolved["engine_name"] = f"{model.rstrip('/').rpartition('/')[2]}:{port}"
         return resolved

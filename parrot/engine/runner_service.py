@@ -280,7 +280,7 @@ class RunnerService:
         return EngineInfo(
             engine_type=EngineType(config.engine_type),
             engine_name=config.engine_name,
-            model=config.served_model_name,
+            model=config.served_model,
             tokenizer=config.tokenizer or config.model,
             tokenizer_id=core.language.tokenizer_id,
             host=config.host,

@@ -22,7 +22,7 @@ class EngineTracer:
     def to(cls, endpoint: str, config: EngineConfig) -> Self:
         """Raises `ConfigError` if the exporter is not installed."""
         export = span_export(endpoint, config.engine_name)
-        return cls(export, config.engine_name, config.served_model_name)
+        return cls(export, config.engine_name, config.served_model)
 
     def close(self) -> None:
         self._export.close()

@@ -190,7 +190,7 @@ class OpenAIService:
         return EngineInfo(
             engine_type=EngineType.OPENAI,
             engine_name=config.engine_name,
-            model=config.served_model_name,
+            model=config.served_model,
             tokenizer=config.tokenizer,
             host=config.host,
             port=config.port,
