@@ -63,7 +63,11 @@ def show_health(core: str) -> None:
         OUT.print("no engine is registered")
         sys.exit(1)
     if ready.engines is None:
-        OUT.print("engines are up; who has the cluster token may see which")
+        OUT.print(
+            "engines are up; `parrot top --config_path FILE` shows them, with ServeCore's config, "
+            "which has the cluster token",
+            soft_wrap=True,
+        )
     else:
         OUT.print(f"{ready.num_queued} queued", engine_table(ready.engines), sep="\n")
 

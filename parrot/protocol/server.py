@@ -165,7 +165,7 @@ def knows_cluster_token(request: Request, expected: str | None) -> bool:
 def require_cluster_token(request: Request, expected: str | None) -> None:
     """Raises `AuthenticationFailed`."""
     if not knows_cluster_token(request, expected):
-        raise AuthenticationFailed("missing or wrong cluster token")
+        raise AuthenticationFailed("missing or wrong cluster token (`Authorization: Bearer TOKEN`)")
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:

@@ -131,7 +131,10 @@ class CoreConfig(ConfigModel):
         600.0, description="An unused constant-prefix context is freed after this long."
     )
     api_keys: tuple[Secret, ...] = Field(
-        (), repr=False, description="If any, session creation needs one of them."
+        (),
+        repr=False,
+        description="If any, sessions, the endpoints of OpenAI and Anthropic, and the lists of "
+        "models and routes need one of them (docs/security.md). Needed beyond loopback.",
     )
     cluster_token: Secret | None = Field(
         None,
@@ -141,8 +144,9 @@ class CoreConfig(ConfigModel):
     )
     insecure: bool = Field(
         False,
-        description="Start without `cluster_token` also where others can connect, and ask nobody "
-        "for one: whoever connects may use the service and, as an engine, read its prompts.",
+        description="Start without `cluster_token` or `api_keys` also where others can connect, "
+        "and ask nobody for what is not set: whoever connects may use the service and, as an "
+        "engine, read its prompts.",
     )
     allowed_hosts: HostNames = Field(
         (),

@@ -301,7 +301,7 @@ def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:
     """Whose session it will be: nobody can tell a key from its tenant. Raises
     `AuthenticationFailed` if keys are configured and this is none of them."""
     if allowed_keys and not is_key(api_key or "", allowed_keys):
-        raise AuthenticationFailed("missing or wrong api_key")
+        raise AuthenticationFailed("missing or wrong api_key (`Authorization: Bearer KEY`)")
     return _tenant_name(api_key) if api_key else PUBLIC_TENANT
 
 

@@ -97,6 +97,13 @@ def test_ping(core: ThreadingHTTPServer) -> None:
     assert "first" in result.stdout
 
 
+def test_ping_without_the_token_says_what_shows_engines(core: ThreadingHTTPServer) -> None:
+    core.RequestHandlerClass.answers["/ready"] = (200, {"num_queued": None, "engines": None})
+    result = parrot("ping", "--core", url(core))
+    assert result.returncode == 0, result.stderr
+    assert "parrot top --config_path FILE" in result.stdout
+
+
 def test_page_prints_an_address_that_lets_its_user_in(core: ThreadingHTTPServer) -> None:
     result = parrot("page", "--core", url(core))
     token = kept_token(None)

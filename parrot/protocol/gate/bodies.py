@@ -127,7 +127,9 @@ class BodyLimit:
             await response(scope, receive, send)
 
     def _error(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the request body exceeds {self._max_body_size} bytes")
+        return PayloadTooLarge(
+            f"the request body exceeds {self._max_body_size} bytes, the server's `max_body_size`"
+        )
 
     def _counting(self, receive: Receive) -> Receive:
         received = 0
