@@ -115,6 +115,8 @@ class TestTool:
             P.tool(lambda x: x)
         with pytest.raises(ValueError, match="must have a name of its own"):
             P.tool(lambda *xs: xs, name="f")  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match="max_chars must be at least 1"):
+            P.tool(name="f", max_chars=0)(lambda x: x)
 
         def opaque(x: FakeEngine) -> None: ...
 
@@ -231,6 +233,13 @@ class TestAgent:
         assert grammar is not None
         assert grammar == engine.requests[1].sampling_config.grammar
         assert engine.requests[0].sampling_config.seed == 1
+
+    def test_long_errors_are_told_in_part(self, vm: P.VirtualMachine, engine: FakeEngine) -> None:
+        say(engine, called("weather", city="Oslo", **{"x" * 5000: 1}), "It is cold.")
+        with vm.running_scope():
+            (call,) = P.Agent([weather]).run("How is it?").calls
+        assert call.result.startswith("Error: wrong arguments: `xxx")
+        assert len(call.result) < 1100
 
     async def test_async_tools_run_side_by_side(
         self, vm: P.VirtualMachine, engine: FakeEngine

@@ -24,6 +24,7 @@ from parrot.protocol.errors import CallFailed, InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 
 _TEMPLATE = "{{message}}{{reply}}"
+_MAX_ERROR = 1000  # characters that the model is told
 
 
 class MaxTurnsExceeded(CallFailed):
@@ -236,6 +237,7 @@ def _failed(call: ToolCall, error: Exception) -> ToolCall:
     if isinstance(error, ValidationError):
         problems = error.errors(include_url=False, include_input=False)
         shown = "; ".join(f"`{'.'.join(map(str, p['loc']))}`: {p['msg']}" for p in problems[:5])
-        return replace(call, error=error, result=f"Error: wrong arguments: {shown}")
-    text = " ".join(str(error).split())[:1000]
-    return replace(call, error=error, result=f"Error: {type(error).__name__}: {text}")
+        text = f"wrong arguments: {shown}"
+    else:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return replace(call, error=error, result=f"Error: {text[:_MAX_ERROR]}")

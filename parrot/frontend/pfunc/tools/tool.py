@@ -42,6 +42,8 @@ class Tool(Generic[Given, Result]):
         self.name = name or str(getattr(pyfunc, "__name__", ""))
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"`{self.name}` cannot be the name of a tool: give it one, `name=`")
+        if max_chars < 1:
+            raise ValueError(f"tool `{self.name}`: max_chars must be at least 1")
         self.max_chars = max_chars
         about, of_parameters = _read_docstring(inspect.getdoc(pyfunc) or "")
         self.description = about if description is None else description
