@@ -17,7 +17,9 @@ from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
     InvalidRequest,
+    NoEngine,
     PromptTooLong,
+    Unavailable,
     ValidationFailed,
 )
 from parrot.serve.api.app import create_app
@@ -160,6 +162,59 @@ def test_a_slow_attempt_is_given_up(vm: P.VirtualMachine, engine: FakeEngine) ->
         assert told.get(timeout=20) == "quick"
         states = [call.state for call in vm.session_info().calls]
     assert sorted(states) == ["cancelled", "done"]
+
+
+def test_a_slow_attempt_that_cannot_be_cancelled_is_given_up(
+    vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel(*_: Any) -> None:
+        raise Unavailable("broken")
+
+    monkeypatch.setattr(session.Session, "_cancel", cancel)
+    engine.scripts = [Script(hang_after=1), Script(text=lambda _: "quick")]
+    with vm.running_scope():
+        told = tell.with_options(fallback=tell, attempt_timeout=0.2)("x")
+        assert told.get(timeout=20) == "quick"
+
+
+def test_the_time_of_an_attempt_is_for_all_its_outputs(
+    vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @P.semantic_function(retries=1, attempt_timeout=30.0)
+    def both(text: P.Input) -> P.Returns[tuple[str, str]]:
+        """{{text}} {{name}} is {{age}}"""
+
+    limits, watch = [], session.Session.watch
+
+    async def watched(self: session.Session, var: Any, options: Any) -> None:
+        limits.append(options["timeout_s"])
+        await watch(self, var, options)
+
+    monkeypatch.setattr(session.Session, "watch", watched)
+    say(engine, "Ada", "36")
+    with vm.running_scope():
+        assert P.gather([both("Who?")], timeout=20) == [("Ada", "36")]
+    assert 30 >= limits[0] > limits[1] > 0
+
+
+def test_an_attempt_that_is_refused_is_one_that_failed(
+    vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals, submit = [NoEngine("none"), NoEngine("none")], session.Session.submit
+
+    async def submitted(self: session.Session, call: Any, overrides: Any) -> int:
+        if refusals:
+            raise refusals.pop()
+        return await submit(self, call, overrides)
+
+    monkeypatch.setattr(session.Session, "submit", submitted)
+    say(engine, BAD, GOOD)
+    with vm.running_scope():
+        assert age.with_options(retries=3)("Ada").get(timeout=20) == Age(years=36)
+        refusals.append(NoEngine("none"))
+        say(engine, BAD)
+        with pytest.raises(Cancelled):
+            age.with_options(retries=1)("Ada").get(timeout=20)
 
 
 def test_feedback_goes_on_behind_the_output(vm: P.VirtualMachine, engine: FakeEngine) -> None:

@@ -162,8 +162,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
             names = ", ".join(var.name for var in variables)
             logger.warning("the attempts to make %s ended: %s", names, error)
-            with suppress(ParrotError):
-                for var in variables:
+            for var in variables:
+                with suppress(ParrotError):
                     await self._cancel(var)
 
     async def watch(self, var: SemanticVariable, options: ReadOptions) -> None:

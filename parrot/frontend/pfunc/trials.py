@@ -10,6 +10,7 @@ it, and whatever the last one's fate is, dependents have it as ever."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _NO_ROOM = (Unavailable, QuotaExceeded)  # which passes
 _PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0  # before another attempt then; it doubles
+_LEAST_S = 1e-3  # for an output whose attempt has used its time: it may be there
 _PROBLEM = "That is not valid: {}. Write it again, correctly and completely."
 
 
@@ -72,7 +74,8 @@ class Trial:
 
     async def run(self) -> None:
         """Make attempts until one succeeds; the last makes the variables itself."""
-        while (error := await self._outcome()) is not None:
+        error = await self._outcome()
+        while error is not None:
             if is_final(error):
                 raise error
             func, is_again = self._next(error)
@@ -80,9 +83,16 @@ class Trial:
                 await asyncio.sleep(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
             is_last = len(self._groups) == 1 and not self._groups[0]
-            await self._try(func, error, is_again=is_again, is_last=is_last)
+            try:
+                await self._try(func, error, is_again=is_again, is_last=is_last)
+            except ParrotError as refused:
+                if is_last:
+                    raise
+                error = refused
+                continue
             if is_last:
                 return
+            error = await self._outcome()
         await self._settle()
 
     def _next(self, error: ParrotError) -> "tuple[BasicFunction[..., Any], bool]":
@@ -100,18 +110,21 @@ class Trial:
         """Why the attempt failed; None if it did not."""
         made, func = self.attempt.output_vars, self.attempt.func
         timeout = func.attempts.timeout if isinstance(func, SemanticFunction) else None
-        options = read_options(self._criteria, timeout, None)
+        clock = asyncio.get_running_loop()
         try:
             for var in made:
                 if var.draft is not None:
                     await var.draft.sent.wait()
+            began = clock.time()
             for var, out in zip(made, self.outs, strict=True):
-                await self._session.watch(var, options)
+                left = None if timeout is None else max(_LEAST_S, began + timeout - clock.time())
+                await self._session.watch(var, read_options(self._criteria, left, None))
                 var.model = out.model
                 var.get()  # which is known
         except TimedOut as error:
             for var in made:
-                await self._session.cancel(var)
+                with suppress(ParrotError):  # the next attempt is made whatever becomes of this one
+                    await self._session.cancel(var)
             return error
         except ParrotError as error:
             return error
