@@ -168,8 +168,8 @@ class TorchAttention:
         blocks = step.tables[items[:, TABLE_ROW, None], pages].astype(np.int64)
         in_order = np.array_equal(rows.ravel(), np.arange(len(positions)))
         num_keys = blocks.shape[1] * size
-        causal = self._causal(visible)
         dtype = self._product_type(rows.size * num_keys)
+        causal = self._causal(visible, dtype)
         call = _Call(
             rows=None if in_order else self._tensor(rows.ravel()),
             blocks=self._tensor(blocks.ravel()),
@@ -209,7 +209,7 @@ class TorchAttention:
         mask = self._hidden(np.arange(num_keys) >= visible[:, :, None], dtype)
         return mask if len(mask) == 1 else mask.repeat(self.shape.num_kv_heads, 1, 1)
 
-    def _causal(self, visible: LongArray) -> Causal | None:
+    def _causal(self, visible: LongArray, dtype: torch.dtype) -> Causal | None:
         """None if it is not one large item of which each token sees a key more."""
         num_items, count = visible.shape
         last = int(visible[0, -1])
@@ -219,7 +219,6 @@ class TorchAttention:
         group = self.shape.group
         size = max(SCORES // last, LEAST_ROWS) // group
         rows = np.arange(min(max(size, 1), _MOST_TOKENS, count))
-        dtype = self._product_type(count * last)
         return Causal(last, group, self._hidden(rows > np.repeat(rows, group)[:, None], dtype))
 
     def _hidden(self, where: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
