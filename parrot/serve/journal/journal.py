@@ -47,7 +47,7 @@ class Journal:
         self._file = file
         self.clock = ReplayClock(clock)
         self.epoch = self._file.epoch
-        self.fact = self._file.fact
+        self.fact = self._file.fact  # before anything is appended
         self.trouble = ""  # why nothing can be written
         self._turn: list[Record] = []
         self._seq = self._num_flushed = self._num_written = 0
@@ -62,7 +62,8 @@ class Journal:
         return cls(JournalFile(path, max_bytes), clock)
 
     def read(self, apply: Callable[[Record], None]) -> None:
-        """Call `apply` with each record there is, at the time when it was made, and begin to write.
+        """Call `apply` with each record there is, at the time when it was made.
+
         Raises `ConfigError` if the file cannot be read."""
         now = time.time()
         try:
@@ -75,8 +76,6 @@ class Journal:
             self.clock.show(None)
         self._seq = self._num_flushed = self._num_written = self._file.last_seq()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
-        self._thread.start()
 
     def append(self, subject: str, kind: str, fields: Payload) -> None:
         """It is written soon, and either with all that is appended in this turn of the event loop
@@ -129,8 +128,8 @@ class Journal:
 
     async def close(self) -> None:
         """Write what is left, for a few seconds at most."""
+        self._flush()
         if self._thread is not None:
-            self._flush()
             self._batches.put(None)
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
             if self._thread.is_alive():
@@ -139,10 +138,14 @@ class Journal:
         self._file.close()
 
     def _flush(self) -> None:
-        if self._turn:
-            self._num_flushed = self._turn[-1].seq
-            self._batches.put(self._turn)
-            self._turn = []
+        if not self._turn:
+            return
+        self._num_flushed = self._turn[-1].seq
+        self._batches.put(self._turn)
+        self._turn = []
+        if self._thread is None:  # until now the event loop has had the file for itself
+            self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+            self._thread.start()
 
     # In the thread
 

@@ -205,6 +205,23 @@ async def test_appended_is_durable_in_order_and_in_groups(tmp_path: Path) -> Non
     assert not [t for t in threading.enumerate() if t.name == "journal"]
 
 
+async def test_the_event_loop_has_the_file_until_something_is_written(tmp_path: Path) -> None:
+    """What an earlier process left to be trimmed is not trimmed while facts are looked up."""
+    journal = await opened(tmp_path / "j")
+    journal.append("1", "call", {})
+    journal.end("1")
+    journal._file.trim = lambda: None  # type: ignore[method-assign]
+    await journal.close()
+    journal = await opened(tmp_path / "j")
+    assert journal._file.has_ended
+    assert not [t for t in threading.enumerate() if t.name == "journal"]
+    assert journal.fact("first", 7) == 7
+    journal.append("2", "call", {})
+    await journal.durable()
+    await journal.close()
+    assert [r.subject for r in read(tmp_path / "j")] == ["2"]
+
+
 async def test_what_raises_was_never_written(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     journal.append("1", "a", {})
