@@ -152,7 +152,7 @@ class Journal:
     def _write_all(self) -> None:
         pending: list[Record] = []
         has_failed = is_closing = False
-        while not is_closing or (pending and not has_failed):
+        while not is_closing:
             wait_s = _RETRY_S if has_failed else 0.0 if self._file.has_ended else None
             is_closing |= self._gather(pending, wait_s)
             try:
@@ -168,7 +168,7 @@ class Journal:
                 if has_failed:
                     self._tell(self._recovered)
                 has_failed = False
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - who waits must hear of it
                 if not has_failed:
                     logger.error("the journal cannot be written: %s", error)
                 self._tell(self._refuse, str(error))

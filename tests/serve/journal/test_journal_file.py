@@ -6,7 +6,7 @@ import random
 import resource
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -256,6 +256,26 @@ async def test_a_full_disk_refuses_and_loses_nothing(tmp_path: Path) -> None:
     await journal.durable()
     await journal.close()
     assert [r.kind for r in read(tmp_path / "j")] == ["a", "b", "c"]
+
+
+async def test_any_failure_reaches_who_waits_and_is_tried_again(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j")
+    write, errors = journal._file.write, [MemoryError("no memory")]
+
+    def fail_once(records: Sequence[Record]) -> None:
+        if errors:
+            raise errors.pop()
+        write(records)
+
+    journal._file.write = fail_once  # type: ignore[method-assign]
+    journal.append("1", "a", {})
+    async with asyncio.timeout(10):
+        with pytest.raises(InsufficientStorage, match="no memory"):
+            await journal.durable()
+        await recovered(journal)
+        await journal.durable()
+    await journal.close()
+    assert [r.kind for r in read(tmp_path / "j")] == ["a"]
 
 
 async def test_the_bound_refuses_until_something_ends(tmp_path: Path) -> None:
