@@ -74,18 +74,19 @@ class Heartbeat:
         """Heartbeats until ServeCore says that it does not know this engine, or says nothing for
         the lease. Raises `DeviceLost`."""
         engine_id = terms.engine_id
+        asked = self._clock.now()
 
         async def beat() -> HeartbeatResponse:
+            nonlocal asked
+            asked = self._clock.now()  # each attempt: the lease counts from the one that succeeds
             runtime = self._service.runtime_info()
             return await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
 
-        asked = self._clock.now()
         while True:
             await self._clock.sleep(self._interval_s)
             if self._service.state() is ServiceState.LOST:
                 raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
             expiry = None if terms.lease_s is None else asked + terms.lease_s
-            asked = self._clock.now()
             answer = await self._before(expiry, self._until_answered(beat))
             if answer is None:
                 logger.warning("ServeCore has not answered for %g s: all work ends", terms.lease_s)

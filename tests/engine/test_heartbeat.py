@@ -158,6 +158,23 @@ async def test_work_ends_with_the_lease_when_the_core_is_gone(scene):
         client.fence.admit(CoreIdentity(1, "core1"))
 
 
+async def test_a_lease_counts_from_the_attempt_that_was_answered(scene):
+    client, clock, _ = scene
+    client.start()
+    await clock.advance(INTERVAL_S)
+    client.error = Unavailable("restarting")
+    await clock.advance(22.0)
+    client.error = None
+    await clock.advance(MAX_RETRY_S)
+    assert client.beats == [1, 1]
+    assert client.times[-1] > 28.0
+    client.error = Unavailable("restarting again")
+    await clock.advance(10.0)  # 34 s after the first attempt of the beat that was answered
+    client.error = None
+    await clock.advance(MAX_RETRY_S)
+    assert len(client.infos) == 1
+
+
 def test_the_fence_lets_in_whom_the_engine_obeys():
     fence = Fence()
     old, owner, new = CoreIdentity(1, "a"), CoreIdentity(2, "b"), CoreIdentity(3, "c")
