@@ -45,7 +45,10 @@ def config_file(tmp_path: Path, config: dict[str, Any]) -> str:
         ({"api_keys": ["k"], "insecure": True}, "`api_keys` need `cluster_token`"),
         ({"host": "0.0.0.0"}, "`cluster_token` is missing"),
         ({"host": "::"}, "`cluster_token` is missing"),
-        ({"host": "0.0.0.0", "cluster_token": "t"}, "`api_keys` are missing"),
+        (
+            {"host": "0.0.0.0", "cluster_token": "t"},
+            "`api_keys` are missing.*in ServeCore's config",
+        ),
     ],
 )
 def test_servecore_without_the_token_that_it_needs_does_not_start(

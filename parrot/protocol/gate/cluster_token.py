@@ -31,8 +31,8 @@ def settled_token(
     if token is not None:
         if has_api_keys is False and not insecure and not is_loopback(host):
             raise ConfigError(
-                f"`api_keys` are missing: {host} can be reached from other machines. Set some, or "
-                "`insecure` (--insecure) to let in whoever connects"
+                f"`api_keys` are missing: {host} can be reached from other machines. Set some in "
+                "ServeCore's config, or `insecure` (--insecure) to let in whoever connects"
             )
         return token
     if has_api_keys:
