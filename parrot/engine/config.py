@@ -249,7 +249,7 @@ class EngineConfig(ConfigModel):
 
     @property
     def served_model(self) -> str:
-        """What clients call the model."""
+        """The name by which clients ask for the model."""
         return self.served_model_name or self.model
 
     @property

@@ -199,7 +199,7 @@ class TorchAttention:
         return self._gathered[: heads * num_blocks * size].view(heads, num_blocks, size)
 
     def _mask(self, visible: LongArray, num_keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """What hides all but the first `visible` [items, rows] keys, for each KV head."""
+        """The mask that hides all but the first `visible` [items, rows] keys, for each KV head."""
         if (visible == num_keys).all():
             return None
         if (visible == visible[:, :1]).all():

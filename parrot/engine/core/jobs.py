@@ -136,7 +136,7 @@ class Pooling(_Reading):
     states: StateSum | None = None
 
     def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> PoolSpec | None:
-        """What a step that computes positions [start, stop) is to read."""
+        """The part that a step reads which computes positions [start, stop)."""
         first = max(start, len(token_ids) - 1 if self.kind == "last" else self.num_taken)
         return PoolSpec(job_id, first - start, stop - start) if first < stop else None
 

@@ -57,7 +57,7 @@ def item_rows(
     G: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Of each row of a tile, the tokens of an item times the G heads that read one KV head: its
+    """For each row of a tile, the tokens of an item times the G heads that read one KV head: its
     token's number in the item, its head, whether it is of any token, its row of q (consecutive for
     an own span, listed for a shared one) and where the keys end that it sees; then the position of
     the item's first token."""

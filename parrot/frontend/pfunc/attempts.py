@@ -29,10 +29,10 @@ _FINAL = (AuthenticationFailed, Cancelled, SessionGone)
 
 @dataclass(frozen=True)
 class Attempts:
-    """Of a function. `retries`: further attempts of a call that fails, or whose output is no value
-    of its type. `feed_back`: the attempt after such an output goes on behind it, and is told what
-    was wrong. `fallback`: the function that is called when all have failed, with its own.
-    `timeout`: the seconds that an attempt has, unless it is the last of all."""
+    """How a function is tried. `retries`: further attempts of a call that fails, or whose output
+    is no value of its type. `feed_back`: the attempt after such an output goes on behind it, and is
+    told what was wrong. `fallback`: the function that is called when all have failed, with its own.
+    `timeout`: the seconds that an attempt has for all its outputs, unless it is the last of all."""
 
     retries: int = 0
     feed_back: bool = False
@@ -71,7 +71,7 @@ class Attempts:
 
 
 def attempts_of(func: "BasicFunction[..., Any]") -> "list[list[BasicFunction[..., Any]]]":
-    """What is called until one succeeds: for each function, its attempts."""
+    """The functions that are called until one succeeds: for each, its attempts."""
     from parrot.frontend.pfunc.function import SemanticFunction
 
     if not isinstance(func, SemanticFunction):

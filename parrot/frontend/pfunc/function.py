@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given", default=...)
 """The parameters of a call, as type checkers know them."""
 Result = TypeVar("Result", covariant=True, default=Any)
-"""What a call gives: a variable, or a tuple of them."""
+"""The result of a call: a variable, or a tuple of them."""
 
 __all__ = [
     "BasicCall",
@@ -135,7 +135,7 @@ class SemanticFunction(BasicFunction[Given, Result]):
         self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
         self.attempts = Attempts()
         self.pyfunc: Callable[..., Any] | None = None
-        """What it was made of, if not of values: where errors find the lines of its template."""
+        """The function that it was made of, if any: where errors find its template's lines."""
 
     def line_of(self, param: Parameter) -> str:
         template = self.to_template_str()

@@ -96,7 +96,7 @@ class Trial:
         await self._settle()
 
     def _next(self, error: ParrotError) -> "tuple[BasicFunction[..., Any], bool]":
-        """What to call next, and whether it is the function that failed."""
+        """The function to call next, and whether it is the one that failed."""
         own = self._groups[0]
         if len(self._groups) > 1 and not (own and may_succeed_again(error)):
             self._groups.pop(0)

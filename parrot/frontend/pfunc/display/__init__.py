@@ -1,1 +1,1 @@
-"""What people see of a program: tables, values and bars, in notebooks and on terminals."""
+"""How a program is shown: tables, values and bars, in notebooks and on terminals."""

@@ -17,7 +17,7 @@ _INTERVAL_S = 0.1
 
 @contextmanager
 def reporting(progress: Progress, total: int) -> Iterator[Callback | None]:
-    """What to call with the number of those that are done and of all; None if nobody would see a
+    """A function of the number of those that are done and of all; None if nobody would see a
     bar."""
     if callable(progress):
         yield progress

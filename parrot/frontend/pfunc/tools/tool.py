@@ -61,7 +61,7 @@ class Tool(Generic[Given, Result]):
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """What models are told of it, in the form that OpenAI's API has for functions."""
+        """Its description for models, in the form that OpenAI's API has for functions."""
         about = {"name": self.name, "description": self.description}
         return {"type": "function", "function": about | {"parameters": self.parameters}}
 
@@ -118,7 +118,7 @@ def tool(
 
 
 def _schema_of(name: str, pyfunc: Callable[..., Any]) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    """What checks arguments and calls the function, and the JSON schema of the arguments."""
+    """An adapter that checks arguments and calls the function, and the JSON schema of these."""
     for param in inspect.signature(pyfunc).parameters.values():
         if param.kind not in _NAMED_KINDS:
             raise ValueError(f"tool `{name}`: parameter `{param}` must have a name of its own")
@@ -135,7 +135,7 @@ def _schema_of(name: str, pyfunc: Callable[..., Any]) -> tuple[TypeAdapter[Any],
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """What it says of the function, and of each parameter."""
+    """The text about the function, and that about each parameter."""
     about: list[str] = []
     parameters: dict[str, list[str]] = {}
     section: str | None = None
