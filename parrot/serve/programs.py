@@ -184,10 +184,9 @@ class Programs:
         variable = session.graph.variable(var_id)
         if variable.is_idle:
             self._runner.require_room(session.tenant)
-        with self._observers.reading(session, request, [var_id]):
-            await self._reads.value(session, variable, request)
-        if session.history is not None:
-            await session.history.published()
+        async with session.published():
+            with self._observers.reading(session, request, [var_id]):
+                await self._reads.value(session, variable, request)
         return await read_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
@@ -198,10 +197,9 @@ class Programs:
         num_ready = sum(variable.state is VariableState.READY for variable in variables)
         if num_ready < request.k and any(variable.is_idle for variable in variables):
             self._runner.require_room(session.tenant)
-        with self._observers.reading(session, request, request.var_ids, k=request.k):
-            winners = await self._reads.first(session, variables, request)
-        if session.history is not None:
-            await session.history.published()
+        async with session.published():
+            with self._observers.reading(session, request, request.var_ids, k=request.k):
+                winners = await self._reads.first(session, variables, request)
         read = [(winner.id, await read_view(winner)) for winner in winners]
         return FirstVarsResponse(
             values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
@@ -219,12 +217,11 @@ class Programs:
     async def _stream(
         self, session: Session, variable: SemanticVariable, request: VarGetRequest
     ) -> AsyncGenerator[str]:
-        with self._observers.reading(session, request, [variable.id], is_stream=True):
-            async with aclosing(self._reads.stream(session, variable, request)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        if session.history is not None:
-            await session.history.published()
+        async with session.published():
+            with self._observers.reading(session, request, [variable.id], is_stream=True):
+                async with aclosing(self._reads.stream(session, variable, request)) as deltas:
+                    async for delta in deltas:
+                        yield delta
 
     # From the journal
 

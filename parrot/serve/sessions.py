@@ -2,15 +2,21 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
-from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    NotFound,
+    ParrotError,
+    QuotaExceeded,
+    SessionGone,
+)
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.graph import SessionGraph, not_written
@@ -80,6 +86,19 @@ class Session:
         if not self.was_read and self.history is not None:
             self.history.was_read()
         self.was_read = True
+
+    @asynccontextmanager
+    async def published(self) -> AsyncIterator[None]:
+        """For the block that waits for a value: its end, be it an error, is told when what led to
+        it is on disk, so that a restart cannot take it back."""
+        try:
+            yield
+        except ParrotError:
+            if self.history is not None:
+                await self.history.published()
+            raise
+        if self.history is not None:
+            await self.history.published()
 
     def written(self, kind: str, request: BaseModel) -> AbstractContextManager[None]:
         """For the block in which a request changes the graph: written down before what follows from

@@ -1,6 +1,7 @@
 """What the records tell, done once more, gives what was there: after each of them."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import (
+    Cancelled,
     EngineFailed,
     InvalidRequest,
     ModelNumerics,
@@ -263,6 +265,32 @@ def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
 @settings(max_examples=100, deadline=None)
 def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) -> None:
     asyncio.run(_run_and_replay(data))
+
+
+async def test_an_error_is_told_when_it_is_on_disk() -> None:
+    world = World([])
+    scope = world.core.create_session(SessionCreateRequest()).model_dump()
+    var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+    await world.journal.durable()
+    write, may_write = world.file.write, threading.Event()
+
+    def wait_and_write(records: list[Record]) -> None:
+        assert may_write.wait(10)
+        write(records)
+
+    world.file.write = wait_and_write  # type: ignore[method-assign]
+    request = VarGetRequest(**scope, timeout=60)
+    reading = asyncio.ensure_future(world.core.programs.read(request, var_id))
+    await asyncio.sleep(0)
+    world.core.programs.cancel_var(**scope, var_id=var_id)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    may_write.set()
+    with pytest.raises(Cancelled):
+        await reading
+    assert Kind.SETTLED in [record.kind for record in world.file.records]
+    await world.close()
 
 
 async def test_a_session_that_cannot_be_restored_costs_no_other(
