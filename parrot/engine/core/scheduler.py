@@ -81,7 +81,7 @@ class LocalScheduler:
         self._turned_away: list[Job] = []
         self._num_decodes = 0
         self._num_background_tokens = 0
-        self._num_filled = 0  # tokens of all steps so far that were no output's
+        self._num_filled = 0  # prompt tokens of all steps so far, without background
         self._shares: dict[Job, Share] = {}
         self._begun_blocks: set[bytes] = set()
         self._tokens_left = 0
@@ -341,7 +341,9 @@ class LocalScheduler:
 
     def _gave_way(self, contexts: Collection[Context]) -> None:
         """These contexts have lost KV to a job: theirs get nothing of the step."""
+        decoding = [job for job in self._decoding if job in self._shares]
         self.lost_kv(contexts)
+        self._num_decodes -= sum(job not in self._decoding for job in decoding)
         for job in [context.jobs[0] for context in contexts if context.jobs]:
             if job.is_background:
                 self._turned_away.append(job)

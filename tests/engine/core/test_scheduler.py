@@ -292,6 +292,19 @@ def test_an_urgent_request_takes_its_room_from_the_least_urgent():
     assert engine.context(2).num_computed == 4
 
 
+def test_a_step_counts_no_tokens_of_jobs_that_gave_way_in_it() -> None:
+    engine = Harness(num_blocks=6)
+    engine.generate(piece(1, "abcdef"), priority=5, length=20)
+    engine.generate(piece(2, "ghijkl"), priority=9, length=20)
+    engine.step()
+    scheduler = engine.core._scheduler
+    steps, schedule = [], scheduler.schedule
+    scheduler.schedule = lambda *given: steps.append(schedule(*given)) or steps[-1]
+    engine.fill(piece(3, "mnopqrstuvwx"), priority=0)
+    engine.step()
+    assert (steps[0].num_decodes, steps[0].num_fill_tokens) == (1, 12)
+
+
 def test_what_a_request_gives_up_within_a_step_is_others_to_take():
     engine = Harness(num_blocks=4, scheduler={"max_num_batched_tokens": 9})
     engine.generate(piece(1, "abcdefghi"), priority=9, length=20)
