@@ -82,7 +82,8 @@ def create_app(
     ]
     install(app, endpoints, access=Access.CLUSTER)
     fence = app.state.fence = Fence()
-    app.add_middleware(Guard, check=fence.check, open_paths=())
+    # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
+    app.add_middleware(Guard, check=fence.check, open_paths=("/tokenizer",))
     if config.cluster_token is not None:
         open_paths = {rule.path for rule in rules(app.routes) if rule.access is Access.ANYBODY}
         check = partial(require_cluster_token, expected=config.cluster_token)

@@ -30,7 +30,7 @@ from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import EngineType, FillRequest, GenerateRequest, GenerateResponse
-from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.engine_client import CORE_HEADER, CoreIdentity, EngineClient
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -40,6 +40,7 @@ from parrot.protocol.errors import (
     ModelNumerics,
     NotFound,
     PromptTooLong,
+    StaleCore,
     Unavailable,
     UnsupportedField,
     ValidationFailed,
@@ -346,6 +347,22 @@ async def test_the_cluster_token_guards_every_route_but_two():
                         assert (response.status == 401) == (path not in OPEN_PATHS), path
     async with sim(token="s3cret", cluster_token="s3cret") as (client, _, _):
         assert (await client.ping()).num_steps == 0
+
+
+async def test_a_core_that_started_earlier_can_take_an_engine_over():
+    """It asks for the tokenizer before the engine knows that it is registered."""
+    service = SimService(config := SimConfig(instance=ZERO))
+    await service.start()
+    app = create_app(service, ReorderBuffer(MonotonicClock()), config)
+    app.state.fence.registered(CoreIdentity(2, "late"))
+    async with serve_app(app) as url:
+        headers = {CORE_HEADER: CoreIdentity(1, "early").header}
+        async with HttpClient(url, headers=headers) as http:
+            client = EngineClient(http)
+            assert await client.tokenizer() == service.tokenizer()
+            with pytest.raises(StaleCore):
+                await client.free_contexts([1])
+    await service.close()
 
 
 async def test_health_ready_and_metrics():
