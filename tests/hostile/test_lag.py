@@ -82,19 +82,19 @@ def server() -> Iterator[Server]:
     clock, config = MonotonicClock(), CoreConfig(engine_heartbeat_timeout=1e6)
     engine = fake_engine("e0", model="m", max_seq_len=131_072, tokens_capacity=10**7)
     core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-    before = gc.get_threshold()
+    before, others = gc.get_threshold(), threading.enumerate()
     _spare_garbage_collection()  # as in its own process
     with running_in_thread(create_app(core)) as url:
         asyncio.run(register(url, engine))
-        (watch.thread,) = [t.ident or 0 for t in threading.enumerate() if is_server(t)]
+        (watch.thread,) = [
+            thread.ident or 0
+            for thread in threading.enumerate()
+            if thread.name == "server" and thread not in others
+        ]
         yield Server(url, watch)
     gc.unfreeze()
     gc.set_threshold(*before)
     patch.undo()
-
-
-def is_server(thread: threading.Thread) -> bool:
-    return thread is not threading.main_thread() and not thread.name.startswith("asyncio_")
 
 
 def packed(payload: dict[str, Any]) -> bytes:
