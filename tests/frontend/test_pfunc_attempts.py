@@ -1,6 +1,5 @@
 """Retries and fallbacks of calls, against the real ServeCore with a scripted engine behind it."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -22,14 +21,9 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
-from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
-from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.utils.clock import MonotonicClock
-from tests.support.app_server import running_in_thread
-from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.fake_serve import FakeServe
+from tests.support.machine import machine_with
 
 
 class Age(BaseModel):
@@ -63,12 +57,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
-    config, clock = CoreConfig(), MonotonicClock()
-    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-    with running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url, engine))
-        yield P.VirtualMachine(url)
-        core.check_integrity()
+    with machine_with(engine) as vm:
+        yield vm
 
 
 def say(engine: FakeEngine, *answers: str) -> None:

@@ -8,13 +8,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from parrot import P
 from parrot.protocol.errors import ValidationFailed
-from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
-from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.utils.clock import MonotonicClock
-from tests.support.app_server import running_in_thread
-from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.machine import machine_with
 
 
 class Person(BaseModel):
@@ -43,11 +38,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
-    config, clock = CoreConfig(), MonotonicClock()
-    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-    with running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url, engine))
-        yield P.VirtualMachine(url)
+    with machine_with(engine) as vm:
+        yield vm
 
 
 def test_a_model_class_gives_objects(vm: P.VirtualMachine, engine: FakeEngine) -> None:

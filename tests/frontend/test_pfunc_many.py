@@ -9,14 +9,9 @@ import pytest
 
 from parrot import P
 from parrot.protocol.engine_api import FinishReason
-from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
-from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.readers import WAKE_DELAY_S
-from parrot.utils.clock import MonotonicClock
-from tests.support.app_server import running_in_thread
-from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.machine import machine_with
 
 
 @P.semantic_function()
@@ -45,13 +40,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
-    config, clock = CoreConfig(), MonotonicClock()
-    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-
-    with running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url, engine))
-        yield P.VirtualMachine(url)
-        core.check_integrity()
+    with machine_with(engine) as vm:
+        yield vm
 
 
 def wait_for_states(vm: P.VirtualMachine, *states: str) -> None:

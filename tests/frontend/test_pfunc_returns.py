@@ -1,6 +1,5 @@
 """Functions whose outputs are said by `-> P.Returns[...]`."""
 
-import asyncio
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -11,14 +10,8 @@ from pydantic import BaseModel
 
 from parrot import P
 from parrot.protocol.errors import ValidationFailed
-from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
-from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.utils.clock import MonotonicClock
 from tests.docs.obedient_engine import obedient_engine
-from tests.support.app_server import running_in_thread
-from tests.support.fake_engine import register
+from tests.support.machine import machine_with
 
 
 class Person(BaseModel):
@@ -35,11 +28,8 @@ class Place:
 def vm() -> Iterator[P.VirtualMachine]:
     """Its engine writes what an output must be."""
     engine = obedient_engine()
-    config, clock = CoreConfig(), MonotonicClock()
-    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-    with running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url, engine))
-        yield P.VirtualMachine(url)
+    with machine_with(engine) as vm:
+        yield vm
 
 
 @P.semantic_function()

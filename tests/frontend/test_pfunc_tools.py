@@ -15,13 +15,8 @@ from pydantic import BaseModel, Field, ValidationError
 from parrot import P
 from parrot.frontend.pfunc.tools.turns import Words, read_calls
 from parrot.protocol.errors import EngineFailed, InvalidRequest
-from parrot.serve.api.app import create_app
-from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
-from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.utils.clock import MonotonicClock
-from tests.support.app_server import running_in_thread
-from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.machine import machine_with
 
 
 class Point(BaseModel):
@@ -168,12 +163,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
-    config, clock = CoreConfig(), MonotonicClock()
-    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-    with running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url, engine))
-        yield P.VirtualMachine(url)
-        core.check_integrity()
+    with machine_with(engine) as vm:
+        yield vm
 
 
 def say(engine: FakeEngine, *answers: str) -> None:
