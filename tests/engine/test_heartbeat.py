@@ -82,6 +82,13 @@ async def scene():
     await service.close()
 
 
+async def fill(service, clock):
+    """Let the engine hold a context, in 0.1 s."""
+    filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
+    await clock.advance(0.1)
+    await filling
+
+
 async def test_it_registers_once_and_beats_every_interval(scene):
     client, clock, _ = scene
     client.start()
@@ -110,9 +117,7 @@ async def test_it_registers_again_when_the_core_has_forgotten_it(scene):
     client, clock, service = scene
     client.start()
     await clock.advance(INTERVAL_S)
-    filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
-    await clock.advance(0.1)
-    await filling
+    await fill(service, clock)
     assert service.runtime_info().num_free_blocks < 8192
     client.reorder.free([7])  # of the old core, for a request that never came
     client.known.clear()
@@ -141,9 +146,7 @@ async def test_work_ends_with_the_lease_when_the_core_is_gone(scene):
     client, clock, service = scene
     client.start()
     await clock.advance(INTERVAL_S)
-    filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
-    await clock.advance(0.1)
-    await filling
+    await fill(service, clock)
     client.error = Unavailable("gone")
     await clock.advance(28.0)  # the last answer was to a request 28.1 s ago
     assert service.runtime_info().num_free_blocks < 8192
