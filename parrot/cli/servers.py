@@ -1,4 +1,4 @@
-"""What commands do with the servers that they start: run them, and show what they do."""
+"""The servers that commands start: running them, and showing what they do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -96,7 +96,7 @@ def json_response(model: BaseModel) -> Response:
 
 
 def json_bytes(model: BaseModel) -> bytes:
-    """What `model_dump_json` gives, without making a text of it first."""
+    """The bytes of what `model_dump_json` gives, without making a text of it first."""
     return bytes(model.__pydantic_serializer__.to_json(model))
 
 

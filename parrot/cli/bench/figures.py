@@ -31,7 +31,7 @@ _ERRORS_SHOWN = 3
 
 @dataclass(slots=True)
 class Measured:
-    """What a side has done until now. `seconds`: while it was at work."""
+    """The work that a side has done until now. `seconds`: while it was at work."""
 
     side: Side
     num_planned: int = 0

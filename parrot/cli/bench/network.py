@@ -9,5 +9,5 @@ class Network:
     is_far = False
 
     def trip(self) -> AbstractAsyncContextManager[float]:
-        """What is done inside happens at the server; gives the seconds of the way back."""
+        """Do in the block what happens at the server; gives the seconds of the way back."""
         return nullcontext(0.0)

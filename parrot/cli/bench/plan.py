@@ -1,4 +1,4 @@
-"""What a workload is: parameters, and from them jobs that arrive at given times."""
+"""The plan of a workload: parameters, and from them jobs that arrive at given times."""
 
 import dataclasses
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What a workload is written against: the calls of one run of an application, on any backend."""
+"""The interface that workloads are written against: the calls of one run, on any backend."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,7 +10,7 @@ from parrot.cli.bench.times import StreamTimes
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
 class Output:
-    """What a call will give, or (`call` None) what the program will set later."""
+    """A value that a call will give, or (`call` None) what the program will set later."""
 
     name: str
     tokens: int
@@ -72,7 +72,7 @@ class Program(ABC):
         self.began = now()
 
     def begin_now(self) -> None:
-        """What was before is preparation that nobody waits for."""
+        """Begin to measure: what was before is preparation that nobody waits for."""
         self.began = self.now()
 
     def call(
@@ -100,7 +100,7 @@ class Program(ABC):
         return output
 
     async def prepare(self) -> None:  # noqa: B027 - most clients have nothing to prepare
-        """What a client may do before anybody asks for anything, like opening a connection."""
+        """Do what a client may do before anybody asks for anything, like opening a connection."""
 
     @abstractmethod
     async def set(self, output: Output, text: Text) -> None: ...

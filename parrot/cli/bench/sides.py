@@ -1,4 +1,4 @@
-"""What is compared: servers, and the style in which programs use them."""
+"""The sides that are compared: servers, and the style in which programs use them."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack

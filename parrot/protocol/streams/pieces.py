@@ -46,7 +46,7 @@ class Sink:
         self._on_chunk(chunk)
 
     async def take_rest(self, chunks: AsyncGenerator[StreamChunk]) -> None:
-        """Of the output's chunks from its beginning, take what has not been given."""
+        """Take, of the output's chunks from its beginning, what has not been given."""
         num_ids, num_chars = self._num_ids, self._num_chars
         async with aclosing(chunks):
             async for chunk in chunks:

@@ -105,7 +105,7 @@ class ProgramSessions:
             self._orphans.append((session, request_id))
 
     def cancel_orphans(self) -> None:
-        """Whoever waited for these answers has gone with its connection."""
+        """Cancel these answers: their readers have gone with their connections."""
         orphans, self._orphans = self._orphans, []
         for session, request_id in orphans:
             if self._registry.find(session.id) is session:

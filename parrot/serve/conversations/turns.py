@@ -195,5 +195,5 @@ def _prompt(request: TurnRequest, text: str) -> Prompt:
 
 
 def _scope(request: TurnRequest) -> Mapping[str, Any]:
-    """What else is equal in conversations that go on."""
+    """The other things that are equal in conversations that go on."""
     return {"tenant": request.tenant, "model": request.model, "options": request.options}

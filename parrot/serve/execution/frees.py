@@ -17,7 +17,7 @@ _MAX_FREED = 65536  # context ids that one request may have
 
 
 class Engine(Protocol):
-    """What is known of one."""
+    """The facts that are known of one."""
 
     id: int
     info: EngineInfo

@@ -15,7 +15,7 @@ class ReplayClock:
         self.now, self.sleep = clock.now, clock.sleep
 
     def show(self, seconds_ago: float | None) -> None:
-        """None: the time that it is."""
+        """Stand still at the time `seconds_ago`; for None, show the clock's own again."""
         self.now = self._clock.now
         if seconds_ago is not None:
             then = self._clock.now() - max(0.0, seconds_ago)

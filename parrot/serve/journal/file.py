@@ -104,7 +104,7 @@ class JournalFile:
         self.note_ends(records)
 
     def note_ends(self, records: Sequence[Record]) -> None:
-        """What these records end may be trimmed."""
+        """Note that what these records end may be trimmed."""
         for record in records:
             if record.kind == ENDED:
                 self._ended[record.subject] = None

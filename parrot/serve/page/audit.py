@@ -1,4 +1,4 @@
-"""What operators and tenants do on the page: who, what, when and from where."""
+"""The log of what operators and tenants do on the page: who, what, when and from where."""
 
 import logging
 import time

@@ -35,7 +35,7 @@ _ENDLESS = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "
 
 
 class Budget:
-    """What a rendering may still do. All raise `SecurityError`."""
+    """The work that a rendering may still do. All raise `SecurityError`."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -142,7 +142,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _turns(self, values: Iterable[Any]) -> Sequence[Any]:
-        """What a loop goes over."""
+        """The values that a loop goes over."""
         found = values if isinstance(values, list | tuple | range) else list(values)
         self.budget.spend(len(found) + 1)
         return found

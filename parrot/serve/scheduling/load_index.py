@@ -13,7 +13,7 @@ Models = tuple[str, ...]
 """The models of which a task may run on any; empty: on all."""
 
 Features = frozenset[str] | None
-"""What an engine can do: see `Capabilities`; None if that is not known."""
+"""The abilities of an engine, see `Capabilities`; None if that is not known."""
 
 _ANY_MODEL = ""
 _USUAL_COSTS = StepCosts()

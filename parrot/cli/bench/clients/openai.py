@@ -123,7 +123,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _text(answer: Any, chat_field: str) -> str:
-    """What the first choice says. Raises `InternalError` for what is no answer."""
+    """The text of the first choice. Raises `InternalError` for what is no answer."""
     try:
         choice = answer["choices"][0]
         said = choice[chat_field].get("content") if chat_field in choice else choice.get("text")

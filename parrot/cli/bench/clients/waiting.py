@@ -10,7 +10,8 @@ from parrot.cli.bench.text import Text
 
 
 async def first_of(tasks: Mapping[asyncio.Task[Any], Output], count: int) -> list[Output]:
-    """Of the first tasks that end, in that order; the others are cancelled. Raises what one did."""
+    """Wait for `count` tasks: their outputs, in the order in which they end. The others are
+    cancelled. Raises what one of these did."""
     left = dict(tasks)
     first: list[Output] = []
     while len(first) < count:

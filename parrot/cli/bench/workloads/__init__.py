@@ -1,1 +1,1 @@
-"""What is run: each a frozen dataclass of parameters that plans jobs."""
+"""The workloads: each a frozen dataclass of parameters that plans jobs."""

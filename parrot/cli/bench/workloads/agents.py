@@ -18,7 +18,7 @@ Tokens = dict[str, int]  # "prompt_tokens" and "completion_tokens" of a recorded
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What the recording says of one round, for each of its files."""
+    """The recorded lengths of one round, for each of its files."""
 
     constant: int  # instructions, the same for all files
     outputs: Sequence[int]

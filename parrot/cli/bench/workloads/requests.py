@@ -17,7 +17,7 @@ _LENGTHS = Path(__file__).parent / "copilot_prompt_lengths.txt"
 
 
 def prompt_lengths() -> list[int]:
-    """Of recorded requests to a copilot, with the system prompt."""
+    """The lengths of recorded requests to a copilot, with the system prompt."""
     return [int(line) for line in _LENGTHS.read_text().split()]
 
 

@@ -38,7 +38,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 class Dumped(Wire):
-    """What clients may send as they got it, with a null for each field that is not there."""
+    """An item that clients may send as they got it, with nulls for fields that are not there."""
 
     _without_nulls = model_validator(mode="before")(_drop_nulls)
 

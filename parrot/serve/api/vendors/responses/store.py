@@ -214,7 +214,7 @@ class KeptResponses:
         self._store.on_dropped = self._dropped
 
     def write(self, record: Record, body: bytes) -> None:
-        """What comes back is a response with this body."""
+        """Journal a response with this body, so that it can be restored."""
         if self._journal is None or record.is_deleted:
             return
         previous = record.previous
