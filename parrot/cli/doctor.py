@@ -75,7 +75,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Those that Parrot's metadata names, without extras."""
+    """Check the packages that Parrot's metadata names, without extras."""
     try:
         wanted = requires("parrot") or []
     except PackageNotFoundError:

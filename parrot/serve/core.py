@@ -180,7 +180,7 @@ class ServeCore:
         )
 
     def models(self) -> ModelsResponse:
-        """Those that engines serve, by all their names."""
+        """The models that engines serve, by all their names."""
         models = self.fleet.models()
         cards = {card.id: card for card in models.data}
         for alias, name in self.config.model_aliases.items():

@@ -86,7 +86,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Those who observe one ServeCore. One that raises is logged once and told nothing more."""
+    """All observers of one ServeCore. One that raises is logged once and told nothing more."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)

@@ -172,7 +172,7 @@ def _ratio(
 
 
 def _first_pieces(call: CallSubmitted) -> Iterator[TraceText | str]:
-    """Those before the first output."""
+    """Yield the pieces before the first output."""
     outputs = {parameter.name for parameter in call.parameters if parameter.is_output}
     for piece in call.pieces:
         if isinstance(piece, str) and piece in outputs:

@@ -173,7 +173,7 @@ async def _tried(
 
 
 async def _prompt_tokens(target: OpenAITarget, num_words: int) -> int | None:
-    """Those of a prompt of so many words, by the server's count. Raises `ParrotError`."""
+    """The tokens of a prompt of so many words, by the server's count. Raises `ParrotError`."""
     prompt = "".join(COMMON_WORDS[:num_words])
     answer = await target.http.request(
         "POST",

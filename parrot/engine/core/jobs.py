@@ -252,7 +252,7 @@ class RequestState:
 
     @property
     def num_host_cached(self) -> int:
-        """Those of `num_cached` that were brought back: some may have been more than once."""
+        """Tokens of `num_cached` that were brought back: some may have been more than once."""
         return min(self.num_from_host, self.num_cached)
 
     def response(self, now: float, totals: StepTotals) -> Response:

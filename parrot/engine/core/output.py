@@ -278,8 +278,8 @@ Follower = Callable[[StreamChunk | None], None]
 
 
 class Followers:
-    """Those who follow an output that was asked for whole, by the context on which it is generated.
-    Whoever comes before the output waits for it."""
+    """The followers of outputs that were asked for whole, by the contexts on which these are
+    generated. Whoever comes before the output waits for it."""
 
     def __init__(
         self,

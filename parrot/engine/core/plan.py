@@ -298,6 +298,6 @@ class TieredRunner(Runner, Protocol):
         ...
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
-        """Those that are over and were not reported yet; with `wait`, at least one, if there is
-        any under way."""
+        """The copies that are over and were not reported yet; with `wait`, at least one, if any
+        is under way."""
         ...

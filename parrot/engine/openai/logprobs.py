@@ -44,7 +44,7 @@ class ChoiceLogprobs(BaseModel):
 
 
 def prompt_logprobs(given: ChoiceLogprobs | None, num_tokens: int, num_top: int) -> Logprobs:
-    """Those of the tokens of an echoed prompt, of which nothing is known of the first. Raises
+    """Log probabilities of an echoed prompt's tokens; of the first nothing is known. Raises
     `UnsupportedField` if the server has told others, or none."""
     found, rows = AnswerLogprobs(num_top), list(() if given is None else _rows(given))
     if not num_tokens or len(rows) < num_tokens or rows[0][0][1] is not None:
@@ -66,7 +66,7 @@ def logprob_fields(sampling: SamplingConfig, *, is_chat: bool) -> dict[str, Any]
 
 
 class AnswerLogprobs:
-    """Those of one answer as it comes; `part` has what no chunk has told yet."""
+    """Log probabilities of one answer as it comes; `part` has what no chunk has told yet."""
 
     def __init__(self, num_top: int | None) -> None:
         self._width = 1 + (num_top or 0)

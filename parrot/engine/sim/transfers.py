@@ -31,7 +31,7 @@ class SimTransfers:
         return min((lane[0][0] for lane in self._lanes.values() if lane), default=None)
 
     def landed(self) -> list[Landed]:
-        """Those that have landed by now and were not reported yet."""
+        """The copies that have landed by now and were not reported yet."""
         now, landed = self._clock.now(), []
         for lane in self._lanes.values():
             while lane and lane[0][0] <= now + _ROUNDING_S:

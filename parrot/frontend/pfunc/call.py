@@ -72,7 +72,7 @@ class BasicCall(ABC):
                 yield from ((param, part) for part in parts if isinstance(part, SemanticVariable))
 
     def new_variables(self) -> list[SemanticVariable]:
-        """Those that were made for its outputs."""
+        """The variables that were made for its outputs."""
         made = (self.bindings[param.name] for param in self.new_outputs)
         return [var for var in made if isinstance(var, SemanticVariable)]
 

@@ -141,7 +141,7 @@ def _name_of(pyfunc: Callable[..., Any]) -> str:
 
 
 def _semantic_parameters(pyfunc: Callable[..., Any], template: str) -> list[Parameter]:
-    """Those of the signature, and the outputs of `P.Returns`."""
+    """The parameters of the signature, and the outputs of `P.Returns`."""
     params = _parameters(pyfunc)
     annotation = _return_annotation(pyfunc)
     if annotation is None:

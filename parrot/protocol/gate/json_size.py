@@ -1,4 +1,4 @@
-"""What JSON is made of, counted as its bytes come. A byte of it can become hundreds in memory and a
+"""The parts of JSON, counted as its bytes come. A byte of it can become hundreds in memory and a
 microsecond of work: 30 MB of empty lists take 13 seconds to read and to forget."""
 
 from parrot.protocol.errors import PayloadTooLarge

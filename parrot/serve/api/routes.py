@@ -328,7 +328,7 @@ def key_check(core: ServeCore) -> Check:
 
 
 def _durable(core: ServeCore) -> Durable | None:
-    """What changes something is acknowledged when it is on disk, if it is written down at all."""
+    """Acknowledge a change when it is on disk, if changes are written down at all."""
     journal = core.sessions.journal
     return None if journal is None else journal.durable
 

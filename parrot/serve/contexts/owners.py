@@ -48,7 +48,7 @@ class Owners:
         return None if oldest is None else oldest[1]
 
     def contexts(self) -> list[Context]:
-        """Those of all owners."""
+        """The contexts of all owners."""
         of_sessions = [c for owned in self._by_session.values() for c in owned.values()]
         return of_sessions + list(self._of_tenants.values())
 

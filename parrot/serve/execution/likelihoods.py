@@ -17,8 +17,8 @@ def stop_ids_of(sampling: SamplingConfig, tokenizer: ModelTokenizer) -> frozense
 def joined_logprobs(
     before: Logprobs | None, attempt: Attempt, response: GenerateResponse
 ) -> Logprobs | None:
-    """Those of earlier attempts, and those of the tokens of the response's text; what ended it is
-    their `ending`."""
+    """Log probabilities of earlier attempts, and of the tokens of the response's text; what ended
+    it is their `ending`."""
     found, tokenizer = response.logprobs, attempt.tokenizer
     if found is None or tokenizer is None:
         return appended(before, found, tokenizer)

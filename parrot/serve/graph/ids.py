@@ -15,7 +15,7 @@ class GraphIds:
 
 
 class SessionIds:
-    """What one session's graph takes its ids from: the shared counters, and ids of variables that
+    """The sources of one session's ids: the shared counters, and ids of variables that
     follow from the session's secret."""
 
     def __init__(self, shared: GraphIds, secret: str) -> None:

@@ -108,7 +108,7 @@ def error_fields(error: ParrotError) -> Payload:
 
 
 def _stats_fields(stats: RunStats) -> Payload:
-    """Those that are not as in the beginning."""
+    """The stats that are not as in the beginning."""
     changed = {name: value for name, none in _NO_STATS if (value := getattr(stats, name)) != none}
     if stats.logprobs is not None:
         own = Logprobs(stats.logprobs.width, tokens=[])

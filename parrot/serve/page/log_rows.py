@@ -21,7 +21,7 @@ def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
 
 
 def event_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
-    """Those of engines, and of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
+    """Events of engines, and of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
     rows: dict[str, Row] = {}
     for event in core.fleet.events:
         if event.tenant is not None and visitor.tenant not in (None, event.tenant):

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
-    """Those of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
+    """Decisions and contexts of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
     rows: dict[str, Row] = {}
     names = {engine.id: engine.info.engine_name for engine in core.fleet.views()}
     tenants = {session.id: session.tenant for session in core.sessions}

@@ -79,7 +79,7 @@ class Topic:
         return changes
 
     def _changes(self, number: int) -> Changes:
-        """Those behind an update; all rows for -1."""
+        """The changes behind an update; all rows for -1."""
         gone = [key for key, at in self._gone.items() if at > number >= 0]
         rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
         payload = {"version": self.version, "whole": number < 0, "rows": rows, "gone": gone}

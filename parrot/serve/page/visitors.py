@@ -42,7 +42,7 @@ class Visitor(NamedTuple):
 
 
 class Visitors:
-    """Those who have shown a key, by the secret of the cookie that they got for it."""
+    """Visitors who have shown a key, by the secret of the cookie that they got for it."""
 
     def __init__(self, config: CoreConfig, clock: Clock) -> None:
         self._api_keys = config.api_keys

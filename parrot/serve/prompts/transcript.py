@@ -31,7 +31,7 @@ class Transcript:
         self._find_ends = find_ends
 
     def pieces(self, start: int = 0, num_known: int = 0) -> list[TextPiece]:
-        """Those behind the first `start` characters; if `num_known`, these are an earlier
+        """The pieces behind the first `start` characters; if `num_known`, these are an earlier
         transcript of the first `num_known` messages but one, and then that one, an answer, as it
         was generated. What is known already is not looked at again."""
         found = []

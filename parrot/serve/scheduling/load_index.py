@@ -166,8 +166,8 @@ class LoadIndex:
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
     def lacking(self, task: CompletionTask) -> frozenset[str]:
-        """What the task needs and none of its engines has, by the one that lacks least. Empty if
-        one may have it all, or there is none."""
+        """The needs of the task that the engine which meets most of them does not. Empty if some
+        engine may meet all, or there is none."""
         known = [features for pool in self._of(task.models) for features in pool.max_lens]
         lacking = [frozenset() if f is None else task.needs - f for f in known]
         return min(lacking, key=len, default=frozenset())

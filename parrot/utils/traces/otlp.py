@@ -83,7 +83,7 @@ def _record(
 
 
 def _write_all(lines: "queue.Queue[bytes | None]", sink: OtelSink) -> None:
-    """What waits goes out together. Ends with None."""
+    """Write lines to `sink`, those that wait in one request, until None comes."""
     while (line := lines.get()) is not None:
         try:
             records = read_records(line)

@@ -78,7 +78,7 @@ class HostStores:
         self.may_choose = True
 
     def _has_copy(self, key: bytes) -> bool:
-        """Also one that is being made."""
+        """True also while the copy is being made."""
         return key in self._host or key in self._storing
 
     def abandoned(self, keys: Sequence[bytes]) -> None:

@@ -34,7 +34,7 @@ class AnswerLogprobs:
         self._num_shown = 0  # of the text that was read
 
     async def take(self, text: str) -> list[Scored]:
-        """Those of some more of the text; empty if none are wanted."""
+        """Log probabilities of some more of the text; empty if none are wanted."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []
@@ -68,7 +68,7 @@ class AnswerLogprobs:
         return pieces
 
     async def rest(self, *, with_ending: bool = False) -> list[Scored]:
-        """Those that have not been taken, of an answer that has ended; also of what ended it."""
+        """Log probabilities not yet taken, of an answer that has ended; also of what ended it."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []

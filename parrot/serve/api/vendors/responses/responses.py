@@ -119,7 +119,7 @@ class Responses:
         return record.body
 
     def delete(self, response_id: str, caller: Caller) -> bytes:
-        """Those that continue it keep its items."""
+        """Forget a response; those that continue it keep its items."""
         record = self._store.find(response_id, caller.tenant)
         self._store.remove(record)
         if record.job is not None:
