@@ -36,9 +36,10 @@ _ROWS = "seq, at, subject, kind, payload, checksum"
 
 
 class JournalFile:
-    """Not for two threads at once; `read` comes first. What `write` has written survives the loss
-    of power: with `synchronous` FULL the log is synced with each transaction. Every method but
-    `close` raises `sqlite3.Error` when the file cannot be read or written."""
+    """A `Storage`. What `write` has written survives the loss of power: with `synchronous` FULL the
+    log is synced with each transaction."""
+
+    errors: type[Exception] = sqlite3.Error
 
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises `ConfigError` if it cannot be had: it is no journal or a newer version's, another

@@ -9,7 +9,6 @@ that have gathered in one transaction.
 
 import asyncio
 import logging
-import sqlite3
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from parrot.protocol.errors import InsufficientStorage
 from parrot.serve.journal.clock import ReplayClock
 from parrot.serve.journal.file import JournalFile
 from parrot.serve.journal.record import ENDED, Payload, Record
+from parrot.serve.journal.storage import Storage
 from parrot.utils.clock import Clock
 from parrot.utils.config import ConfigError
 
@@ -42,7 +42,7 @@ class Journal:
     would be recorded. What happens all the same, since it was begun before, is kept in memory and
     written as soon as there is room."""
 
-    def __init__(self, file: JournalFile, clock: Clock) -> None:
+    def __init__(self, file: Storage, clock: Clock) -> None:
         """`clock` is what `self.clock` shows, but while records are read."""
         self._file = file
         self.clock = ReplayClock(clock)
@@ -70,7 +70,7 @@ class Journal:
             for record in self._file.read():
                 self.clock.show(now - record.at)
                 apply(record)
-        except sqlite3.Error as error:
+        except self._file.errors as error:
             raise ConfigError(f"journal: it cannot be read: {error}") from None
         finally:
             self.clock.show(None)

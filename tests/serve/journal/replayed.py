@@ -7,13 +7,14 @@ from parrot.protocol.errors import ParrotError
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.journal.file import JournalFile
 from parrot.serve.journal.record import ENDED, Record
 from parrot.serve.sessions import Session
 
 
-class MemoryFile(JournalFile):
-    """A journal's file that is a list."""
+class MemoryFile:
+    """A journal's storage that is a list."""
+
+    errors: type[Exception] = OSError
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self.records = list(records)
@@ -32,9 +33,13 @@ class MemoryFile(JournalFile):
     def write(self, records: Sequence[Record]) -> None:
         self.records += records
 
+    def note_ends(self, records: Sequence[Record]) -> None: ...
+
     @property
     def has_ended(self) -> bool:
         return False
+
+    def trim(self) -> None: ...
 
     def close(self) -> None: ...
 

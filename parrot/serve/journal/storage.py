@@ -1,0 +1,46 @@
+"""What a journal's records are kept in."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from parrot.serve.journal.record import Record
+
+
+class Storage(Protocol):
+    """Records on a disk, which one process has at a time. Not for two threads at once; `read` comes
+    first. Every method but `close` raises one of `errors` when the disk cannot be read or
+    written."""
+
+    errors: type[Exception]
+    epoch: int
+    """Greater than that of whoever had the records before."""
+
+    def fact(self, name: str, value: int) -> int:
+        """The number that was first given for this name."""
+        ...
+
+    def read(self) -> Iterator[Record]:
+        """Yield all records of subjects that have not ended, in their order. From the first one on
+        that is damaged, all are cut off, and kept elsewhere."""
+        ...
+
+    def last_seq(self) -> int: ...
+
+    def write(self, records: Sequence[Record]) -> None:
+        """All of them or none. They survive the loss of power."""
+        ...
+
+    def note_ends(self, records: Sequence[Record]) -> None:
+        """Note that what these records end may be trimmed."""
+        ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to `trim`."""
+        ...
+
+    def trim(self) -> None:
+        """Remove some records of a subject that has ended, the last one last."""
+        ...
+
+    def close(self) -> None: ...
