@@ -21,7 +21,7 @@ from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
-from parrot.serve.sessions import Session, SessionRegistry, is_key, tenant_of
+from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.views import engine_view, session_view
 from parrot.utils.clock import Clock, MonotonicClock
@@ -31,9 +31,9 @@ from parrot.utils.timers import TimerQueue
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
     `first_session_id` and up. `programs` has what the programs of live sessions may ask;
-    `sessions`, `fleet`, `decisions`, `contexts` and `accounts` are for whoever shows the service,
-    who changes nothing there; `follow` has a running completion's text shown as it comes, and
-    `drain` gives an engine no more calls, or calls again.
+    `sessions`, `fleet`, `decisions`, `contexts`, `accounts` and `tenants` are for whoever shows the
+    service, who changes nothing there; `follow` has a running completion's text shown as it comes,
+    and `drain` gives an engine no more calls, or calls again.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -59,6 +59,7 @@ class ServeCore:
         self.contexts = self._dispatcher.contexts
         self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
         self._metrics = CoreMetrics(config)
+        self.tenants = self._metrics.tenants
         self.accounts = self._metrics.accounts
         self._observers = Observers(observers)
         self._runner = TaskRunner(
@@ -128,13 +129,13 @@ class ServeCore:
         """Whose work a request with this key is. Raises `AuthenticationFailed`, and `Unavailable`
         when the service is going down."""
         self._require_open()
-        return tenant_of(api_key, self.config.api_keys)
+        return self.tenants.of_key(api_key).id
 
     def knows(self, credential: str) -> bool:
         """Whether it is the `session_auth` of a live session, or one of the `api_keys`."""
         if self.sessions.is_auth(credential):
             return True
-        return is_key(credential, self.config.api_keys)
+        return self.tenants.find_by_key(credential) is not None
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         """`session_auth` may be the API key instead, where that shows whose session it is: one of
@@ -146,9 +147,11 @@ class ServeCore:
         return session_view(session, self.clock.now(), remaining_s, self._metrics.prices)
 
     def _is_owner(self, session: Session, api_key: str | None) -> bool:
-        keys = self.config.api_keys
-        is_known = is_key(api_key or "", keys) if keys else self.turns.has_session(session.id)
-        return is_known and tenant_of(api_key, keys) == session.tenant
+        if self.tenants.is_closed:
+            tenant = self.tenants.find_by_key(api_key or "")
+            return tenant is not None and tenant.id == session.tenant
+        is_known = self.turns.has_session(session.id)
+        return is_known and self.tenants.of_key(api_key).id == session.tenant
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self.sessions.authenticate(session_id, session_auth)

@@ -1,6 +1,5 @@
 """Sessions: one user program's scope, and who may use it."""
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -31,9 +30,6 @@ from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
 from parrot.utils.traces.traceparent import TraceParent, new_trace_id
-
-PUBLIC_TENANT = "public"
-
 
 _NOT_WRITTEN: AbstractContextManager[None] = nullcontext()
 
@@ -314,26 +310,3 @@ class SessionRegistry:
             self._expire(session)
         else:
             self._watch(session)
-
-
-def tenant_of(api_key: str | None, allowed_keys: Sequence[str]) -> str:
-    """Whose session it will be: nobody can tell a key from its tenant. Raises
-    `AuthenticationFailed` if keys are configured and this is none of them."""
-    if allowed_keys and not is_key(api_key or "", allowed_keys):
-        raise AuthenticationFailed("missing or wrong api_key (`Authorization: Bearer KEY`)")
-    return _tenant_name(api_key) if api_key else PUBLIC_TENANT
-
-
-def is_key(text: str, allowed_keys: Sequence[str]) -> bool:
-    matches = [tokens_equal(text, allowed) for allowed in allowed_keys]
-    return any(matches)  # all compared: the time says nothing about which
-
-
-def tenant_labels(allowed_keys: Sequence[str]) -> frozenset[str]:
-    """The tenants that are named in metrics. Those of keys that anyone may make up are not: there
-    is no end of them."""
-    return frozenset({PUBLIC_TENANT, *map(_tenant_name, allowed_keys)})
-
-
-def _tenant_name(api_key: str) -> str:
-    return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()[:16]

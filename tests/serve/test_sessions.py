@@ -7,7 +7,7 @@ from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded
 from parrot.serve.config import CoreConfig
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
-from parrot.serve.sessions import PUBLIC_TENANT, Session, SessionRegistry, tenant_of
+from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.timers import TimerQueue
 from tests.serve.serve_fakes import FakeRunner, add_reader, link_call
 from tests.support.manual_clock import ManualClock
@@ -74,17 +74,6 @@ async def test_the_number_of_sessions_is_limited(world: World) -> None:
     world.registry.remove(sessions[1])
     world.create()
     assert len(world.registry) == 3
-
-
-def test_tenants() -> None:
-    assert tenant_of(None, ()) == PUBLIC_TENANT
-    keys = ("alpha", "beta")
-    assert tenant_of("alpha", keys) != tenant_of("beta", keys)
-    assert tenant_of("alpha", keys) == tenant_of("alpha", ())
-    assert "alpha" not in tenant_of("alpha", keys)
-    for wrong in (None, "", "gamma", "alph", "\ud800"):
-        with pytest.raises(AuthenticationFailed):
-            tenant_of(wrong, keys)
 
 
 async def test_an_idle_session_expires_after_its_life_span(world: World) -> None:

@@ -99,7 +99,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             submit_graph,
             "Submit variables and calls that name each other, all of them or none",
             errors=(*_SUBMIT, 503),
-            body=known if core.config.api_keys else ANY_BODY,
+            body=known if core.tenants.is_closed else ANY_BODY,
             access=Access.SESSION_OR_KEY,
             durable=durable,
         ),

@@ -28,7 +28,7 @@ class SessionList:
         return SessionListResponse(sessions=summaries, has_more=len(found) > request.limit)
 
     def _is_shown(self, session: Session) -> bool:
-        return bool(self._core.config.api_keys) or self._core.turns.has_session(session.id)
+        return self._core.tenants.is_closed or self._core.turns.has_session(session.id)
 
     def _summary(self, session: Session) -> SessionSummary:
         core = self._core

@@ -106,7 +106,7 @@ class Page:
         self._core = core
         self._rows = PageRows(core)
         self._feed = Feed(core.clock)
-        self._visitors = Visitors(core.config, core.clock)
+        self._visitors = Visitors(core.config.cluster_token, core.tenants, core.clock)
         self._audit = AuditLog(core.config.audit_path)
         self.close = self._audit.close
 

@@ -5,8 +5,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from parrot.protocol.errors import AuthenticationFailed
-from parrot.serve.config import CoreConfig
-from parrot.serve.sessions import tenant_of
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 from parrot.utils.ids import tokens_equal
@@ -44,25 +43,24 @@ class Visitor(NamedTuple):
 class Visitors:
     """Visitors who have shown a key, by the secret of the cookie that they got for it."""
 
-    def __init__(self, config: CoreConfig, clock: Clock) -> None:
-        self._api_keys = config.api_keys
+    def __init__(self, cluster_token: str | None, tenants: TenantTable, clock: Clock) -> None:
+        self._tenants = tenants
         self._clock = clock
-        token = config.cluster_token
-        self._page_key = None if token is None else page_key(token)
+        self._page_key = None if cluster_token is None else page_key(cluster_token)
         self._known: LruDict[str, tuple[Visitor, float]] = LruDict(_MAX_VISITORS)  # until when
 
     @property
     def operator(self) -> Visitor:
         """Who runs the service; with API keys the programs are other people's."""
-        return Visitor(tenant=None, sees_values=not self._api_keys)
+        return Visitor(tenant=None, sees_values=not self._tenants.is_closed)
 
     def enter(self, key: str) -> str:
         """The secret for a cookie of whoever has this key: the page's, or an API key. Raises
         `AuthenticationFailed`."""
         if self._page_key is not None and tokens_equal(key, self._page_key):
             visitor = self.operator
-        elif self._api_keys:
-            visitor = Visitor(tenant_of(key, self._api_keys), sees_values=True)
+        elif self._tenants.is_closed:
+            visitor = Visitor(self._tenants.of_key(key).id, sees_values=True)
         else:
             raise AuthenticationFailed("this is not the key of the page")
         cookie = secrets.token_urlsafe(32)
@@ -74,7 +72,7 @@ class Visitors:
 
     def of(self, cookie: str | None) -> Visitor:
         """Raises `AuthenticationFailed`."""
-        if self._page_key is None and not self._api_keys:
+        if self._page_key is None and not self._tenants.is_closed:
             return self.operator  # the operator wants no secrets: `insecure`
         found = None if cookie is None else self._known.peek(cookie)
         if found is None or found[1] < self._clock.now():

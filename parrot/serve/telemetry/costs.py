@@ -1,7 +1,7 @@
 """The costs of completions, by the operator's prices, and who pays for them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import Metric
@@ -10,6 +10,7 @@ from parrot.serve.config import TokenPrices
 from parrot.serve.graph.nodes import RunStats
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
 from parrot.serve.telemetry.calls import Measured
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.metrics import counter
 
 ANY_MODEL = "*"
@@ -65,13 +66,13 @@ class Accounts:
     """The use of each tenant, by function. Tenants without a key of the config are one, `other`,
     and so are, for each tenant, the functions that are used least."""
 
-    def __init__(self, tenants: Collection[str], max_names: int) -> None:
+    def __init__(self, tenants: TenantTable, max_names: int) -> None:
         self._tenants = tenants
         self._max_names = max_names
         self._usage: dict[str, SeriesByName[Usage]] = {}
 
     def count(self, tenant: str, function: str, call: Measured) -> None:
-        label = tenant if tenant in self._tenants else OTHER
+        label = tenant if self._tenants.is_named(tenant) else OTHER
         if (functions := self._usage.get(label)) is None:
             functions = self._usage[label] = SeriesByName(self._max_names, Usage)
         functions.use(function).count(call)

@@ -12,7 +12,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, Task, unnamed
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.sessions import Session, tenant_labels
+from parrot.serve.sessions import Session
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
 from parrot.serve.telemetry.calls import (
     CallSeries,
@@ -22,6 +22,7 @@ from parrot.serve.telemetry.calls import (
     engine_call_families,
 )
 from parrot.serve.telemetry.costs import Accounts, PriceTable
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.metrics import LATENCY_S, Histogram, counter, histogram, render_metrics
 
 UNNAMED = "unnamed"
@@ -48,7 +49,8 @@ class CoreMetrics:
     def __init__(self, config: CoreConfig) -> None:
         max_names = config.max_metric_names
         self.prices = PriceTable(config.prices)
-        self.accounts = Accounts(tenant_labels(config.api_keys), max_names)
+        self.tenants = TenantTable(config)
+        self.accounts = Accounts(self.tenants, max_names)
         self._functions = SeriesByName(max_names, CallSeries)
         self._apps = SeriesByName(max_names, CallSeries)
         self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))

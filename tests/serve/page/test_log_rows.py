@@ -3,7 +3,7 @@
 from parrot.protocol.errors import EngineFailed
 from parrot.serve.page.rows import PageRows
 from parrot.serve.page.visitors import Visitor
-from parrot.serve.sessions import tenant_of
+from parrot.serve.tenants.tenant import id_of_key
 from tests.serve.execution.test_result_cache import World
 from tests.support.fake_engine import Script
 
@@ -57,8 +57,8 @@ async def test_events_name_engines_calls_and_sessions() -> None:
     expired = list(rows.values())[-1]
     assert (expired["kind"], expired["session"]) == ("session expired", 0)
     assert not expired["is_live"]
-    own = PageRows(world.core).events(Visitor(tenant_of("mine", []), sees_values=True))
+    own = PageRows(world.core).events(Visitor(id_of_key("mine"), sees_values=True))
     assert own == rows
-    others = PageRows(world.core).events(Visitor(tenant_of("other", []), sees_values=True))
+    others = PageRows(world.core).events(Visitor(id_of_key("other"), sees_values=True))
     assert {row["kind"] for row in others.values()} == {"engine joined", "engine lost"}
     await world.core.close()

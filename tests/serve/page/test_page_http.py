@@ -11,6 +11,7 @@ import pytest
 
 from parrot.serve.config import CoreConfig
 from parrot.serve.page.visitors import VISIT_S, Visitors, page_key
+from parrot.serve.tenants.table import TenantTable
 from tests.serve.test_serve_http import Site, open_site
 from tests.support.manual_clock import ManualClock
 
@@ -238,7 +239,7 @@ async def test_without_secrets_nobody_is_asked_and_a_page_can_be_left_out() -> N
 
 def test_a_visit_ends() -> None:
     clock = ManualClock()
-    visitors = Visitors(CoreConfig(cluster_token=TOKEN), clock)
+    visitors = Visitors(TOKEN, TenantTable(CoreConfig()), clock)
     cookie = visitors.enter(KEY)
     assert visitors.of(cookie).tenant is None
     clock._now = VISIT_S + 1

@@ -1,0 +1,30 @@
+"""The table of tenants, and whose work a request with a key is."""
+
+import pytest
+
+from parrot.protocol.errors import AuthenticationFailed
+from parrot.serve.config import CoreConfig
+from parrot.serve.tenants.table import TenantTable
+from parrot.serve.tenants.tenant import PUBLIC_ID, Tenant, id_of_key
+
+
+def test_each_api_key_is_a_tenant() -> None:
+    table = TenantTable(CoreConfig(api_keys=("alpha", "beta")))
+    assert table.is_closed
+    alpha, beta = table.of_key("alpha"), table.of_key("beta")
+    assert alpha != beta
+    assert alpha == Tenant(id_of_key("alpha")) == table.find(alpha.id)
+    assert "alpha" not in alpha.id
+    for wrong in (None, "", "gamma", "alph", "\ud800"):
+        with pytest.raises(AuthenticationFailed):
+            table.of_key(wrong)
+
+
+def test_without_keys_whoever_makes_up_one_is_a_tenant() -> None:
+    table = TenantTable(CoreConfig())
+    assert not table.is_closed
+    assert table.of_key(None).id == PUBLIC_ID
+    made_up = table.of_key("alpha")
+    assert made_up.id == id_of_key("alpha")
+    assert table.find(made_up.id) is None
+    assert not table.is_named(made_up.id)
