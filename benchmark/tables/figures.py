@@ -164,7 +164,8 @@ def _host_kv() -> list[str]:
 def _agents() -> list[str]:
     """Of each number of agents, the newest row."""
     found, newest = load("agents_h200.json"), load("agents_h200_48.json")
-    ours = {row["agents"]: row for row in [*found["runs"], *newest["runs"]]}
+    rows = {row["agents"]: row for row in [*found["runs"], *newest["runs"]]}
+    ours = dict(sorted(rows.items()))
     theirs = {row["agents"]: row for row in found["baseline"]["vllm_with_offload"]}
     waits = [f"{row['ttft_p90_s']:.2f}" for row in ours.values()]
     hits = [f"{row['hit_of_ideal']:.2f}" for row in ours.values()]
