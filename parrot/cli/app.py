@@ -152,11 +152,11 @@ def run(
 
 
 @app.command()
-def ping(core: CoreOption = DEFAULT_CORE) -> None:
-    """Show whether ServeCore and its engines are up, and what they serve."""
+def ping(core: CoreOption = DEFAULT_CORE, config_path: CoreConfigOption = None) -> None:
+    """Show whether ServeCore is up and what it serves and, with its config, its engines."""
     from parrot.cli.run import show_health
 
-    show_health(core)
+    show_health(core, config_path)
 
 
 @app.command()

@@ -133,7 +133,7 @@ def _chosen(server: Server, model: str | None) -> str:
     if model is None and served:
         return served[0]
     if not served:
-        raise RequestFailed("no model is served as yet; `parrot ping` shows the engines")
+        raise RequestFailed("no model is served as yet; `parrot top` shows the engines")
     if model not in served:
         raise RequestFailed(f"{model} is not served; --model may be {', '.join(served)}")
     return model

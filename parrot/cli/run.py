@@ -18,8 +18,7 @@ from parrot.cli.servers import running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
 from parrot.protocol.gate.cluster_token import kept_token
-from parrot.protocol.gate.names import is_loopback
-from parrot.protocol.public import EngineStatus, ReadyResponse
+from parrot.protocol.public import EngineStatus, ModelsResponse, ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError, parse_config
@@ -43,17 +42,19 @@ def run_program(program: Path, args: list[str], core: str, embedded: bool) -> No
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def show_health(core: str) -> None:
-    """Exit code 0: ready; 1: nobody answers, or no engine is up."""
+def show_health(core: str, config_path: Path | None) -> None:
+    """Exit code 0: ready; 1: nobody answers, or no engine is up. The token of `config_path` shows
+    engines; without one nothing secret is sent, since anybody may listen at an address."""
     address = host_and_port(core)
+    try:
+        token = None if config_path is None else operator_token(config_path)
+    except ConfigError as error:
+        fail(str(error))
     begin = time.perf_counter()
     if ask(*address, "/health", timeout_s=5.0) is None:
         _fail_without_core(core)
     milliseconds = 1e3 * (time.perf_counter() - begin)
-    status, answer = ask(*address, "/ready", timeout_s=5.0, token=_token_for(address[0])) or (
-        None,
-        None,
-    )
+    status, answer = ask(*address, "/ready", timeout_s=5.0, token=token) or (None, None)
     try:
         ready = None if status == 503 else ReadyResponse.model_validate(answer)
     except ValidationError:
@@ -62,21 +63,20 @@ def show_health(core: str) -> None:
     if ready is None:
         OUT.print("no engine is registered")
         sys.exit(1)
-    if ready.engines is None:
-        OUT.print(
-            "engines are up; `parrot top --config_path FILE` shows them, with ServeCore's config, "
-            "which has the cluster token",
-            soft_wrap=True,
-        )
-    else:
+    if ready.engines is not None:
         OUT.print(f"{ready.num_queued} queued", engine_table(ready.engines), sep="\n")
+        return
+    models = _models(*address)
+    OUT.print(f"it serves {', '.join(models)}" if models else "engines are up", soft_wrap=True)
+    OUT.print("`parrot top` shows the engines")
 
 
-def _token_for(host: str) -> str | None:
-    """This user's token for a server on this machine; elsewhere it would be given away."""
-    with suppress(ConfigError):
-        return operator_token(None) if is_loopback(host) else None
-    return None
+def _models(host: str, port: int) -> list[str]:
+    """The models that are served; none if programs need an API key, which is not sent."""
+    status, answer = ask(host, port, "/v1/models", timeout_s=5.0) or (None, None)
+    with suppress(ValidationError):
+        return [] if status != 200 else [m.id for m in ModelsResponse.model_validate(answer).data]
+    return []
 
 
 def _fail_without_core(core: str) -> NoReturn:

@@ -15,6 +15,7 @@ from parrot.cli.cluster_configs import Config
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
+from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config
 from parrot.protocol.public import ReadyResponse
@@ -66,7 +67,8 @@ def up(model: str, options: UpOptions) -> None:
 
 
 def _core(options: UpOptions) -> Config:
-    """ServeCore's config, with a port that is free."""
+    """ServeCore's config, with a port that is free. Raises `ConfigError`, and `ClusterError` for a
+    host that there is not."""
     given = _given(host=options.host, port=options.port, insecure=options.insecure or None)
     settings = core_settings(options.core_config, given, os.environ)
     parse_config(CoreConfig, settings.payload, settings.blamed)
@@ -82,10 +84,8 @@ def _core(options: UpOptions) -> Config:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    try:
+    with binding("ServeCore", host):
         return not is_free(host, port)
-    except OSError:
-        return False  # the cluster says what is wrong with the host
 
 
 def plan_engines(

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ClusterError, ServerProcess
-from parrot.protocol.gate.cluster_token import kept_token
-from parrot.protocol.gate.names import is_loopback
+from parrot.protocol.gate.cluster_token import settled_token
 from parrot.protocol.public import ReadyResponse
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
@@ -111,7 +110,7 @@ class Cluster:
         """Start all processes at once; engines wait for their ServeCore by themselves."""
         for name, config in self.configs.items():
             host, port = config["host"], config["port"]
-            with _binding(name, host):
+            with binding(name, host):
                 if not is_free(host, port):
                     raise ClusterError(
                         f"{name} cannot listen: port {port} of {host} is in use; set another `port`"
@@ -149,19 +148,25 @@ class Cluster:
 
     def supervise(self, tell: Callable[[str], None]) -> ServerProcess:
         """Start engines again that ended by themselves, each after a pause that doubles until the
-        engine has run for a minute; `tell` hears of every death. Returns ServeCore's process once
-        that has ended."""
+        engine has run for a minute; `tell` hears of every death, and of engines that serve again.
+        Returns ServeCore's process once that has ended."""
         first_s, longest_s = self.RESTART_PAUSES_S
         pauses = dict.fromkeys(self.engine_names, first_s)
         due: dict[str, float] = {}
+        starting: set[str] = set()
         while True:
-            next_due = min(due.values(), default=None)
-            dead = self.wait_death(next_due and max(0.0, next_due - time.monotonic()))
+            waits_s = [max(0.0, when - time.monotonic()) for when in due.values()]
+            dead = self.wait_death(min(waits_s + [_LONGEST_PAUSE_S] * bool(starting), default=None))
             now = time.monotonic()
+            if starting:
+                for name in sorted(live := starting & self._live_engines(starting)):
+                    tell(f"{name} serves again.")
+                starting -= live
             if dead is not None:
                 name = dead.name
                 if name == CORE:
                     return dead
+                starting.discard(name)
                 if now - dead.started_at > _STABLE_S:
                     pauses[name] = first_s
                 due[name] = now + pauses[name]
@@ -170,6 +175,7 @@ class Cluster:
             for name in [name for name, when in due.items() if when <= now]:
                 del due[name]
                 self.restart(name)
+                starting.add(name)
 
     def dead(self) -> ServerProcess | None:
         """A process that does not run (any more), if there is one. Deaths are noticed a moment
@@ -228,7 +234,7 @@ class Cluster:
         """Complete the config and prepare the process."""
         full = {"host": _HOST, **config}
         if "port" not in full:
-            with _binding(name, full["host"]):
+            with binding(name, full["host"]):
                 full["port"] = free_port(full["host"], self._ports)
         self._ports.add(full["port"])
         self.configs[name] = full
@@ -286,7 +292,7 @@ class Cluster:
 
 
 @contextmanager
-def _binding(name: str, host: str) -> Iterator[None]:
+def binding(name: str, host: str) -> Iterator[None]:
     """Raises `ClusterError` when there is no such host here."""
     try:
         yield
@@ -298,15 +304,19 @@ def _binding(name: str, host: str) -> Iterator[None]:
 
 
 def _with_token(core: Config) -> Config:
-    """The config with the token of this user's file, where ServeCore would take it from there."""
-    if core.get("cluster_token") is not None or core.get("insecure"):
-        return core
-    if not is_loopback(core.get("host", _HOST)):
-        return core  # it refuses to start, and says why
+    """The config with the token that ServeCore will have. Raises `ClusterError` where it would
+    refuse to start."""
     try:
-        return {**core, "cluster_token": kept_token(core.get("state_dir"))}
+        token = settled_token(
+            core.get("host", _HOST),
+            core.get("cluster_token"),
+            insecure=bool(core.get("insecure")),
+            has_api_keys=bool(core.get("api_keys")),
+            state_dir=core.get("state_dir"),
+        )
     except ConfigError as error:
         raise ClusterError(str(error)) from None
+    return core if token is None else {**core, "cluster_token": token}
 
 
 def _reachable(host: str) -> str:

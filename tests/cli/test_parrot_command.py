@@ -39,6 +39,7 @@ class CoreHandler(BaseHTTPRequestHandler):
     answers: dict[str, tuple[int, object]]
 
     def do_GET(self) -> None:
+        self.credentials.add(self.headers["Authorization"])
         status, payload = self.answers.get(self.path, (404, {"error": {}}))
         raw = json.dumps(payload).encode()
         self.send_response(status)
@@ -53,6 +54,7 @@ class CoreHandler(BaseHTTPRequestHandler):
 def core() -> Iterator[ThreadingHTTPServer]:
     class Handler(CoreHandler):
         answers = {"/health": (200, {}), "/ready": (200, READY)}  # noqa: RUF012
+        credentials = set()  # noqa: RUF012
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -90,18 +92,29 @@ def test_each_command_has_help(command: str) -> None:
     assert "--help" in result.output
 
 
-def test_ping(core: ThreadingHTTPServer) -> None:
-    result = parrot("ping", "--core", url(core))
+def test_ping_shows_engines_to_whoever_names_the_config(
+    core: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    config = tmp_path / "core.json"
+    config.write_text('{"cluster_token": "secret"}')
+    result = parrot("ping", "--core", url(core), "--config_path", str(config))
     assert result.returncode == 0, result.stderr
     assert "3 queued" in result.stdout
     assert "first" in result.stdout
+    assert "Bearer secret" in core.RequestHandlerClass.credentials
 
 
-def test_ping_without_the_token_says_what_shows_engines(core: ThreadingHTTPServer) -> None:
-    core.RequestHandlerClass.answers["/ready"] = (200, {"num_queued": None, "engines": None})
+def test_ping_sends_no_token_unasked_and_says_what_is_served(core: ThreadingHTTPServer) -> None:
+    handler = core.RequestHandlerClass
+    handler.answers["/ready"] = (200, {"num_queued": None, "engines": None})
     result = parrot("ping", "--core", url(core))
     assert result.returncode == 0, result.stderr
-    assert "parrot top --config_path FILE" in result.stdout
+    assert "engines are up\n`parrot top` shows the engines" in result.stdout
+    card = {"id": "embedded", "created": 0}
+    names = {"model_name": "embedded", "tokenizer_name": "embedded"}
+    handler.answers["/v1/models"] = (200, {"data": [card], "models": [names]})
+    assert "it serves embedded\n" in parrot("ping", "--core", url(core)).stdout
+    assert handler.credentials == {None}
 
 
 def test_page_prints_an_address_that_lets_its_user_in(core: ThreadingHTTPServer) -> None:

@@ -171,6 +171,25 @@ def test_an_engine_that_dies_is_started_again_and_the_others_go_on() -> None:
     assert all("engine-0 ended with exit code 7" in message for message in told)
 
 
+def test_it_is_told_when_an_engine_serves_again() -> None:
+    told: list[str] = []
+    cluster = make([{"die_after_s": 1.0}, {}])
+
+    def tell(message: str) -> None:
+        told.append(message)
+        if message == "engine-0 serves again.":
+            os.kill(cluster.process("core").pid, signal.SIGKILL)
+
+    try:
+        cluster.start()
+        cluster.wait_ready()
+        assert cluster.supervise(tell) is cluster.process("core")
+    finally:
+        cluster.stop()
+    assert "starts again in 0.05 s." in told[0]
+    assert told[-1] == "engine-0 serves again."
+
+
 def test_a_stubborn_server_is_killed_with_its_children() -> None:
     with make([{"stubborn": True, "with_child": True}]) as cluster:
         log = cluster.log("engine-0")

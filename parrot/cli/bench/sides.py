@@ -81,7 +81,7 @@ class Connections:
             except ParrotError as error:
                 if error.type == "no_engine":
                     raise CannotMeasure(
-                        f"no engine serves a model at {address.url}; `parrot ping` shows them"
+                        f"no engine serves a model at {address.url}; `parrot top` shows engines"
                     ) from None
                 return False
         return isinstance(answer, dict) and "num_queued" in answer
@@ -140,7 +140,7 @@ async def _model(http: HttpClient, address: Address) -> str:
         raise CannotMeasure(f"{address.url} is no server of OpenAI's API") from None
     if not served:
         raise CannotMeasure(
-            f"{address.url} serves no model as yet; `parrot ping` shows a ServeCore's engines"
+            f"{address.url} serves no model as yet; `parrot top` shows a ServeCore's engines"
         )
     if address.model is not None and address.model not in served:
         raise CannotMeasure(

@@ -8,6 +8,7 @@ from typing import Any
 
 from parrot.cli.run import host_and_port, operator_token
 from parrot.cli.watch.http_lines import RequestFailed, Server
+from parrot.protocol.gate.names import is_loopback
 from parrot.serve.page.visitors import page_key
 
 Row = dict[str, Any]
@@ -20,9 +21,14 @@ class PageFeed:
     def __init__(self, core: str, config_path: Path | None, api_key: str | None) -> None:
         """Raises `RequestFailed` that says what to do, and `ConfigError`."""
         self._core = core
-        self._server = Server(*host_and_port(core))
-        if not self._is_let_in():
-            self._enter(page_key(operator_token(config_path)) if api_key is None else api_key)
+        host, port = host_and_port(core)
+        self._server = Server(host, port)
+        if self._is_let_in():
+            return
+        if api_key is None and config_path is None and not is_loopback(host):
+            # This user's own token is for servers of this machine.
+            raise RequestFailed(f"{core} asks for a key: --api_key, or its config by --config_path")
+        self._enter(page_key(operator_token(config_path)) if api_key is None else api_key)
 
     def rows(self, view: str) -> Iterator[Rows]:
         """All rows of a view, now and after each change, for ever. Raises `RequestFailed`."""

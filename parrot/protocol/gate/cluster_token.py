@@ -11,6 +11,7 @@ from parrot.utils.ids import new_token
 
 _FILE_NAME = "cluster_token"
 _MAX_LEN = 4096
+_KEYS_VARIABLE = """PARROT_CORE__API_KEYS='["KEY"]'"""
 
 
 def settled_token(
@@ -32,7 +33,8 @@ def settled_token(
         if has_api_keys is False and not insecure and not is_loopback(host):
             raise ConfigError(
                 f"`api_keys` are missing: {host} can be reached from other machines. Set some in "
-                "ServeCore's config, or `insecure` (--insecure) to let in whoever connects"
+                f"ServeCore's config or environment ({_KEYS_VARIABLE}), or `insecure` "
+                "(--insecure) to let in whoever connects"
             )
         return token
     if has_api_keys:
@@ -43,9 +45,11 @@ def settled_token(
     if insecure:
         return None
     if not is_loopback(host):
+        server = "ENGINE" if has_api_keys is None else "CORE"
         raise ConfigError(
-            f"`cluster_token` is missing: {host} can be reached from other machines. Set it, and "
-            "`api_keys` on ServeCore, or `insecure` (--insecure) to let in whoever connects"
+            f"`cluster_token` is missing: {host} can be reached from other machines. Set it in the "
+            f"config or environment (PARROT_{server}__CLUSTER_TOKEN), and `api_keys` on ServeCore "
+            f"({_KEYS_VARIABLE}), or `insecure` (--insecure) to let in whoever connects"
         )
     return None if is_alone else kept_token(state_dir)
 
