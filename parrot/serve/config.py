@@ -232,6 +232,11 @@ class CoreConfig(ConfigModel):
         le=2**46,
         description="Bytes of the journal; when it is full, what would be written gets 507.",
     )
+    journal_timeout: Seconds = Field(
+        10.0,
+        description="What waits for the journal's disk for longer gets 507, until the disk has "
+        "caught up.",
+    )
     trace_path: str | None = Field(
         None,
         min_length=1,

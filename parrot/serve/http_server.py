@@ -51,7 +51,7 @@ async def serve(config: CoreConfig) -> None:
     clock: Clock = MonotonicClock()
     journal = None
     if config.journal is not None:
-        journal = Journal.at(config.journal, config.journal_size, clock)
+        journal = Journal.at(config.journal, config.journal_size, clock, config.journal_timeout)
         clock = journal.clock
     observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
     export = None if config.otlp_endpoint is None else span_export(config.otlp_endpoint, "parrot")

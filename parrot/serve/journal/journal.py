@@ -38,28 +38,37 @@ class Journal:
     """One process's journal; close when done. Its records are read back once, before the first is
     appended, in the event loop where everything else happens.
 
-    While the file cannot be written (its bound or the disk is full), `require_room` refuses what
-    would be recorded. What happens all the same, since it was begun before, is kept in memory and
-    written as soon as there is room."""
+    While the file cannot be written (its bound or the disk is full, or a record has waited for
+    `max_wait_s`), `require_room` refuses what would be recorded. What happens all the same, since
+    it was begun before, is kept in memory and written as soon as there is room. So memory is
+    bounded by what was accepted within `max_wait_s` and what was begun by then."""
 
-    def __init__(self, file: Storage, clock: Clock) -> None:
+    def __init__(self, file: Storage, clock: Clock, max_wait_s: float = 10.0) -> None:
         """`clock` is what `self.clock` shows, but while records are read."""
         self._file = file
         self.clock = ReplayClock(clock)
         self.epoch = self._file.epoch
         self.fact = self._file.fact  # before anything is appended
-        self.trouble = ""  # why nothing can be written
+        self._max_wait_s = max_wait_s
+        self._failure = self._delay = ""  # why nothing can be written
         self._turn: list[Record] = []
         self._seq = self._num_flushed = self._num_written = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._unwritten: deque[tuple[int, float]] = deque()  # last seqs of turns, and since when
+        self._watch: asyncio.TimerHandle | None = None  # while something is unwritten
         self._batches: SimpleQueue[list[Record] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def at(cls, path: str, max_bytes: int, clock: Clock) -> Self:
+    def at(cls, path: str, max_bytes: int, clock: Clock, max_wait_s: float) -> Self:
         """Raises `ConfigError`, see `JournalFile`."""
-        return cls(JournalFile(path, max_bytes), clock)
+        return cls(JournalFile(path, max_bytes), clock, max_wait_s)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written; empty: it can."""
+        return self._failure or self._delay
 
     def read(self, apply: Callable[[Record], None]) -> None:
         """Call `apply` with each record there is, at the time when it was made.
@@ -129,6 +138,8 @@ class Journal:
     async def close(self) -> None:
         """Write what is left, for a few seconds at most."""
         self._flush()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._thread is not None:
             self._batches.put(None)
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
@@ -143,6 +154,9 @@ class Journal:
         self._num_flushed = self._turn[-1].seq
         self._batches.put(self._turn)
         self._turn = []
+        assert self._loop is not None
+        self._unwritten.append((self._num_flushed, self._loop.time()))
+        self._set_watch()
         if self._thread is None:  # until now the event loop has had the file for itself
             self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
             self._thread.start()
@@ -196,21 +210,52 @@ class Journal:
 
     def _written(self, seq: int) -> None:
         self._num_written = seq
+        while self._unwritten and self._unwritten[0][0] <= seq:
+            self._unwritten.popleft()
+        if self._delay and self._left_s() > 0:
+            self._delay = ""
+            logger.warning("the journal is written in time again")
+            self._set_watch()
         while self._waiters and self._waiters[0][0] <= seq:
             _, waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
 
+    def _set_watch(self) -> None:
+        assert self._loop is not None
+        if self._watch is None and self._unwritten and not self._delay:
+            self._watch = self._loop.call_later(self._left_s(), self._look)
+
+    def _left_s(self) -> float:
+        """Seconds that the oldest record which is not on disk may still wait."""
+        if not self._unwritten:
+            return self._max_wait_s
+        assert self._loop is not None
+        return self._unwritten[0][1] + self._max_wait_s - self._loop.time()
+
+    def _look(self) -> None:
+        """Refuse if the disk hangs, or is slower than what comes."""
+        self._watch = None
+        if self._left_s() > 0:
+            self._set_watch()
+            return
+        self._delay = f"a record has waited for {self._max_wait_s:g} s"
+        logger.error("the journal cannot be written: %s", self._delay)
+        self._refuse_all()
+
     def _recovered(self) -> None:
         logger.warning("the journal can be written again")
-        self.trouble = ""
+        self._failure = ""
 
     def _refuse(self, reason: str) -> None:
-        self.trouble = reason
+        self._failure = reason
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
         while self._waiters:
             _, waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_exception(_refusal(reason))
+                waiter.set_exception(_refusal(self.trouble))
 
 
 def _refusal(reason: str) -> InsufficientStorage:

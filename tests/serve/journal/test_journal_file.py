@@ -179,8 +179,8 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def opened(path: Path, size: int = SIZE) -> Journal:
-    journal = Journal(JournalFile(str(path), size), MonotonicClock())
+async def opened(path: Path, size: int = SIZE, max_wait_s: float = 60.0) -> Journal:
+    journal = Journal(JournalFile(str(path), size), MonotonicClock(), max_wait_s)
     journal.read(lambda record: None)
     return journal
 
@@ -276,6 +276,60 @@ async def test_any_failure_reaches_who_waits_and_is_tried_again(tmp_path: Path) 
         await journal.durable()
     await journal.close()
     assert [r.kind for r in read(tmp_path / "j")] == ["a"]
+
+
+async def test_a_disk_that_hangs_refuses_after_a_while_and_loses_nothing(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j", max_wait_s=0.05)
+    write, may_write = journal._file.write, threading.Event()
+
+    def wait_and_write(records: Sequence[Record]) -> None:
+        assert may_write.wait(10)
+        write(records)
+
+    journal._file.write = wait_and_write  # type: ignore[method-assign]
+    journal.append("1", "a", {})
+    reading = asyncio.ensure_future(journal.published())
+    async with asyncio.timeout(10):
+        with pytest.raises(InsufficientStorage, match="has waited for"):
+            await journal.durable()
+        await reading  # readers have their values
+        with pytest.raises(InsufficientStorage):
+            journal.require_room()
+        journal.append("1", "b", {})  # what was begun goes on
+        await journal.published()
+        may_write.set()
+        await recovered(journal)
+        await journal.durable()
+    journal.require_room()
+    await journal.close()
+    assert [r.kind for r in read(tmp_path / "j")] == ["a", "b"]
+
+
+async def test_a_disk_that_is_only_slow_bounds_how_long_anything_waits(tmp_path: Path) -> None:
+    """Each write is soon done, but more comes than is written."""
+    journal = await opened(tmp_path / "j", max_wait_s=0.1)
+    write, num_refused = journal._file.write, 0
+
+    def write_slowly(records: Sequence[Record]) -> None:
+        threading.Event().wait(0.03)
+        write(records)
+
+    journal._file.write = write_slowly  # type: ignore[method-assign]
+    loop = asyncio.get_running_loop()
+    for _ in range(6):
+        for _ in range(4):
+            journal.append("1", "a", {"text": "x" * 9 * 2**20})  # more than one write takes
+        began = loop.time()
+        try:
+            await journal.durable()
+        except InsufficientStorage:
+            num_refused += 1
+        assert loop.time() - began < 5
+    assert num_refused
+    await recovered(journal)
+    await journal.durable()
+    await journal.close()
+    assert len(read(tmp_path / "j")) == 24
 
 
 async def test_the_bound_refuses_until_something_ends(tmp_path: Path) -> None:
